@@ -2,19 +2,21 @@
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int, PyTree
 from optax import contrib
 
-from local_opt.formats import top_k_wire
+from local_opt.corrections import Correction
+from local_opt.formats import Wire, top_k_wire
 from local_opt.mean import check_scalar
-from local_opt.opt_state import checked
+from local_opt.opt_state import LOCAL, checked
 from local_opt.plans import SyncPlan, check_plan
 from local_opt.rounds import local_steps
 from local_opt.workers import AXIS, AxisName, wide_type
@@ -28,7 +30,11 @@ def diloco(
     axis_name: AxisName = AXIS,
     learning_rate: float = 0.7,
     momentum: float = 0.9,
-    **options: Any,
+    opt_state: str | Mapping[str, str] = LOCAL,
+    wire: Wire | None = None,
+    correction: Correction | None = None,
+    specs: PyTree[PartitionSpec] | None = None,
+    drift: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """DiLoCo: local steps of AdamW, and Nesterov momentum on the mean change of a round.
 
@@ -41,9 +47,8 @@ def diloco(
     Args:
       inner: the workers' optimizer; `optax.adamw` in the paper.
       plan: `constant(500, total_steps=T)` in the paper; a run of at least 44 rounds for m = 0.9.
-      axis_name: the workers' axis.
       learning_rate, momentum: of the outer optimizer: lr > 0 and m in [0, 1).
-      options: other arguments of `local_steps`.
+      axis_name, opt_state, wire, correction, specs, drift: see `local_rounds`.
 
     Returns:
       A GradientTransformationExtraArgs, as `local_steps`.
@@ -64,7 +69,10 @@ def diloco(
       https://arxiv.org/abs/2311.08105
     """
     outer = outer_momentum("diloco", plan, learning_rate, momentum)
-    return local_steps(inner, plan, axis_name=axis_name, outer=outer, **options)
+    return local_steps(
+        inner, plan, axis_name=axis_name, opt_state=opt_state, outer=outer, wire=wire,
+        correction=correction, specs=specs, drift=drift,
+    )  # fmt: skip
 
 
 def slowmo(
@@ -75,7 +83,11 @@ def slowmo(
     learning_rate: float = 1.0,
     momentum: float = 0.5,
     inner_rate: optax.ScalarOrSchedule = 1.0,
-    **options: Any,
+    opt_state: str | Mapping[str, str] = LOCAL,
+    wire: Wire | None = None,
+    correction: Correction | None = None,
+    specs: PyTree[PartitionSpec] | None = None,
+    drift: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """SlowMo: local steps, and heavy-ball momentum on the mean change of a round.
 
@@ -89,12 +101,12 @@ def slowmo(
     Args:
       inner: the workers' optimizer; SGD with Nesterov momentum in the paper.
       plan: `constant(12, total_steps=T)` in the paper.
-      axis_name: the workers' axis.
       learning_rate, momentum: of the outer optimizer: lr > 0, 1 in the paper, and m in [0, 1), 0.4
         to 0.8 there.
       inner_rate: gamma > 0, the schedule of `inner`; any number for a constant rate. It is asked
         for the steps since `init`. At a rate of 0 the momentum of a round is not added to.
-      options: other arguments of `local_steps`; the paper has `opt_state="reset"`.
+      axis_name, opt_state, wire, correction, specs, drift: see `local_rounds`; the paper has
+        `opt_state="reset"`.
 
     Returns:
       A GradientTransformationExtraArgs, as `local_steps`.
@@ -120,7 +132,10 @@ def slowmo(
         check_number("inner_rate", inner_rate, "(0, inf)")
     outer = outer_momentum("slowmo", plan, learning_rate, momentum, nesterov=False)
     outer = _per_rate(outer, inner_rate) if callable(inner_rate) else outer
-    return local_steps(inner, plan, axis_name=axis_name, outer=outer, **options)
+    return local_steps(
+        inner, plan, axis_name=axis_name, opt_state=opt_state, outer=outer, wire=wire,
+        correction=correction, specs=specs, drift=drift,
+    )  # fmt: skip
 
 
 class PerRateState(NamedTuple):
@@ -158,7 +173,11 @@ def muloco(
     momentum: float = 0.8,
     weight_decay: float = 0.0,
     hidden: Callable[[PyTree], PyTree[bool]] | None = None,
-    **options: Any,
+    opt_state: str | Mapping[str, str] = LOCAL,
+    wire: Wire | None = None,
+    correction: Correction | None = None,
+    specs: PyTree[PartitionSpec] | None = None,
+    drift: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """MuLoCo: DiLoCo with Muon inside for hidden matrices, and AdamW for the other parameters.
 
@@ -172,13 +191,13 @@ def muloco(
       inner_rate: lr_in of both, a number or a schedule; around 0.02 in the paper, less for large
         models.
       plan: `constant(30, total_steps=T)` in the paper.
-      axis_name: the workers' axis; () for one worker, MuLoCo-1.
       learning_rate, momentum: of the outer optimizer: lr > 0 and m in [0, 1). The authors' code has
         0.7 and 0.6 for one worker, 0.9 and 0.8 for two, 1 and 0.9 for 16.
       weight_decay: of both, >= 0 and decoupled.
       hidden: `params -> tree of bool`, true for what Muon steps; None is every matrix, also
         embeddings and heads, which AdamW steps in the paper.
-      options: other arguments of `local_steps`, as `wire=WIRES["int4"]`.
+      axis_name, opt_state, wire, correction, specs, drift: see `local_rounds`; MuLoCo-1, of one
+        worker, has `axis_name=()`.
 
     Returns:
       A GradientTransformationExtraArgs, as `local_steps`.
@@ -216,7 +235,10 @@ def muloco(
         inner_rate, beta=0.9, nesterov=False, weight_decay=weight_decay, adam_b1=0.9, adam_b2=0.99,
         adam_weight_decay=weight_decay, muon_weight_dimension_numbers=matrices,
     )  # fmt: skip
-    return local_steps(inner, plan, axis_name=axis_name, outer=outer, **options)
+    return local_steps(
+        inner, plan, axis_name=axis_name, opt_state=opt_state, outer=outer, wire=wire,
+        correction=correction, specs=specs, drift=drift,
+    )  # fmt: skip
 
 
 def sparseloco(
@@ -227,7 +249,10 @@ def sparseloco(
     learning_rate: float = 1.0,
     density: float = 1 / 64,
     feedback: float = 0.95,
-    **options: Any,
+    opt_state: str | Mapping[str, str] = LOCAL,
+    correction: Correction | None = None,
+    specs: PyTree[PartitionSpec] | None = None,
+    drift: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """SparseLoCo: local steps of AdamW; a sync sends the largest changes in two bits.
 
@@ -242,11 +267,10 @@ def sparseloco(
     Args:
       inner: the workers' optimizer; `optax.adamw` in the paper.
       plan: `constant(30, total_steps=T)` in Covenant-72B; H of 15 to 250 in the paper.
-      axis_name: the workers' axis.
       learning_rate: lr > 0 of the outer SGD; 1 in Covenant-72B, and 0.65 later.
       density: in (0, 1], the share of the numbers that is sent, a whole number of 4096.
       feedback: f in (0, 1].
-      options: other arguments of `local_steps` but `wire` and `outer`.
+      axis_name, opt_state, correction, specs, drift: see `local_rounds`.
 
     Returns:
       A GradientTransformationExtraArgs, as `local_steps`.
@@ -268,7 +292,10 @@ def sparseloco(
     check_number("learning_rate", learning_rate, "(0, inf)")
     wire = top_k_wire(density, bits=2, feedback=feedback)
     outer = optax.sgd(learning_rate)
-    return local_steps(inner, plan, axis_name=axis_name, outer=outer, wire=wire, **options)
+    return local_steps(
+        inner, plan, axis_name=axis_name, opt_state=opt_state, outer=outer, wire=wire,
+        correction=correction, specs=specs, drift=drift,
+    )  # fmt: skip
 
 
 def normalize_by_period(

@@ -5,7 +5,6 @@ t is the first step of a round, T the number of steps, eta_t the learning rate a
 
 from array import array
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
@@ -239,14 +238,22 @@ def power_rule(
     return SyncPlan(np.array(starts), total_steps, rule)
 
 
-def qsr(lr: Callable | float | np.ndarray, **rule: Any) -> SyncPlan:
+def qsr(
+    lr: Callable | float | np.ndarray,
+    *,
+    total_steps: int,
+    alpha: float,
+    h_base: int,
+    warmup_steps: int = 0,
+    h_max: int | None = None,
+    offset: int = 0,
+) -> SyncPlan:
     """The Quadratic Synchronization Rule, H(t) = max(H_base, floor((alpha / eta_t)^2)).
 
     It is `power_rule` with power 2, which says what happens in a warmup and where the rate rises.
 
     Args:
-      lr: as in `power_rule`.
-      rule: total_steps, alpha, h_base, warmup_steps, h_max and offset of `power_rule`.
+      lr, total_steps, alpha, h_base, warmup_steps, h_max, offset: as in `power_rule`.
 
     Returns:
       The plan.
@@ -267,4 +274,7 @@ def qsr(lr: Callable | float | np.ndarray, **rule: Any) -> SyncPlan:
       Gu, Lyu, Arora, Zhang, Huang, A Quadratic Synchronization Rule for Distributed Deep
       Learning, 2024, https://arxiv.org/abs/2310.14423
     """
-    return power_rule(lr, power=2, **rule)
+    return power_rule(
+        lr, total_steps=total_steps, alpha=alpha, h_base=h_base, power=2,
+        warmup_steps=warmup_steps, h_max=h_max, offset=offset,
+    )  # fmt: skip

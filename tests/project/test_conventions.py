@@ -68,6 +68,12 @@ def test_every_parameter_is_annotated_and_described(function):
     assert sorted(described) == sorted(signature.parameters)
 
 
+@pytest.mark.parametrize("function", functions())
+def test_help_shows_every_argument(function):
+    kinds = {p.kind for p in inspect.signature(function).parameters.values()}
+    assert inspect.Parameter.VAR_KEYWORD not in kinds
+
+
 # (a state that is usually there, a second argument of an accessor)
 ALLOWED = ("front", "backend", "units")
 
