@@ -7,8 +7,8 @@ r"""Measures costs: microseconds and ratios. Every row is printed as it is measu
     python -m benchmarks.bench --part=memory --rows=v5e-vit    # of a sync; compiles for 8 chips
     python -m benchmarks.bench --part=overlap                  # minutes; compiles for two slices
     python -m benchmarks.bench --part=loops                    # a minute: the loop's own share
-    python -m benchmarks.bench --part=epochs --data_root=DIR   # minutes, half of them compilation
-    python -m benchmarks.bench --part=peers --repositories=DIR --data_root=DIR    # docs/peers.md
+    python -m benchmarks.bench --part=epochs --data_dir=DIR   # minutes, half of them compilation
+    python -m benchmarks.bench --part=peers --repositories=DIR --data_dir=DIR    # docs/peers.md
 
 The calls of a table take turns in one process, after a warm-up; times are the median of --repeats.
 Ratios with a 95 % interval are computed within each turn; the median over turns is shown.
@@ -125,14 +125,14 @@ EPOCHS = {
 }  # fmt: skip
 
 
-def epoch_rows(name: str, repeats: int, data_root: str) -> Iterator[dict]:
+def epoch_rows(name: str, repeats: int, data_dir: str) -> Iterator[dict]:
     """Seconds per epoch, with the drawing or finishing of the next order, order by order.
 
     times_rr is against D-RR, times_so against one fixed order, of the same turn.
     """
     task_name, folder, choices, first, fields = EPOCHS[name]
     try:
-        task, recipe = recipes.load(task_name, os.path.join(data_root, folder), **choices)
+        task, recipe = recipes.load(task_name, os.path.join(data_dir, folder), **choices)
     except (ValueError, ImportError) as error:
         return print(f"{name} is left out: {error}")
     task = task._replace(train=jax.tree.map(lambda x: x[:first], task.train))
@@ -160,7 +160,7 @@ def _compiled(rows, names):
 
 
 MEMORY = [f"{chip}-{model}" for chip in sync_memory.SLICES for model in sync_memory.MODELS]
-FOLDERS = {"epochs": ("data_root",), "peers": ("repositories", "data_root")}  # flags of parts
+FOLDERS = {"epochs": ("data_dir",), "peers": ("repositories", "data_dir")}  # flags of parts
 PARTS = {  # the names of their rows, and the repeats
     "balance": ({name: functools.partial(step_rows, name) for name in UNITS}, 9),
     "scaled": ({name: functools.partial(scaled_rows, name) for name in DEEP_TASKS}, 41),
@@ -183,7 +183,7 @@ def define_flags(values: flags.FlagValues) -> None:
     text = "timed calls of every row; the part's own if unset"
     define(COUNT, "repeats", None, text)
     text = "has the folders hmda, m4, wikitext2, tfds (the prepared cifar10), or some"
-    define(flags.DEFINE_string, "data_root", None, text)
+    define(flags.DEFINE_string, "data_dir", None, text)
     text = "has clones of what PyPI lacks, CD-GraB and init2winit"
     define(flags.DEFINE_string, "repositories", None, text)
 
@@ -198,7 +198,7 @@ def main(values: flags.FlagValues) -> None:
     taken = FOLDERS.get(values.part, ())
     given = [values[flag].value for flag in taken]
     if values.part == "epochs" and given == [None]:
-        raise ValueError("pass --data_root=DIR, where the folders of the sets' data are.")
+        raise ValueError("pass --data_dir=DIR, where the folders of the sets' data are.")
     for flag in {*FOLDERS["peers"]} - {*taken}:
         if values[flag].value:
             of = " or ".join(part for part in FOLDERS if flag in FOLDERS[part])

@@ -2,7 +2,7 @@
 
     pip install torch && pip install --no-build-isolation torch-scatter torch-sparse
     pip install grab-sampler
-    python -m benchmarks.grab_sampler --data_root=DATA
+    python -m benchmarks.grab_sampler --data_dir=DATA
 
 The same problems as those of `published_cd_grab`, with all examples on one worker. The package's
 sorters are called as its `GraBSampler` calls them, which PyTorch 2.13 refuses to construct.
@@ -70,12 +70,12 @@ def check(problem: Problem) -> None:
             np.testing.assert_array_equal(own()[1], theirs()[1])
 
 
-def rows(data_root: str | None, names: list[str]) -> Iterator[dict]:
+def rows(data_dir: str | None, names: list[str]) -> Iterator[dict]:
     try:
         from grabsampler import sorter  # noqa: F401
     except ImportError as error:
         return print(f"grab-sampler is left out: {error}")
-    for problem in torch_tasks.problems(names, data_root):
+    for problem in torch_tasks.problems(names, data_dir):
         problem = problem.alone()
         check(problem)
         yield from order_epochs.rows_of(problem, ways())
@@ -83,10 +83,10 @@ def rows(data_root: str | None, names: list[str]) -> Iterator[dict]:
 
 def main(argv):
     del argv
-    timing.print_rows(rows(flags.FLAGS.data_root, flags.FLAGS.problems))
+    timing.print_rows(rows(flags.FLAGS.data_dir, flags.FLAGS.problems))
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("data_root", None, "has the folders hmda and tfds")
+    flags.DEFINE_string("data_dir", None, "has the folders hmda and tfds")
     flags.DEFINE_list("problems", list(torch_tasks.EPOCHS), "of these")
     app.run(main)

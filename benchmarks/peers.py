@@ -1,6 +1,6 @@
 """Runs every program that times other packages beside ours, one after another.
 
-    python -m benchmarks.bench --part=peers --repositories=DIR --data_root=DATA
+    python -m benchmarks.bench --part=peers --repositories=DIR --data_dir=DATA
 
 Each is a program of its own, which can be called alone: its docstring says what it compares and
 installs. It compares results before it times anything, prints rows as they are measured, and leaves

@@ -2,7 +2,7 @@
 
     git clone https://github.com/GarlGuo/CD-GraB DIR/CD-GraB
     pip install torch
-    python -m benchmarks.published_cd_grab --repositories=DIR --data_root=DATA
+    python -m benchmarks.published_cd_grab --repositories=DIR --data_dir=DATA
 
 All workers in one process: gradients of single examples, their order by `CD_GraB`, and SGD on their
 mean, in a loop as in the script that came with it; ours are the public functions in a scan.
@@ -70,7 +70,7 @@ def check(problem: Problem, folder: str) -> None:
         np.testing.assert_array_equal(own()[1], theirs()[1])
 
 
-def rows(repositories: str | None, data_root: str | None, names: list[str]) -> Iterator[dict]:
+def rows(repositories: str | None, data_dir: str | None, names: list[str]) -> Iterator[dict]:
     if repositories is None:
         return print("CD-GraB as published is left out: pass --repositories=DIR.")
     folder = os.path.join(repositories, "CD-GraB")
@@ -78,7 +78,7 @@ def rows(repositories: str | None, data_root: str | None, names: list[str]) -> I
         published_class(folder)
     except ImportError as error:
         return print(f"CD-GraB as published is left out: {error}")
-    for problem in torch_tasks.problems(names, data_root):
+    for problem in torch_tasks.problems(names, data_dir):
         check(problem, folder)
         yield from order_epochs.rows_of(problem, ways_of(problem, folder))
 
@@ -86,11 +86,11 @@ def rows(repositories: str | None, data_root: str | None, names: list[str]) -> I
 def main(argv):
     del argv
     given = flags.FLAGS
-    timing.print_rows(rows(given.repositories, given.data_root, given.problems))
+    timing.print_rows(rows(given.repositories, given.data_dir, given.problems))
 
 
 if __name__ == "__main__":
     flags.DEFINE_string("repositories", None, "has the clone CD-GraB")
-    flags.DEFINE_string("data_root", None, "has the folders hmda and tfds")
+    flags.DEFINE_string("data_dir", None, "has the folders hmda and tfds")
     flags.DEFINE_list("problems", list(torch_tasks.EPOCHS), "of these")
     app.run(main)

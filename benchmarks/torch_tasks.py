@@ -60,7 +60,7 @@ def whole_numbers(shape: tuple[int, int, int], step: int) -> Problem:
     return Problem("linear", x, np.zeros(shape[:2], int), step, 0.01)
 
 
-def load(name: str, data_root: str | None) -> Problem:
+def load(name: str, data_dir: str | None) -> Problem:
     """A row of `bench.EPOCHS` with four workers, in batches of as many single examples.
 
     Of HMDA the first 32,768 alone, so that an epoch of the peers takes seconds. LeNet's rate is ten
@@ -70,7 +70,7 @@ def load(name: str, data_root: str | None) -> Problem:
         "hmda": ("hmda", 32_768, 16, 1), "lenet": ("lenet_4", 1024, 64, 10)
     }[name]  # fmt: skip
     task_name, folder, choices, *_ = bench.EPOCHS[row]
-    folder = None if data_root is None else os.path.join(data_root, folder)
+    folder = None if data_dir is None else os.path.join(data_dir, folder)
     task, recipe = recipes.load(task_name, folder, **choices)
     workers, (rate,) = 4, recipe.learning_rates
     number = len(task.train["y"][:first]) // batch * batch
@@ -78,7 +78,7 @@ def load(name: str, data_root: str | None) -> Problem:
     return Problem(name, x, y, batch // workers, times * rate)
 
 
-def problems(names: Iterable[str], data_root: str | None) -> Iterator[Problem]:
+def problems(names: Iterable[str], data_dir: str | None) -> Iterator[Problem]:
     """Those of the names of `EPOCHS`; one without its data is left out."""
     for name in names:
         if name == "softmax":
@@ -87,7 +87,7 @@ def problems(names: Iterable[str], data_root: str | None) -> Iterator[Problem]:
         if name not in EPOCHS:
             raise ValueError(f"--problems has {name}: pass some of {','.join(EPOCHS)}.")
         try:
-            yield load(name, data_root)
+            yield load(name, data_dir)
         except (ValueError, ImportError) as error:
             print(f"{name} is left out: {error}")
 

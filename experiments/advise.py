@@ -1,14 +1,14 @@
 r"""Recommends which of the three decisions to use on your machine, for your task.
 
     python -m experiments.advise --task=digits --workers=4 --units_per_step=16
-    python -m experiments.advise --task=cifar10 --data_dir=DIR --gbps=10
+    python -m experiments.advise --task=cifar10 --data_dir=DIR --gigabits=10
 
 It measures for about a minute, on one worker: a step, the same step with an order, and the time to
 load a batch from the task's own source. With --run=mesh it also measures the network, as an
 all-reduce of the parameters over the devices of one or several processes; otherwise each value of
---gbps is one network. It then prices every combination of decisions in the recorded factorials
-(experiments/runs, those with the nearest number of units per worker and step). It prints the
-fastest combination, its price, and which others are statistically tied with it. To use your own
+--gigabits is one network. It then prices every combination of decisions in the recorded
+factorials (experiments/runs, those with the nearest number of units per worker and step). It prints
+the fastest combination, its price, and which others are statistically tied with it. To use your own
 task, add a file to experiments/tasks/.
 """
 
@@ -39,7 +39,7 @@ from syncopate.refusals import UserError
 
 PERIOD = 24  # H of the recorded local steps
 STEPS, REPEATS = 64, 5  # of each timing
-GBPS, LATENCY = (1.0, 10.0, 100.0, 400.0), 3e-5  # networks; seconds of a sync besides its bytes
+GIGABITS, LATENCY = (1.0, 10.0, 100.0, 400.0), 3e-5  # networks; seconds of a sync beside its bytes
 # Of a recorded factorial: its task, and the uses of a batch where it is used again.
 NAME = re.compile(r"map_(?P<task>[a-z0-9]+)_\d+x\d+_e(?P<uses>\d+)")
 
@@ -192,12 +192,12 @@ def define_flags(values: absl_flags.FlagValues) -> None:
     flags.define(values, "task", "setting", "processes", task="digits")
     define = flags.definer(values)
     text = "Gb/s of a worker's network, if it is not measured"
-    define([SPEED], "gbps", [*GBPS], text)
+    define([SPEED], "gigabits", [*GIGABITS], text)
 
 
-def link(parameters: float, workers: int, gbps: float) -> float:
-    """Seconds of a sync of float32 parameters over links of `gbps` Gb/s."""
-    speed = {"gigabits_per_second": gbps, "latency_seconds": LATENCY}
+def link(parameters: float, workers: int, gigabits: float) -> float:
+    """Seconds of a sync of float32 parameters over links of `gigabits` Gb/s."""
+    speed = {"gigabits_per_second": gigabits, "latency_seconds": LATENCY}
     return sync_seconds(int(parameters), num_workers=workers, **speed)
 
 
@@ -225,14 +225,14 @@ def machines_of(task, recipe, order, values) -> list[Machine]:
     """One machine per network, from what was measured here."""
     size, workers = num_params(task.model), recipe.workers
     mesh = processes.mesh_of(recipe.run, workers)
-    if mesh is not None and values["gbps"].present:
-        raise UserError("--gbps is unused, as --run=mesh measures the network: leave one out.")
+    if mesh is not None and values["gigabits"].present:
+        raise UserError("--gigabits is unused, as --run=mesh measures the network: leave one out.")
     here = timing.measure(task, recipe)
     here = here._replace(ordered=order_ratio(task, recipe, order), parameters=size)
     if mesh is not None:
         syncs = {"measured": measured_sync(mesh, size)}
     else:
-        syncs = {f"{gbps:g} Gb/s": link(size, workers, gbps) for gbps in values.gbps}
+        syncs = {f"{speed:g} Gb/s": link(size, workers, speed) for speed in values.gigabits}
     return [
         here._replace(label=name, sync=sync, latency=min(LATENCY, sync))
         for name, sync in syncs.items()
@@ -253,6 +253,7 @@ def advice(machine: Machine, known: Sequence[Factorial]) -> str:
     logs = predict(machine, known)
     choice = best_of(logs)
     rivals, (mean, low, high) = ", ".join(c.label for c in choice.rivals), choice.times
+    tasks, order = f"{len(known)} tasks", known[0].order
     doubt = f"Statistically tied: {rivals}." if rivals else "No other combination is close."
     rows = [
         {
@@ -264,11 +265,14 @@ def advice(machine: Machine, known: Sequence[Factorial]) -> str:
         }
         for c in sorted(logs, key=lambda c: logs[c].mean())
     ]
+    gain = f"{mean:.1f} times as fast as none ({low:.1f} to {high:.1f}, 95 % over {tasks})"
+    told = f"Use {choice.best.label}: {gain}. {doubt}\n    {command_of(choice.best, order)}"
+    if not low > 1:
+        best = f": {choice.best.label} is {gain}" if choice.best != NONE else ""
+        told = f"Nothing is shown to help{best}."
     return (
         f"{machine.label}: a load takes {machine.load / machine.step:.2f} steps, a sync "
-        f"{machine.sync / machine.step:.2f}. Use {choice.best.label}: {mean:.1f} times as fast as "
-        f"none ({low:.1f} to {high:.1f}, 95 % over {len(known)} tasks). {doubt}\n"
-        f"    {command_of(choice.best, known[0].order)}\n\n{tables.markdown(rows)}"
+        f"{machine.sync / machine.step:.2f}. {told}\n\n{tables.markdown(rows)}"
     )
 
 

@@ -66,8 +66,8 @@ WRONG = {
         "arms": "cats '' qsr+", "task": "'' cats", "workers": "0", "learning_rates": "'' a",
     },
     "advise --task=digits": {
-        "gbps": "0 '' nan 1e-400", "workers": "0", "task": "cats cifar10", "units_per_step": "-1",
-        "num_train": "0",
+        "gigabits": "0 '' nan 1e-400", "workers": "0", "task": "cats cifar10",
+        "units_per_step": "-1", "num_train": "0",
     },
     "herding --num_vectors=64 --output_dir=new": {
         "workers": "'' 0 2.5 x 100 99999999999999999999", "rounds": "0", "num_vectors": "1e6 0",

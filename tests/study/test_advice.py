@@ -74,8 +74,21 @@ def test_only_combinations_of_all_tasks_are_predicted():
 
 
 def test_advice_measures_and_recommends(capsys):
-    given = ("--task=digits", "--workers=4", "--units_per_step=16", "--gbps=1,100")
+    given = ("--task=digits", "--workers=4", "--units_per_step=16", "--gigabits=1,100")
     advise.run(parsed(advise, *given))
     out = capsys.readouterr().out
-    assert out.count("times as fast as none (") == 2 and "--order=" in out
+    assert out.count("Use ") + out.count("Nothing is shown to help") == 2
     assert "1 Gb/s: a load takes" in out and "100 Gb/s: a load takes" in out
+
+
+@pytest.mark.parametrize("taken_by_order,told", [
+    ([400] * 3, "Use order: 2.5 times as fast as none (2.5 to 2.5, 95 % over 3 tasks). No"),
+    ([100, 400, 1600], "Nothing is shown to help: order is 2.5 times as fast as none (0.1 to 7"),
+    ([2000] * 3, "Nothing is shown to help.\n"),
+])  # fmt: skip
+def test_what_may_be_slower_is_not_recommended(taken_by_order, told):
+    """Of 1,000 steps without; the interval of three tasks is wide, and may include 1."""
+    counts = [{ORDER: taken(n, n, n), ALL: taken(9e9, 1, 1)} for n in taken_by_order]
+    known = [factorial(name, taken=own) for name, own in zip("abc", counts, strict=True)]
+    text = advise.advice(Machine(), known)
+    assert told in text and ("--order=" in text) == told.startswith("Use"), text

@@ -99,11 +99,11 @@ def test_local_steps_are_compared_with_the_plain_step(monkeypatch):
 
 
 def test_the_command_prints_a_table_and_refuses_invalid_flags(monkeypatch, capsys):
-    with pytest.raises(ValueError, match="pass --data_root=DIR"):
+    with pytest.raises(ValueError, match="pass --data_dir=DIR"):
         run("--part=epochs")
     with pytest.raises(ValueError, match="--rows has .'bert'"):
-        run("--part=epochs", "--data_root=.", "--rows=hmda,bert")
-    run("--part=epochs", "--data_root=nowhere", "--rows=hmda")
+        run("--part=epochs", "--data_dir=.", "--rows=hmda,bert")
+    run("--part=epochs", "--data_dir=nowhere", "--rows=hmda")
     assert "hmda is left out: " in capsys.readouterr().out
     rows = {"of": lambda repeats: iter([{"a": repeats, "b": 2}, {"a": 3, "b": 4}])}
     monkeypatch.setitem(bench.PARTS, "loops", (rows, 7))
