@@ -15,8 +15,8 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Key, PyTree
 
-from local_opt.workers import AXIS, check_synced, count_of, wide_type
-from syncopate.mesh import is_key
+from local_opt.workers import AXIS, check_synced, count_of, name_of, wide_type
+from syncopate.mesh import is_key, is_legacy, typed_key
 
 INPUTS = ("owned", "shared", "split", "key")
 OVER = {"mean": jnp.mean, "sum": jnp.sum}  # the workers
@@ -43,7 +43,7 @@ def lift(
         owned   leaves [W, ...], each worker's own, as `local_opt.owned` makes them
         shared  the same for all workers
         split   leaves [n, ...], a batch of all: worker w gets the w-th n / W rows
-        key     one key, from which every worker derives its own
+        key     one key, typed or legacy; every worker gets a typed one of its own, fold_in(key, w)
 
     and of a result:
 
@@ -55,7 +55,8 @@ def lift(
 
     A mean and a sum are those of `jnp`: the mean of whole numbers and of booleans is float32. On a
     mesh they are an all-reduce in every call: where workers seldom talk, return losses as owned.
-    Leaves that are not arrays (an equinox model's functions) pass through.
+    Leaves that are not arrays (an equinox model's functions) pass through. Legacy keys, uint32[2],
+    are only known as "key": owned by two workers they are a number of each.
 
     Args:
       function: of one worker; its collectives name `axis_name`. Gradients by a shared argument are
@@ -287,7 +288,8 @@ def _entered(given, words, mesh, count, axis_name):
     """The arrays of all arguments, as they are mapped over."""
 
     def enter(word, path, x):
-        name, shape = jax.tree_util.keystr(path) or "(the argument)", jnp.shape(x)
+        x = typed_key(x) if word == "key" else x
+        name, shape = name_of(path, "(the argument)"), jnp.shape(x)
         if word == "key":
             if not is_key(x) or shape:
                 raise ValueError(
@@ -330,7 +332,7 @@ def _left(arrays, word, on_mesh):
 
     def over_workers(path, x):
         if is_key(x):
-            name = jax.tree_util.keystr(path)
+            name = name_of(path, "(the result)")
             raise ValueError(f"a key has no {word}, as the result {name} should: take 'owned'.")
         # Floating leaves are added up in float32 and keep their type; others are as in `jnp`.
         if not jnp.issubdtype(x.dtype, jnp.inexact):
@@ -360,8 +362,8 @@ def owned(
 
     A random key in the tree, as for dropout in the state of a `flax.nnx` model, is copied like
     other leaves, so that all workers drop the same units. `keys="fold"` gives each worker its own
-    key, fold_in(key, w). Only typed keys are recognised: a legacy key of `jax.random.PRNGKey` looks
-    like any other array.
+    key, fold_in(key, w). A legacy key of `jax.random.PRNGKey` may be any two numbers: it is copied
+    as well, and refused with `keys="fold"`.
 
     Args:
       tree: parameters, optimizer state, a whole training state. Whole numbers, as a TrainState's
@@ -374,7 +376,7 @@ def owned(
       A tree of the same structure.
 
     Raises:
-      ValueError: for unknown `keys`, or if processes have different values.
+      ValueError: for unknown `keys`, legacy ones to fold, or if processes have different values.
 
     Warns:
       UserWarning: if a key is copied and `keys` is None.
@@ -404,8 +406,15 @@ def owned(
     if isinstance(workers, Mesh) and jax.process_count() > 1:
         check_synced(found, what="state", ulps=0)
     of_keys = jax.tree.map(lambda x: x if is_key(x) else None, arrays)
-    if keys is None and (named := jax.tree_util.tree_leaves_with_path(of_keys)):
-        names = ", ".join(jax.tree_util.keystr(path) for path, _ in named)
+    leaves = jax.tree_util.tree_leaves_with_path(arrays)
+    legacy = [name_of(path) for path, x in leaves if is_legacy(x)]
+    if legacy and keys == "fold":
+        raise ValueError(
+            f"leaf {legacy[0]} is uint32[2], a legacy key or any two numbers: make a key typed by "
+            "jax.random.wrap_key_data, and keep other numbers in another type."
+        )
+    if keys is None and (named := legacy + [name_of(path) for path, x in leaves if is_key(x)]):
+        names = ", ".join(named)
         warnings.warn(
             f"every worker gets the same key {names}, and will drop the same units: "
             "pass keys='fold' for a key of each worker's own, or keys='copy' to keep them equal.",

@@ -10,7 +10,7 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, PyTree
 
-from local_opt.workers import ARRAYS, AXIS, AxisName, check_kind, wide_type
+from local_opt.workers import ARRAYS, AXIS, AxisName, check_kind, name_of, wide_type
 from syncopate import mesh
 from syncopate.plans import check_number, is_number
 
@@ -85,11 +85,11 @@ def check_own(tree: PyTree, axis_name: AxisName, *, all_of: bool = False) -> Non
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     floating = [(path, x) for path, x in leaves if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
     equal = [(path, typed - mesh.varying_axes(x)) for path, x in floating]
-    equal = [(jax.tree_util.keystr(path), sorted(axes)) for path, axes in equal if axes]
+    equal = [(name_of(path), sorted(axes)) for path, axes in equal if axes]
     if equal and (len(equal) == len(floating) or not all_of):
         name, axes = equal[0]
         raise ValueError(
-            f"leaf {name or '(the array)'} is typed as equal on all workers of {axes}, as are "
+            f"leaf {name} is typed as equal on all workers of {axes}, as are "
             "parameters under in_specs=jax.P() and their gradients, which JAX has added up over "
             f"the workers. Before the gradient call params = jax.lax.pcast(params, {tuple(axes)}, "
             "to='varying'), or give parameters a leading worker axis and in_specs=jax.P('worker')."

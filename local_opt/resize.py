@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 
 from local_opt.lift import folded
 from local_opt.rounds import AccumulateState, LocalState
-from local_opt.workers import check_leading, first
+from local_opt.workers import check_leading, first, name_of
 from syncopate.mesh import is_key
 from syncopate.plans import check_like, check_whole
 
@@ -130,7 +130,7 @@ def _first_of(path, x, workers, shared=False):
     x = np.asarray(x)
     if x.dtype == np.uint32 and x.ndim > 1 and x.shape[-1] in (2, 4) and (x != x[0]).any():
         raise ValueError(
-            f"leaf {jax.tree_util.keystr(path)} is uint32{list(x.shape)} and differs between "
+            f"leaf {name_of(path)} is uint32{list(x.shape)} and differs between "
             "workers, as legacy keys do, which all workers would share: make it typed keys by "
             "jax.random.wrap_key_data, or leave it out and give workers keys of their own."
         )

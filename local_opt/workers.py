@@ -141,7 +141,7 @@ def check_synced(
     for path, (apart, worker, largest, allowed) in zip(paths, found, strict=True):
         if not apart <= ulps * allowed:
             raise ValueError(
-                f"workers' {what} are {float(apart):.3g} apart in {jax.tree_util.keystr(path)} "
+                f"workers' {what} are {float(apart):.3g} apart in {name_of(path)} "
                 f"(worker {worker} from worker 0), of numbers up to {float(largest):.3g}, where "
                 f"{ulps:g} roundings are allowed: start all from one key, and check after a step "
                 "that ends a round (plan.syncs_after(step)), which no worker may skip; of "
@@ -288,7 +288,7 @@ def check_leading(tree: PyTree, of: str) -> int:
     for path, x in paths:
         if np.shape(x)[:1] != count or count in ((), (0,)):
             raise ValueError(
-                f"leaf {jax.tree_util.keystr(path)} has the shape {np.shape(x)}: pass arrays with "
+                f"leaf {name_of(path)} has the shape {np.shape(x)}: pass arrays with "
                 f"a leading axis of at least one {of}, and of one length in all leaves."
             )
     return count[0]
@@ -303,7 +303,12 @@ def check_kind(params: PyTree, kind: Any = jnp.inexact, why: str = TRAINED) -> N
         except TypeError:  # not an array
             found, fits = type(leaf).__name__, False
         if not fits:
-            raise ValueError(f"leaf {jax.tree_util.keystr(path)} is {found}: {why}")
+            raise ValueError(f"leaf {name_of(path)} is {found}: {why}")
+
+
+def name_of(path: tuple, alone: str = "(the array)") -> str:
+    """A leaf of a tree in messages, as "['w']"; a leaf that is the whole tree has no path."""
+    return jax.tree_util.keystr(path) or alone
 
 
 def wide_type(dtype: DTypeLike) -> Any:

@@ -100,7 +100,7 @@ def model_of(
 
     def init(key):
         if keys is not nnx.Rngs or not is_whole(key):  # which takes a seed, too
-            check_one_key(key)
+            check_key(key)
         return nnx.to_pure_dict(build(key)[1])
 
     def forward(params, x, statistics):
@@ -144,12 +144,6 @@ def checked(model: Callable) -> Callable:
         return model(**settings)
 
     return made
-
-
-def check_one_key(key: Any) -> None:
-    """Raises ValueError unless it is one key, typed or legacy."""
-    if getattr(key, "dtype", None) != np.uint32 or key.shape != (2,):
-        check_key(key)
 
 
 def x_and_y(batch: Any) -> tuple[Array, Array]:

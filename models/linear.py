@@ -223,7 +223,7 @@ def _layers(inputs: int, hidden: tuple[int, ...], outputs: int) -> tuple:
     sizes, last = (inputs, *hidden, outputs), len(hidden)
 
     def init(key):
-        base.check_one_key(key)
+        base.check_key(key)
         params = []
         for k, (fan_in, fan_out) in enumerate(zip(sizes[:-1], sizes[1:], strict=True)):
             scale = jnp.sqrt((1 if k == last else 2) / fan_in)

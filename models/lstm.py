@@ -62,7 +62,7 @@ def lstm(
     shapes |= {"bias_input": (4 * width,), "bias_recurrent": (4 * width,)}
 
     def init(key):
-        base.check_one_key(key)
+        base.check_key(key)
         layers = {}
         for k, name in enumerate(names, start=1):
             keys = jax.random.split(jax.random.fold_in(key, k), len(shapes))

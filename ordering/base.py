@@ -113,8 +113,7 @@ def checked(
 
 def first_order(key: Key[Array, ""], num_units: int) -> Int[Array, "M"]:
     """The random order that every ordering starts from under `key`."""
-    check_key(key)
-    return permutation(jax.random.fold_in(key, 0), num_units)
+    return permutation(jax.random.fold_in(check_key(key), 0), num_units)
 
 
 def first_fields(key: Key[Array, ""], num_units: int, kind: type) -> dict[str, Array]:
@@ -222,13 +221,12 @@ def check_units(num_units: int, units_per_step: int = 1) -> tuple[int, int]:
 
 
 def check_key(key: Any) -> Key[Array, ""]:
-    """The key; raises ValueError unless it is the typed key of one worker."""
-    plans.check_key(
+    """The key, typed; raises ValueError unless it is that of one worker."""
+    return plans.check_key(
         key,
         "init takes one worker's key. Call it under jax.vmap or local_opt.lift, which give each "
         "worker its own; in jax.shard_map pass key[0].",
     )
-    return key
 
 
 def check_gradients(gradients: PyTree, num_units: int, units_per_step: int) -> int:
@@ -256,7 +254,7 @@ def check_shapes(tree: PyTree, like: PyTree, what: str = "gradients") -> None:
 def shared_key(key: Key[Array, ""], axis_name: str) -> Key[Array, ""]:
     """Worker 0's key, on every worker, for random numbers that are equal on all workers."""
     mesh.axis_size(axis_name)  # raises outside of the axis
-    check_key(key)
+    key = check_key(key)
     data = jax.random.key_data(key)
     mine = jnp.where(jax.lax.axis_index(axis_name) == 0, data, jnp.zeros_like(data))
     return jax.random.wrap_key_data(jax.lax.psum(mine, axis_name), impl=jax.random.key_impl(key))

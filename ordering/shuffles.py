@@ -178,7 +178,7 @@ def shuffled(
     num_units, _ = base.check_units(num_units)
 
     def init(key, params):
-        base.check_key(key)
+        key = base.check_key(key)
         current = first(key) if first else base.first_order(key, num_units)
         following = draw(key, jnp.ones((), jnp.int32), current)
         left, epoch = jnp.full((), num_units, jnp.int32), jnp.zeros((), jnp.int32)

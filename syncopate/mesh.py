@@ -150,6 +150,17 @@ def is_key(x: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
 
 
+def is_legacy(x: Any) -> bool:
+    """Whether a value may be a legacy key of `jax.random.PRNGKey`, as any uint32[2] may."""
+    legacy = jax.eval_shape(jax.random.PRNGKey, 0)
+    return getattr(x, "dtype", None) == legacy.dtype and x.shape == legacy.shape
+
+
+def typed_key(key: Any) -> Any:
+    """A legacy key as a typed one; anything else as it is."""
+    return jax.random.wrap_key_data(jnp.asarray(key)) if is_legacy(key) else key
+
+
 def axes_in(spec: P) -> tuple[str, ...]:
     """The names of the axes in one spec."""
     return tuple(axis for names in spec for axis in names_of(names))

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from syncopate.mesh import typed_key
+
 __all__ = ["Plan"]
 
 MOST_STEPS = 10**7  # of a plan
@@ -87,18 +89,16 @@ def check_function(name: str, value: Any, *arguments: str) -> None:
         pass
 
 
-def check_key(key: Any, advice: str = "pass one key, as key[0].") -> None:
-    """Raises ValueError unless it is one typed key; the advice is for an array of keys."""
-    dtype = getattr(key, "dtype", None)
-    if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        legacy = dtype == np.uint32 and key.shape[-1:] == (2,)
-        found = "a legacy key" if legacy else f"{key} ({type(key).__name__})"
+def check_key(key: Any, advice: str = "pass one key, as key[0].") -> jax.Array:
+    """The key, typed; raises ValueError unless it is one. The advice is for an array of keys."""
+    key = typed_key(key)
+    if not jnp.issubdtype(getattr(key, "dtype", object), jax.dtypes.prng_key):
         raise ValueError(
-            f"key is {found}: pass a typed key, as jax.random.key(seed), or convert a legacy key "
-            "with jax.random.wrap_key_data(key)."
+            f"key is {key} ({type(key).__name__}): pass a typed key, as jax.random.key(seed)."
         )
     if key.shape:
         raise ValueError(f"key has shape {key.shape}: {advice}")
+    return key
 
 
 def check_like(

@@ -59,7 +59,7 @@ def _check_all(good, values, name, rule, steps):
 def bernoulli_draws(p: Callable | ArrayLike, total_steps: int, key: Key[Array, ""]) -> np.ndarray:
     """bool[T], true with probability p(t); with JAX's default keys the same everywhere."""
     chances = probabilities(p, total_steps, "p")
-    plans.check_key(key)
+    key = plans.check_key(key)
     with jax.ensure_compile_time_eval():  # now, even if the plan is made inside a trace
         coins = np.asarray(jax.random.uniform(key, (len(chances),), np.float32))
         return coins < chances

@@ -103,8 +103,8 @@ def leaves_of(*shape):
             {"w": jnp.broadcast_to(KEY, shape)}, {"w": Foreign(*shape)}]  # fmt: skip
 
 
-KEYS = [0, jax.random.PRNGKey(0), np.zeros(2, np.uint32), "0", 0.5, None, THING, [KEY],
-        jax.random.split(KEY, 2)]  # fmt: skip
+KEYS = [0, jax.random.split(jax.random.PRNGKey(0)), np.zeros(3, np.uint32), "0", 0.5, None, THING,
+        [KEY], jax.random.split(KEY, 2)]  # fmt: skip
 AXES = ["data", "", 3, None, 0.5, ["worker"], ("worker", "data"), THING]
 SCHEDULES = [
     -1.0, NAN, INF, "3", 1j, None, [0.5] * 3, np.ones((T, 2)), np.ones(9), THING, {},

@@ -98,7 +98,7 @@ def echo_batches(
     if augment is not None:
         plans.check_function("augment", augment, "batch", "key")
     if augment is not None or key is not None:
-        plans.check_key(key)
+        key = plans.check_key(key)
     stream = _Stream(loads, policy, first_step, augment, key, agree, stop_with_loads)
     for first in stream:  # now, so that this call raises for an empty source
         return itertools.chain([first], stream)

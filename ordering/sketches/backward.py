@@ -152,7 +152,7 @@ def sketched_parameters(
       ('sketched', 'product')
     """
     check_params(params)
-    check_key(key)
+    key = check_key(key)
     leading_size(batch, "the batch", "Pass arrays [B, ...], or their shapes.")
     size = check_whole("size", size, 1, MOST)
     example = jax.eval_shape(lambda batch: jax.tree.map(lambda x: x[0], batch), batch)

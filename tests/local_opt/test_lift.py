@@ -194,6 +194,18 @@ test_arguments_and_words_that_do_not_fit_are_refused = refuses({
         lambda: jax.jit(lifted)(local_opt.owned({"rate": 0.5}, W)),
         r"\['rate'\] is one number .*by jnp.asarray, before",
     ),
+    "legacy keys": (
+        lambda: lifted(jax.random.split(jax.random.PRNGKey(0)), inputs="key"),
+        r"the key \(the argument\) is uint32\[2, 2\]: pass one typed key",
+    ),
+    "to fold": (
+        lambda: local_opt.owned({"rng": jax.random.PRNGKey(0)}, W, keys="fold"),
+        r"leaf \['rng'\] is uint32\[2\], a legacy key or any two numbers: .*wrap_key_data",
+    ),
+    "a result": (
+        lambda: lifted(jax.random.split(jax.random.key(0), W), outputs="sum"),
+        r"a key has no sum, as the result \(the result\) should",
+    ),
     **{
         f"{word} of keys": (
             lambda word=word: lifted({"key": jax.random.split(jax.random.key(0), W)}, outputs=word),
@@ -422,3 +434,35 @@ def test_the_key_of_a_worker_is_folded_with_its_number(workers):
         both = jax.vmap(jax.random.fold_in, (0, None))(keys["two"], w)
         np.testing.assert_array_equal(np.asarray(own["one"])[w], jax.random.key_data(alone))
         np.testing.assert_array_equal(np.asarray(own["two"])[w], jax.random.key_data(both))
+
+
+@by_way
+def test_a_legacy_key_is_the_typed_one_of_its_numbers(way):
+    workers = WAYS[way]("worker")
+    draw = local_opt.lift(jax.random.normal, workers, inputs="key", outputs="owned")
+    found = [jax.jit(draw)(key) for key in (jax.random.PRNGKey(5), jax.random.key(5))]
+    alone = [jax.random.normal(jax.random.fold_in(jax.random.key(5), w)) for w in range(W)]
+    np.testing.assert_array_equal(found[0], alone)
+    np.testing.assert_array_equal(found[1], alone)
+
+
+@by_way
+def test_legacy_keys_in_a_state_are_copied_with_a_warning(way):
+    key = jax.random.PRNGKey(5)
+    with pytest.warns(UserWarning, match=r"the same key \['rng'\]"):
+        own = local_opt.owned({"rng": key, "x": jnp.ones(3)}, WAYS[way]("worker"))
+    np.testing.assert_array_equal(own["rng"], np.tile(key, (W, 1)))
+    one = local_opt.consolidate(own)["rng"]
+    np.testing.assert_array_equal(jax.random.normal(one), jax.random.normal(key))
+    local_opt.check_synced(own)
+
+
+@pytest.mark.parametrize("jit", [True, False])
+def test_two_numbers_owned_by_two_workers_are_never_a_key(jit):
+    """A legacy key that was not made owned: each worker has a number, of which JAX makes no key."""
+    both = local_opt.lift(lambda x: x + 1, 2, inputs="owned", outputs="owned")
+    draw = local_opt.lift(jax.random.normal, 2, inputs="owned", outputs="owned")
+    numbers = jax.random.PRNGKey(5)
+    np.testing.assert_array_equal((jax.jit(both) if jit else both)(numbers), np.array(numbers) + 1)
+    with pytest.raises((TypeError, ValueError), match="key"):
+        (jax.jit(draw) if jit else draw)(numbers)

@@ -2,9 +2,15 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.errors import KeyReuseError
 
+import local_opt
+import models
+import ordering
+from ordering import echo
+from syncopate import mesh
 from tests import tables
 
 W, M, B, D = 4, 6, 2, 3
@@ -39,6 +45,34 @@ def test_an_order_uses_its_keys_once(name, lift):
 @pytest.mark.parametrize("name", tables.PLANS)
 def test_a_plan_uses_its_key_once(name):
     tables.PLANS[name](12)
+
+
+LEGACY, TYPED = jax.random.PRNGKey(3), jax.random.key(3)
+TAKE_KEYS = {
+    **{name: lambda key, row=row: row.make(M, B).init(key, ROWS[0, 0])
+       for name, row in tables.ORDERS.items() if not row.coordinated},
+    "bernoulli": lambda key: local_opt.bernoulli(0.5, total_steps=40, key=key).starts,
+    "sketch": lambda key: ordering.sketch(key, size=4)(jnp.asarray(ROWS[0])),
+    "loss": lambda key: ordering.per_example(
+        lambda p, x, key: p * x.sum() * jax.random.normal(key)
+    )(jnp.ones(()), jnp.asarray(ROWS[0]), key),
+    "echo": lambda key: [*echo.echo_batches(
+        [{"x": ROWS[0]}], echo.fixed(2, total_steps=2), key=key,
+        augment=lambda batch, key: batch["x"] + jax.random.normal(key))],
+    "model": lambda key: models.lenet().init(key),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("take", TAKE_KEYS.values(), ids=TAKE_KEYS)
+def test_a_legacy_key_is_the_typed_one_of_its_numbers(take):
+    with jax.debug_key_reuse(False):
+        found, wanted = (
+            [jax.random.key_data(x) if mesh.is_key(x) else x for x in jax.tree.leaves(take(key))]
+            for key in (LEGACY, TYPED)
+        )
+    assert len(found) == len(wanted) > 0
+    for own, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(own, other)
 
 
 def test_a_second_use_would_be_seen():
