@@ -15,7 +15,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Key, PyTree
 
-from local_opt.workers import AXIS, check_synced, count_of, name_of, wide_type
+from local_opt.workers import AXIS, check_synced, count_of, name_of, only_axis, wide_type
 from syncopate.mesh import is_key, is_legacy, typed_key
 
 INPUTS = ("owned", "shared", "split", "key")
@@ -31,7 +31,7 @@ def lift(
     *,
     inputs: str | Sequence[str],
     outputs: str | Sequence[str],
-    axis_name: str = AXIS,
+    axis_name: str | None = AXIS,
     in_turn: bool = False,
 ) -> Callable:
     """Makes a function of one worker, as a training step, one of all workers at once.
@@ -69,7 +69,7 @@ def lift(
         a default that is not overridden needs none.
       outputs: a word for every result of a tuple; "owned" alone is for a single result, ("owned",)
         for a tuple of one.
-      axis_name: the workers' axis.
+      axis_name: the workers' axis; None for a mesh's only one, or "worker" without a mesh.
       in_turn: whether simulated workers run one after another, which is faster for convolutions on
         CPUs; for functions without collectives.
 
@@ -101,7 +101,9 @@ def lift(
       Gu et al., A Quadratic Synchronization Rule for Distributed Deep Learning, 2024,
       https://arxiv.org/abs/2310.14423
     """
-    count, mesh = count_of(workers, axis_name), workers if isinstance(workers, Mesh) else None
+    mesh = workers if isinstance(workers, Mesh) else None
+    axis_name = only_axis(axis_name, mesh.axis_names if mesh else (AXIS,))
+    count = count_of(workers, axis_name)
     single = isinstance(outputs, str) and len(outputs.split()) == 1
     inputs = _checked_words(inputs, INPUTS, "inputs")
     results = _checked_words(outputs, OUTPUTS, "outputs")
@@ -354,7 +356,7 @@ def _checked_words(words, known, name) -> tuple[str, ...]:
 
 
 def owned(
-    tree: PyTree, workers: int | Mesh, *, axis_name: str = AXIS, keys: str | None = None
+    tree: PyTree, workers: int | Mesh, *, axis_name: str | None = AXIS, keys: str | None = None
 ) -> PyTree:
     """The same start for every worker: leaves [W, ...], on the devices of their workers.
 
@@ -389,6 +391,8 @@ def owned(
       >>> bool(key[0] == key[1])
       False
     """
+    names = workers.axis_names if isinstance(workers, Mesh) else (AXIS,)
+    axis_name = only_axis(axis_name, names)
     count = count_of(workers, axis_name)
     if keys not in KEYS:
         raise ValueError(f"keys is {keys!r}: pass 'fold', for a key of each worker, or 'copy'.")

@@ -10,7 +10,7 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, PyTree
 
-from local_opt.workers import ARRAYS, AXIS, AxisName, check_kind, name_of, wide_type
+from local_opt.workers import ARRAYS, AXIS, AxisName, check_kind, in_scope, name_of, wide_type
 from syncopate import mesh
 from syncopate.plans import check_number, is_number
 
@@ -28,7 +28,8 @@ def synchronize(
 
     Args:
       tree: this worker's arrays.
-      axis_name: the workers' axis or axes, bound by `jax.vmap` or `jax.shard_map`.
+      axis_name: the workers' axis or axes, bound by `jax.vmap` or `jax.shard_map`; None for the
+        only named axis in scope.
       weight: v_w >= 0 and finite, one number of this worker, as of its tokens, or a bool; None for
         equal weights. An array of a worker with weight zero is not read, so it may be NaN. Where
         all weights are zero, or one is negative or not finite, the mean is NaN.
@@ -56,7 +57,7 @@ def synchronize(
 
 def averaged(tree: PyTree, axis_name: AxisName, weight: ArrayLike | None) -> tuple:
     """(the tree's mean, this worker's weight by the mean weight or None): see `synchronize`."""
-    if axis_name != ():  # one worker without an axis
+    if (axis_name := in_scope(axis_name)) != ():  # one worker without an axis
         mesh.axis_size(axis_name)
     leaves, treedef = jax.tree.flatten(tree)
     leaves, share = [jnp.asarray(x) for x in leaves], None
@@ -81,7 +82,7 @@ def check_own(tree: PyTree, axis_name: AxisName, *, all_of: bool = False) -> Non
     JAX has added up such a gradient over the workers: it is W times their mean. Where types say
     nothing, as under `check_vma=False` and `jax.vmap`, nothing is refused.
     """
-    typed = mesh.typed_axes(axis_name)
+    typed = mesh.typed_axes(in_scope(axis_name))
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     floating = [(path, x) for path, x in leaves if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
     equal = [(path, typed - mesh.varying_axes(x)) for path, x in floating]

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PyTree
 from optax import contrib
 
-from local_opt.workers import AxisName, wide_type
+from local_opt.workers import AxisName, in_scope, wide_type
 from syncopate import mesh
 from syncopate.plans import check_like
 
@@ -206,7 +206,7 @@ def wide_zeros(params: optax.Params) -> optax.Params:
 def floating_as(state: PyTree, params: optax.Params, axis_name: AxisName) -> PyTree:
     """The state, its floating leaves typed as varying over the workers' axes if parameters are."""
     over = [mesh.varying_axes(x) for x in jax.tree.leaves(params)]
-    axes = {axis for axis in frozenset().union(*over) if axis in mesh.names_of(axis_name)}
+    axes = {axis for axis in frozenset().union(*over) if axis in mesh.names_of(in_scope(axis_name))}
 
     def cast(x):
         floating = jnp.issubdtype(x.dtype, jnp.inexact)

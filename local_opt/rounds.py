@@ -18,7 +18,7 @@ from local_opt.formats import Wire, check_wire
 from local_opt.mean import averaged, check_own, check_scalar, if_counted, synchronize
 from local_opt.opt_state import LOCAL, check_call, check_state, checked
 from local_opt.plans import SyncPlan, check_plan
-from local_opt.workers import AXIS, AxisName, check_kind
+from local_opt.workers import AXIS, AxisName, check_kind, in_scope
 from syncopate import mesh
 from syncopate.plans import is_whole
 
@@ -84,8 +84,8 @@ def local_rounds(
 
     Args:
       inner: the workers' optimizer.
-      axis_name: the workers' axis, bound by `jax.vmap` or `jax.shard_map`; () for one worker, under
-        a plain `jax.jit`.
+      axis_name: the workers' axis, bound by `jax.vmap` or `jax.shard_map`; None for the only named
+        axis in scope; () for one worker, under a plain `jax.jit`.
       opt_state: what a sync does with the optimizer state: "local" (each worker keeps its own, as
         in the papers), "mean" or "reset" (to its first value), for all floating leaves. Or by field
         name, as {"mu": "mean", "0.nu": "reset"}: the longest matching name counts, and fields
@@ -175,20 +175,21 @@ def local_rounds(
     def sync(params, state, *, parts=None, weight=None, **extra):
         del extra
         check_call(init, state, params, params)
-        given = params, state
+        given, axis = (params, state), in_scope(axis_name)
+        mesh.check_specs(specs, axis)
         chosen = state_lib.policy_of_leaves(state.inner, policies, parts)
         moves = parts is None or state_lib.PARAMS in parts
-        check_own(params if moves else (), axis_name, all_of=True)
+        check_own(params if moves else (), axis, all_of=True)
         pairs = zip(jax.tree.leaves(state.inner), chosen, strict=True)
         fields = [leaf for leaf, policy in pairs if policy == state_lib.MEAN]
         exact = params if moves and wire is None else ()
         steps = state.since.astype(jnp.float32) if outer and moves else ()
-        (mean, fields, steps), share = averaged((exact, fields, steps), axis_name, weight)
+        (mean, fields, steps), share = averaged((exact, fields, steps), axis, weight)
         if not moves:
             mean = params
         elif wire is not None:
             mean, lost = synchronize_changes(
-                params, axis_name=axis_name, anchor=state.anchor, wire=wire, lost=state.lost,
+                params, axis_name=axis, anchor=state.anchor, wire=wire, lost=state.lost,
                 specs=specs, share=share,
             )  # fmt: skip
             state = state._replace(lost=lost)
@@ -204,7 +205,7 @@ def local_rounds(
                 outer=outer_state,
                 drift=state_lib.distance(own, mean, specs) if drift else (),
                 correction=correction.sync(
-                    state.correction, own=own, mean=mean, new=new, axis_name=axis_name, share=share
+                    state.correction, own=own, mean=mean, new=new, axis_name=axis, share=share
                 ),
             )
         return mesh.alike(state_lib.in_place((new, state), params, specs), given)
@@ -399,8 +400,8 @@ def local_steps(
       plan: when to synchronise; equal on all workers (see `check_same_plan`). A state may go on
         under another plan, which decides from that step on. A step beyond the plan's end is refused
         where its number is known; a compiled step cannot refuse it and synchronises.
-      axis_name: the workers' axis, bound by `jax.vmap` or `jax.shard_map`; () for one worker, under
-        a plain `jax.jit`.
+      axis_name: the workers' axis, bound by `jax.vmap` or `jax.shard_map`; None for the only named
+        axis in scope; () for one worker, under a plain `jax.jit`.
       opt_state, outer, wire, correction, specs, drift: see `local_rounds`.
 
     Returns:
@@ -469,7 +470,7 @@ def local_steps(
             mean, own = rounds.sync(
                 optax.apply_updates(params, updates), own, weight=weight, **extra
             )
-            if lax.axis_size(axis_name) == 1 and not overwrites and weight is None:
+            if lax.axis_size(in_scope(axis_name)) == 1 and not overwrites and weight is None:
                 return updates, own  # one worker's inner update, without rounding
             back = jax.tree.map(lambda m, p, u: (m - p).astype(u.dtype), mean, params, updates)
             return back, own

@@ -1,11 +1,12 @@
 """Where workers are, what must be equal on all of them, and one model from those of all."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
@@ -14,7 +15,7 @@ from syncopate.mesh import is_key
 from syncopate.plans import Plan, as_array, check_function, check_like, check_number, is_whole
 
 AXIS = "worker"
-AxisName = str | tuple[str, ...]
+AxisName = str | tuple[str, ...] | None  # None is the only one in scope
 ARRAYS = "pass arrays alone, without texts and the arrays of other libraries."
 TRAINED = "only floating parameters can be trained and averaged. Keep it outside the parameters."
 
@@ -246,6 +247,20 @@ def count_of(workers: int | Mesh, axis_name: str) -> int:
     if not isinstance(axis_name, str):
         raise ValueError(f"axis_name is {axis_name!r}: pass one name, as 'worker'.")
     return int(workers)
+
+
+def only_axis(axis_name: Any, names: Sequence[str]) -> Any:
+    """The workers' axis: the one given, and for None the only one of these."""
+    if axis_name is None and len(names) > 1:
+        raise ValueError(
+            f"axis_name is None and there are the axes {list(names)}: pass the workers' one."
+        )
+    return names[0] if axis_name is None and names else axis_name
+
+
+def in_scope(axis_name: Any) -> Any:
+    """The workers' axis: the one given, and for None the only named axis in scope, if any."""
+    return only_axis(axis_name, core.unsafe_get_axis_names_DO_NOT_USE())
 
 
 def worker_mesh(workers: int) -> Mesh:

@@ -9,6 +9,7 @@ import local_opt
 from ordering import echo
 from tests.bad_calls_ordering import W, given, over_workers, traced, varying
 from tests.bad_values import (
+    AXES,
     FRESH,
     INF,
     KEY,
@@ -22,6 +23,7 @@ from tests.bad_values import (
     T,
     X,
     also,
+    but_none,
     call,
     leaves_of,
     one_number,
@@ -135,7 +137,8 @@ def streamed(params=X, grads=X, state=None, fragment=0, due=None, weight=None, f
 
 STATES = [3, (), {}, THING, "text", lambda: optax.adam(0.1).init(X)]
 OWN = Arg(None, [*STATES, lambda: SGD.init(X)])
-INNER = {"inner": SGD, "axis_name": "worker", "params": X, "grads": X}
+AXIS = Arg("worker", but_none(AXES))  # None is the one in scope
+INNER = {"inner": SGD, "axis_name": AXIS, "params": X, "grads": X}
 POLICIES = word({"trace": "unknown"}, {"nu": "mean"}, {3: "mean"}, {"trace": None})
 OPTIONS = {"opt_state": Arg("local", POLICIES), "outer": None, "wire": None, "correction": None,
            "specs": None, "drift": Arg(False, ["yes", 1, None])}  # fmt: skip
@@ -152,7 +155,7 @@ def but(name):
 
 
 OUTER = {"learning_rate": 0.5, "momentum": 0.0, "inner": SGD, "plan": Arg(PLAN, NO_PLANS),
-         "axis_name": "worker"}  # fmt: skip
+         "axis_name": AXIS}  # fmt: skip
 CALLS |= {
     "local_steps": call(
         transformed(local_opt.local_steps), **INNER, **OPTIONS, plan=Arg(PLAN, NO_PLANS), state=OWN,
@@ -184,13 +187,13 @@ CALLS |= {
     "synchronize": call(
         lambda tree, axis_name, weight: over_workers(
             lambda w: local_opt.synchronize(varying(tree, w), axis_name=axis_name, weight=weight)),
-        tree=Arg(X, leaves_of(3)[:-3]), axis_name="worker", weight=WEIGHT),
+        tree=Arg(X, leaves_of(3)[:-3]), axis_name=AXIS, weight=WEIGHT),
 }  # fmt: skip
 for name in ("int8", "top_k"):
     make = lambda name=name, **args: local_opt.local_rounds(  # noqa: E731
         SGD, wire=local_opt.WIRES[name], **args)  # fmt: skip
     CALLS[f"local_rounds, {name}"] = call(
-        rounded(make), axis_name="worker", params=X,
+        rounded(make), axis_name=AXIS, params=X,
         correction=also("correction", None, local_opt.proximal(0.1)),
     )  # fmt: skip
 for name, args in {"control_variates": (), "proximal": (0.5,)}.items():
@@ -238,7 +241,7 @@ CALLS |= {
         traced(lambda function, workers, x, **args: local_opt.lift(function, workers, **args)(*x)),
         function=Arg(step, FUNCTIONS), workers=also("workers", W, 3), x=Arg(ARGS, GIVEN),
         inputs=Arg("owned split", INPUTS), outputs=Arg("owned mean", OUTPUTS),
-        axis_name=Arg("worker", [None, "data", 3])),
+        axis_name=Arg("worker", ["data", 3])),
     "lift, key": call(
         traced(lambda key: local_opt.lift(jax.random.key_data, W, inputs="key", outputs="owned")(
             key)), key=Arg(KEY, [k for k in KEYS if not isinstance(k, list)])),

@@ -49,12 +49,13 @@ def expected(steps=5):
 
 
 @by_way
-@pytest.mark.parametrize("axis", ["worker", "dp"])
+@pytest.mark.parametrize("axis", ["worker", "dp", None])
 def test_a_loop_of_one_worker_is_a_loop_of_all(way, axis):
     """As people write it: a state with a counter, a batch of all, a loss that is printed."""
-    workers = WAYS[way](axis)
+    workers = WAYS[way](axis or "worker")
     plan = local_opt.constant(2, total_steps=6)
     optimizer = local_opt.local_steps(optax.sgd(0.1), plan, axis_name=axis)
+    axis = "worker" if axis is None and "2" in way else axis  # one of several
 
     def step(state, batch, scale):
         def loss_of(x):

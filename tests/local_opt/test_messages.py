@@ -130,9 +130,9 @@ def test_leaves_without_numbers_are_synchronized():
             assert jax.tree.map(jnp.shape, new) == jax.tree.map(jnp.shape, tree)
 
 
-def outside(name, **options):
-    """A sync or step of rounds whose axis is "dp", as it is not in scope."""
-    make = MAKERS[name](SGD, axis_name="dp", **options)
+def synced_over(axis_name, name, **options):
+    """A sync or step of rounds of that axis."""
+    make = MAKERS[name](SGD, axis_name=axis_name, **options)
     if name == "streaming":
         return lambda x: make.start(x, make.init(x), fragment=0)
     if name in ("local_steps", "parallel"):
@@ -140,28 +140,29 @@ def outside(name, **options):
     return lambda x: make.sync(x, make.init(x))
 
 
-OUTSIDE = {
-    **{name: outside(name) for name in MAKERS},
-    "outer": outside("local_rounds", outer=SGD),
-    "int8": outside("local_rounds", wire=INT8),
-    "top_k": outside("local_rounds", wire=TOP_K),
-    "synchronize": lambda x: local_opt.synchronize(x, axis_name="dp"),
+SYNCED = {  # by the name of an axis
+    **{name: functools.partial(synced_over, name=name) for name in MAKERS},
+    "outer": functools.partial(synced_over, name="local_rounds", outer=SGD),
+    "int8": functools.partial(synced_over, name="local_rounds", wire=INT8),
+    "top_k": functools.partial(synced_over, name="local_rounds", wire=TOP_K),
+    "synchronize": lambda axis: functools.partial(local_opt.synchronize, axis_name=axis),
 }
 
 
-@pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.parametrize("name", SYNCED)
 def test_an_axis_that_is_not_in_scope_is_named(name):
     """The workers' axis is "worker" here, and was said to be "dp"."""
-    lifted = local_opt.lift(OUTSIDE[name], 2, inputs="owned", outputs=("owned",) * 2)
-    vmapped = jax.vmap(OUTSIDE[name], axis_name="worker")
-    for call in (OUTSIDE[name], lifted, vmapped, jax.jit(vmapped)):
+    synced = SYNCED[name]("dp")
+    lifted = local_opt.lift(synced, 2, inputs="owned", outputs=("owned",) * 2)
+    vmapped = jax.vmap(synced, axis_name="worker")
+    for call in (synced, lifted, vmapped, jax.jit(vmapped)):
         with pytest.raises(ValueError, match="axis 'dp' is not in scope.* pass it as axis_name="):
             call(X)
 
 
 def test_an_axis_without_a_name_is_refused():
     """Each worker would go on alone, which () asks for: one worker without an axis."""
-    for axis in ([], None, {}, ("",), ((),)):
+    for axis in ([], {}, ("",), ((),)):
         rounds = local_opt.local_rounds(SGD, axis_name=axis)
         steps = local_opt.local_steps(SGD, local_opt.every_step(2), axis_name=axis)
         for call in (
@@ -171,6 +172,39 @@ def test_an_axis_without_a_name_is_refused():
         ):
             with pytest.raises(ValueError, match="axis .* is not in scope"):
                 jax.vmap(call, axis_name="worker")(X)
+
+
+def scoped(function, *names):
+    """The function of one worker under axes of these names, of two workers each."""
+    for name in names:
+        function = jax.vmap(function, axis_name=name)
+    return function(jnp.arange(2.0 ** len(names)).reshape((2,) * len(names)))
+
+
+@pytest.mark.parametrize("name", SYNCED)
+def test_none_is_the_only_axis_in_scope(name):
+    """Of several a wrong one would be averaged over in silence."""
+    call = SYNCED[name](None)
+    with pytest.raises(ValueError, match="axis None is not in scope"):
+        call(jnp.ones(()))
+    with pytest.raises(ValueError, match=r"there are the axes \['seed', 'worker'\]: pass the"):
+        scoped(call, "worker", "seed")
+    found, wanted = scoped(call, "dp"), scoped(SYNCED[name]("dp"), "dp")
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+def test_none_of_a_mesh_of_several_axes_is_refused():
+    mesh = jax.make_mesh((2, 2), ("worker", "model"), devices=jax.devices()[:4])
+    mean = functools.partial(local_opt.synchronize, axis_name=None)
+    by = jax.shard_map(mean, mesh=mesh, in_specs=SPECS, out_specs=SPECS, check_vma=False)
+    words = dict(inputs="owned", outputs="owned", axis_name=None)
+    for call in (
+        lambda: by(jax.device_put(jnp.ones(2), jax.NamedSharding(mesh, SPECS))),
+        lambda: local_opt.owned(X, mesh, axis_name=None),
+        lambda: local_opt.lift(len, mesh, **words),
+    ):
+        with pytest.raises(ValueError, match=r"there are the axes \['worker', 'model'\]: pass the"):
+            call()
 
 
 ONE = jnp.ones(2)
