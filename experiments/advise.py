@@ -296,4 +296,4 @@ def run(values: absl_flags.FlagValues) -> None:
 
 
 if __name__ == "__main__":
-    entry.main(define_flags, run)
+    entry.main(define_flags, run, defaults=flags.defaults)

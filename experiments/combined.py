@@ -27,6 +27,7 @@ from typing import NamedTuple
 import numpy as np
 from absl import flags as absl_flags
 
+from experiments.cluster import entry
 from experiments.results import plots, statistics
 from experiments.results.frame import column, frame, measured, paired
 from experiments.results.statistics import Comparison, Criterion, interval, last, spent
@@ -185,10 +186,11 @@ def priced_table(machines: Sequence[cost.Machine]) -> Callable:
 
 
 def define_flags(values: absl_flags.FlagValues) -> None:
-    define = flags.definer(values)
+    define = flags.definer(values, f"{entry.GROUP}the decisions")
     tables.define_flags(define, order="cd_grab", sync="qsr", echo="diffusion+cosine")
     text = "words of the first order; rr+dealt where --order is dealt"
     define(absl_flags.DEFINE_string, "baseline", "rr", text)
+    define = flags.definer(values, f"{entry.GROUP}the prices")
     define(STEPS, "load_steps", 4.0, "priced: a load, in steps of computation")
     define(STEPS, "sync_steps", 2.0, "priced: an all-reduce, in the same unit")
     text = "if not 0: loads and syncs are delayed, by their prices times this"

@@ -109,6 +109,7 @@ def _first_failure(running, send) -> int:
 def define_flags(values: flags.FlagValues) -> None:
     own = {"lower_bound": 1, "upper_bound": 2**31 - 1, "flag_values": values}
     flags.DEFINE_integer("processes", 2, "number of processes", **own)
+    values.register_key_flag_for_module(entry.OWN, values["processes"])
 
 
 if __name__ == "__main__":

@@ -38,7 +38,8 @@ from ordering.echo import EchoPlan
 def define_flags(values: absl_flags.FlagValues) -> None:
     flags.define(values, "task", "setting", "run", "forecast", task="digits_cosine", evaluations=10)
     define, enum = flags.definer(values), absl_flags.DEFINE_enum
-    tables.define_flags(define, order="cd_grab", sync="qsr", echo="none")
+    decide = flags.definer(values, f"{entry.GROUP}the decisions")
+    tables.define_flags(decide, order="cd_grab", sync="qsr", echo="none")
     rate = "peak; the middle one of --learning_rates if unset"
     define(RATE, "learning_rate", None, rate)
     define(SEED, "seed", 0, "of parameters, orders, coins")
@@ -156,4 +157,4 @@ def _finish(outcome, built, plans, folder, values):
 
 
 if __name__ == "__main__":
-    entry.main(define_flags, run)
+    entry.main(define_flags, run, defaults=flags.defaults)

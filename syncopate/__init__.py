@@ -8,6 +8,7 @@ import importlib.metadata
 import importlib.util
 from typing import Any
 
+__version__ = "0.1.0"
 PUBLIC = {"ordering": "Ordering", "local_opt": "local_steps"}  # with a name that each must have
 
 

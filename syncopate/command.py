@@ -5,11 +5,14 @@ for the flags in the file experiments/presets/NAME.flags.
 """
 
 import ast
+import difflib
 import os
 import pathlib
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+import syncopate
 
 # The extras of setup.cfg: what all experiments need, and what installs these modules.
 EXTRA = "experiments"
@@ -36,15 +39,15 @@ def main(argv: list[str] | None = None) -> None:
         are not installed.
     """
     argv = sys.argv[1:] if argv is None else argv
-    known = experiments()
-    if not argv or argv[0] not in known:
+    name, *flags = argv or ["--help"]
+    if name not in (known := experiments()):
         rows = "\n".join(f"  {name:14}{purpose}" for name, purpose in known.items())
         usage = f"syncopate NAME [--preset=PRESET] [--flag=value ...]; --help after a name.\n{rows}"
-        if not argv or argv[0] in ("-h", "--help"):
-            print(usage)
+        if name in ("-h", "--help", "--version"):
+            print(usage if name != "--version" else f"syncopate {syncopate.__version__}")
             return
-        sys.exit(f"{argv[0]!r} is not an experiment: pass one of these.\n{usage}")
-    name, *flags = argv
+        near = meant(name, known)
+        sys.exit(f"{name!r} is not an experiment: pass one of these.{near}\n{usage}")
     # As `python -m` does, so that the experiment says that it is being loaded.
     sys.argv = ["-m", *flags]
     # In front of everything else, here and in the processes that an experiment starts.
@@ -79,6 +82,13 @@ def experiments() -> dict[str, str]:
     return found
 
 
+def meant(word: str, known: Iterable[str], start: str = "") -> str:
+    """As " Did you mean --learning_rate?" of "lr" and "learning_rat"; "" if nothing is near."""
+    initials = {"".join(part[:1] for part in name.split("_")): name for name in known}
+    near = [initials[word]] if word in initials else difflib.get_close_matches(word, known)
+    return f" Did you mean {' or '.join(start + name for name in near)}?" if near else ""
+
+
 def with_presets(argv: Sequence[str]) -> list[str]:
     """The arguments, with the flags of a preset in place of --preset=NAME or --preset NAME."""
     found, rest = [], iter(argv)
@@ -99,7 +109,7 @@ def preset(name: str) -> list[str]:
         known = sorted(
             str(p.relative_to(presets).with_suffix("")) for p in presets.rglob("*.flags")
         )
-        sys.exit(f"{name!r} is not a preset: pass one of {', '.join(known)}.")
+        sys.exit(f"{name!r} is not a preset: pass one of {', '.join(known)}.{meant(name, known)}")
     found = []
     for line in path.read_text(encoding="utf-8").splitlines():
         if line.startswith(INCLUDED):

@@ -5,44 +5,69 @@ refusal of this code's own, and what the operating system refuses, such as a ful
 else is an error of this code and has its traceback. The exit code is 1 for both.
 """
 
+import inspect
 import os
 import sys
+import textwrap
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from absl import app, flags, logging
 
-from syncopate.command import with_presets
+from syncopate.command import meant, with_presets
 from syncopate.refusals import UserError
 
 # Of JAX: what all experiments are written for, and tested with.
 FIXED = {"jax_enable_x64": False, "jax_numpy_dtype_promotion": "standard"}
 # What they refuse is a ValueError, for programs too; the experiments' own is a UserError.
 LIBRARIES = ("local_opt", "models", "ordering", "syncopate")
+HELP = ("h", "help", "helpshort", "helpfull")
+GROUP = "flags of "  # begins the titles of groups of flags, in which --help shows them
+OWN = f"{GROUP}this command"  # all of which it shows, besides these
+SHOWN = (
+    "task", "data_dir", "order", "sync", "echo", "arms", "seeds", "speeds", "workers", "epochs",
+    "total_steps", "learning_rate", "learning_rates", "output_dir", "dry_run",
+)  # fmt: skip
 
 
-def main(define: Callable[[flags.FlagValues], None], run: Callable, *, rest: bool = False) -> None:
+def main(
+    define: Callable[[flags.FlagValues], None], run: Callable, *, rest: bool = False,
+    defaults: Callable[[flags.FlagValues], Mapping] = lambda values: {},
+) -> None:  # fmt: skip
     """Runs a command, as `python -m` does.
 
     Args:
       define: defines the flags of the command.
       run: called with the parsed flags, and with the other arguments if the command takes such
         (`rest`). Its result is the exit code.
+      defaults: by name of a flag, what counts where it is unset, for --help.
     """
     values = flags.FLAGS
     define(values)
     text = "of every error, also of those that one line tells"
     flags.DEFINE_bool("traceback", False, text, flag_values=values)
-    values.register_key_flag_for_module(sys.argv[0], values["traceback"])
+    values.register_key_flag_for_module(f"{GROUP}all commands", values["traceback"])
     sys.excepthook = tell
 
     def parse(argv):
+        end = argv.index("--") if "--" in argv else len(argv)
+        asked = [word for word in argv[:end] if word[:1] == "-" and word.lstrip("-") in HELP]
         try:
-            first, *others = app.parse_flags_with_usage(with_presets(argv))
+            given = [*(word for word in argv[:end] if word not in asked), *argv[end:]]
+            first, *others = values(with_presets(given))
+        except flags.UnrecognizedFlagError as error:
+            near = meant(error.flagname, values, "--")
+            sys.exit(f"Error: --{error.flagname} is no flag.{near} --helpfull lists all.")
+        except flags.Error as error:
+            sys.exit(f"Error: {error}")
         except (OSError, UnicodeError) as error:
             sys.exit(f"Error: a file of flags cannot be read: {error}.")
+        if asked:
+            print(help_of(values, defaults(values), full=asked[-1].endswith("full")))
+            sys.exit()
         if others and not rest:
-            sys.exit(f"Error: {others[0]!r} is no flag: pass --NAME=VALUE. --help lists all.")
+            sys.exit(f"Error: {others[0]!r} is no flag: pass --NAME=VALUE. --helpfull lists all.")
         return [first, *others]
 
     def begin(argv):
@@ -56,6 +81,38 @@ def main(define: Callable[[flags.FlagValues], None], run: Callable, *, rest: boo
         return run(values, *[argv[1:]] * rest)
 
     app.run(begin, flags_parser=parse)
+
+
+def in_words_of_user(text: str) -> str:
+    """A text whose commands are as this one was typed: `syncopate NAME`, or with `python -m`."""
+    typed = [*sys.orig_argv, "", ""][2].startswith("experiments.")
+    return text if typed else text.replace("python -m experiments.", "syncopate ")
+
+
+def help_of(values: flags.FlagValues, defaults: Mapping[str, Any], *, full: bool) -> str:
+    """What a command does, by its docstring, and its usual flags or all of them, in groups."""
+    text = in_words_of_user(inspect.cleandoc(sys.modules["__main__"].__doc__ or ""))
+    text = text if full else "\n\n".join(text.split("\n\n")[:2])  # the purpose, and examples
+    named, count = values.key_flags_by_module_dict(), 1
+    text += _told("--preset=...", "flags of a published experiment, of experiments/presets", "\n\n")
+    for title in (title for title in named if title.startswith(GROUP)):
+        count += len(named[title])
+        shown = [f for f in named[title] if full or title == OWN or f.name in SHOWN]
+        text += f"\n\n{title.capitalize()}" * bool(shown)
+        for flag in shown:
+            value = defaults.get(flag.name) if flag.value is None else flag.value
+            several = value if isinstance(value, list | tuple) else [value]
+            told = ",".join(f"{v:g}" if isinstance(v, float) else str(v) for v in several)
+            more = textwrap.shorten(flag.help, 200)
+            if full:
+                allowed = flag.parser.syntactic_help.replace(", 2147483647]", ", 2^31)")
+                more = flag.help + f" ({allowed})" * bool(allowed)
+            text += _told(f"--{flag.name}={'...' if value is None else told}", more)
+    return text if full else f"{text}\n\n--helpfull shows all {count} flags."
+
+
+def _told(flag: str, text: str, start: str = "\n") -> str:
+    return start + textwrap.fill(f"  {flag:23} {text}", 100, subsequent_indent=" " * 26)
 
 
 def check_jax() -> None:
@@ -75,7 +132,9 @@ def tell(kind: type, error: BaseException, trace) -> None:
     if shown or not is_refusal(error):
         sys.__excepthook__(kind, error, trace)
     else:
-        print(f"Error: {str(error) or kind.__name__}", file=sys.stderr, flush=True)
+        stopped = kind is KeyboardInterrupt and not str(error)
+        told = "Stopped by Ctrl-C." if stopped else f"Error: {str(error) or kind.__name__}"
+        print(told, file=sys.stderr, flush=True)
 
 
 def is_refusal(error: BaseException) -> bool:

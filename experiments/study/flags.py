@@ -10,12 +10,13 @@ forecast  --dry_run and its assumptions
 The flags of the three decisions are defined by `tables.define_flags`.
 """
 
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
 
 from absl import flags
 
-from experiments.cluster import agree, processes
+from experiments.cluster import agree, entry, processes
 from experiments.results.trackers import TRACKERS
 from experiments.study import recipes
 from experiments.study.cost import stay_on_cpu
@@ -82,13 +83,14 @@ class _Several(flags.ListParser):
         return [self.each.parse(text) for text in super().parse(argument) or [""]]
 
 
-def definer(values: flags.FlagValues, **defaults) -> Callable:
+def definer(values: flags.FlagValues, title: str = entry.OWN, **defaults) -> Callable:
     """`define(kind, name, default, text, *more, **options)`, which defines a flag of `absl.flags`.
 
     A kind is a function of `absl.flags`, such as DEFINE_string; a `Range`, whose numbers the flag
     takes; or a list of one, or of a list of words, for lists of these.
 
     Args:
+      title: of the group in which --help shows the flags.
       defaults: by name of the flag, used instead of the default given to `define`.
     """
 
@@ -102,8 +104,8 @@ def definer(values: flags.FlagValues, **defaults) -> Callable:
             flags.DEFINE(_Several(*kind), name, default, text, values, serializer)
         else:
             kind(name, default, *more, text, flag_values=values, **options)
-        # --help shows the flags of the program, wherever they are defined.
-        values.register_key_flag_for_module(sys.argv[0], values[name])
+        for module in (sys.argv[0], title):  # flags of the program, wherever they are defined
+            values.register_key_flag_for_module(module, values[name])
 
     return define
 
@@ -111,7 +113,7 @@ def definer(values: flags.FlagValues, **defaults) -> Callable:
 def define(values: flags.FlagValues, *groups: str, **defaults) -> None:
     """Defines groups of flags; `defaults` replaces some defaults, as `task="digits_mlp"`."""
     for group in groups:
-        GROUPS[group](definer(values, **defaults))
+        GROUPS[group](definer(values, f"{entry.GROUP}the {group}", **defaults))
 
 
 def _task(define):
@@ -120,7 +122,7 @@ def _task(define):
     define(flags.DEFINE_string, "data_dir", None, "where the task's data lie")
     for name, (choice, tasks) in choices().items():
         text = choice.text or f"of {', '.join(tasks)}"
-        define(choice.range or KINDS[choice.kind], name, None, text + "; its own if unset")
+        define(choice.range or KINDS[choice.kind], name, None, text)
 
 
 def _setting(define):
@@ -132,7 +134,7 @@ def _setting(define):
             kind, more = flags.DEFINE_enum, (ENUMS[name],)
         else:
             kind = allowed
-        define(kind, name, None, f"{text}; the setting's own if unset", *more)
+        define(kind, name, None, text, *more)
 
 
 def _run(define):
@@ -185,6 +187,15 @@ def choices() -> dict[str, tuple[recipes.Choice, list[str]]]:
         for name, choice in recipes.choices_of(loader).items():
             found.setdefault(name, (choice, []))[1].append(task)
     return found
+
+
+def defaults(values: flags.FlagValues) -> dict:
+    """By name of a flag, what the setting of --task gives where it is unset."""
+    setting, recipe = recipes.setting_of(values.task), recipes.recipe_of(values.task)
+    own = inspect.signature(TASKS[setting.task]).parameters
+    rate = recipe.learning_rates[len(recipe.learning_rates) // 2]
+    known = {name: choice.default for name, choice in own.items()} | {"learning_rate": rate}
+    return known | dict(setting.choices) | recipe._asdict()
 
 
 def setting_from_flags(values: flags.FlagValues) -> tuple[Task, Recipe]:

@@ -9,9 +9,10 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from experiments.tasks import TASKS, base
+from experiments.tasks import TASKS, base, images
 from experiments.tasks.base import COUNT, Range, Recipe, Task
 from experiments.training.config import sizes_of, total_steps_of
+from syncopate.command import meant
 from syncopate.refusals import UserError
 
 NOT_CHOICES = ("data_dir", "abstract")
@@ -161,7 +162,8 @@ def setting_of(name: str) -> Setting:
         return RECIPES[name]
     if name in TASKS:
         return Setting(name, {})
-    raise UserError(f"--task is {name}: choose one of {', '.join([*RECIPES, *TASKS])}.")
+    known = [*RECIPES, *TASKS]
+    raise UserError(f"--task is {name}: choose one of {', '.join(known)}.{meant(name, known)}")
 
 
 def load(
@@ -198,6 +200,16 @@ def load(
     task = base.with_label_noise(task, noise) if noise else task
     given = setting.recipe
     return task, given if isinstance(given, Recipe) else task.recipe._replace(**given)
+
+
+def recipe_of(name: str) -> Recipe:
+    """The recipe of a setting."""
+    setting = setting_of(name)
+    if isinstance(setting.recipe, Recipe):
+        return setting.recipe
+    if setting.task == "digits":  # without building its model, which takes JAX
+        return images.DIGITS_RECIPE._replace(**setting.recipe)
+    return load(name, abstract=True)[1]
 
 
 def choices_of(loader: Callable) -> dict[str, Choice]:

@@ -66,8 +66,8 @@ class Study(NamedTuple):
 def define_flags(study: Study, values: absl_flags.FlagValues) -> None:
     """Defines the flags of a study: its setting, how it runs, and what is compared."""
     flags.define(values, "task", "setting", "run", "forecast", task=study.recipe)
-    add, own = flags.definer(values), "; the study's own if unset"
-    text = f"of {', '.join(study.arms)}, or any words, as cd_grab+sketch64+qsr{own}"
+    add = flags.definer(values, f"{entry.GROUP}the comparison")
+    text = f"of {', '.join(study.arms)}, or any words, as cd_grab+sketch64+qsr; unset: these"
     add(absl_flags.DEFINE_list, "arms", None, text)
     text = "runs per arm at its best rates"
     add(COUNT, "seeds", study.seeds, text)
@@ -83,7 +83,7 @@ def define_flags(study: Study, values: absl_flags.FlagValues) -> None:
 def main(study: Study) -> None:
     """Runs a study from the command line, as `python -m` does."""
     define = functools.partial(define_flags, study)
-    entry.main(define, functools.partial(run, study))
+    entry.main(define, functools.partial(run, study), defaults=flags.defaults)
 
 
 def run(study: Study, values: absl_flags.FlagValues) -> None:

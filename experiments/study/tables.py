@@ -24,6 +24,7 @@ from experiments.tasks.base import COUNT, Recipe, Task
 from experiments.training import config
 from experiments.training.config import EXAMPLES, UNITS, OrderSetting, RunConfig
 from local_opt.streaming import Event
+from syncopate.command import meant
 from syncopate.refusals import UserError
 
 POST_LOCAL_UNTIL, SWAP_UNTIL = 0.5, 0.8  # of T: where local steps, and SWAP's last round, begin
@@ -545,7 +546,8 @@ def parsed(text: str, kinds: Iterable[str] = tuple(TABLES)) -> dict[str, Any]:
         flag, value = _named(word, kinds)
         if flag is None:
             told = "; ".join(f"--{kind}: {known(kind)}" for kind in kinds)
-            raise UserError(f"{text!r} has {word!r}, which is no word: choose of {told}.")
+            near = meant(word, [w for kind in kinds for w in re.findall(r"\w+", known(kind))])
+            raise UserError(f"{text!r} has {word!r}, which is no word: choose of {told}.{near}")
         if flag in found:
             raise UserError(f"{text!r} says --{flag} twice, {found[flag]} and {value}: leave one.")
         found[flag] = value

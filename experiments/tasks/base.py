@@ -70,8 +70,8 @@ class Recipe(NamedTuple):
     h_base: Annotated[int, "smallest number of steps per round, H", COUNT] = 4
     growth: Annotated[float, "alpha / peak rate, of QSR", POSITIVE] = 2.0
     echo_factor: Annotated[int, "uses of a batch, e; a falling p ends at 1 / e", COUNT] = 4
-    horizon: Annotated[int | None, "steps over which p falls; T if None", COUNT] = None
-    evaluations: Annotated[int | None, "evaluations of a run; every epoch if None", COUNT] = None
+    horizon: Annotated[int | None, "steps over which p falls; T if unset", COUNT] = None
+    evaluations: Annotated[int | None, "evaluations of a run; every epoch if unset", COUNT] = None
     evaluate_every: Annotated[int | None, "steps between them; or evaluations", COUNT] = None
     bound_every: Annotated[int, "epochs between herding bounds; 0 for none", FROM_ZERO] = 0
     average: Annotated[tuple[str, ...], "averages of the weights, measured too", None] = ()

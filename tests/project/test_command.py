@@ -117,12 +117,28 @@ def test_every_experiment_is_listed_with_its_purpose():
 def test_an_unknown_experiment_or_preset_is_refused_with_the_known_ones():
     with pytest.raises(SystemExit, match="'cd_crab' is not an experiment: pass one of these"):
         command.main(["cd_crab"])
+    with pytest.raises(SystemExit, match=r"these\. Did you mean train\?"):
+        command.main(["trian"])
+    with pytest.raises(SystemExit, match=r"\. Did you mean tiny/qsr_vit_b_4096"):
+        command.preset("tiny/qsr_vit_b_409")
     with pytest.raises(SystemExit, match="'tiny/none' is not a preset: pass one of cd_grab_hmda, "):
         command.with_presets(["--seeds=3", "--preset=tiny/none"])
     whole, tiny = (command.preset(f"{at}qsr_vit_b_4096") for at in ("", "tiny/"))
     assert tiny[: len(whole)] == whole and "--task=cifar10_vit" in tiny[len(whole) :]
     for given in (["--preset=qsr_vit_b_4096"], ["--preset", "qsr_vit_b_4096"]):
         assert command.with_presets([*given, "--seeds=3"]) == [*whole, "--seeds=3"]
+
+
+def test_the_version_is_told(capsys):
+    command.main(["--version"])
+    assert capsys.readouterr().out == f"syncopate {syncopate.__version__}\n"
+
+
+@pytest.mark.parametrize("word,told", [
+    ("lr", " Did you mean --learning_rate?"), ("worker", " Did you mean --workers?"), ("cats", ""),
+])  # fmt: skip
+def test_near_words_are_told(word, told):
+    assert command.meant(word, ("workers", "learning_rate", "seed"), "--") == told
 
 
 def test_syncopate_exports_ordering_and_local_opt():

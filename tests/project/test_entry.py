@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -36,6 +37,11 @@ def test_what_the_user_can_mend_is_one_line(code, capsys):
     error = raised(code)
     entry.tell(type(error), error, error.__traceback__)
     assert capsys.readouterr().err == f"Error: {str(error) or type(error).__name__}\n"
+
+
+def test_ctrl_c_is_told_plainly(capsys):
+    entry.tell(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert capsys.readouterr().err == "Stopped by Ctrl-C.\n"
 
 
 @pytest.mark.parametrize("code", [
@@ -87,13 +93,29 @@ BAD = ("experiments.slow_sde", "--output_dir=/dev/null/x", "--rates=1", "--repet
     (1, "Error: 'leftover' is no flag: pass --NAME=VALUE.", [*BAD, "leftover"]),
     (1, "Error: '--seed=1' is no flag", [*BAD, "--", "--seed=1"]),
     (1, "Error: a file of flags cannot be read: 'utf-8'", [*BAD, f"--flagfile={sys.executable}"]),
-    (2, "Pass --helpshort", [*BAD, "--rates=nan"]),
+    (1, "Error: flag --rates=nan: pass a number in [0.001, 1]", [*BAD, "--rates=nan"]),
+    (1, "Error: --worker is no flag. Did you mean --workers?", [*BAD, "--worker=3"]),
+    (1, "Error: --lr is no flag. Did you mean --learning_rate", ["experiments.train", "--lr=1"]),
     (1, "Error: no experiment: pass --processes=2", ["experiments.launch"]),
     (1, "Error: --workers has 100", ["syncopate.command", "herding", "--num_vectors=3"]),
 ])  # fmt: skip
 def test_a_command_that_does_not_fit_ends_with_one(lines, last, command):
     code, said = ended(*command)
     assert (code, len(said)) == (1, lines) and said[-1].startswith(last), said
+
+
+def test_help_shows_a_dozen_flags_with_their_defaults_and_says_where_the_others_are():
+    for start in (["experiments.train"], ["syncopate.command", "train"]):
+        done = subprocess.run(
+            [sys.executable, "-m", *start, "--help", "--task=digits_mlp"], cwd=ROOT,
+            capture_output=True, text=True, timeout=280,
+        )  # fmt: skip
+        flags = re.findall(r"^  --(\S+)", done.stdout, re.M)
+        assert done.returncode == 0 and 10 <= len(flags) <= 18
+        assert {"workers=4", "total_steps=2000", "learning_rate=0.2", "preset=..."} <= {*flags}
+        assert done.stdout.splitlines()[-1] == "--helpfull shows all 78 flags."
+        typed = "syncopate train" if start[1:] else "python -m experiments.train"
+        assert f"    {typed} --order=rr" in done.stdout
 
 
 def test_a_command_under_x64_ends_at_once(monkeypatch):

@@ -23,13 +23,23 @@ def setting(*arguments):
 def test_every_field_of_a_recipe_is_a_flag_with_help():
     values = parsed(train)
     for name in set(Recipe._fields) - {"evaluations"}:
-        assert values[name].value is None and values[name].help.endswith("own if unset")
+        assert values[name].value is None and values[name].help
     kinds = {"workers": int, "h_base": int, "growth": float, "horizon": int, "target": float}
     for name, kind in kinds.items():
         assert values[name].flag_type() == kind.__name__
     shown = {flag.name for flag in values.get_key_flags_for_module(sys.argv[0])}
     assert shown == set(values)
     assert {"order", "workers", "track", "coordinator_address"} < shown
+
+
+@pytest.mark.parametrize("given,told", [
+    ([], {"workers": 32, "schedule": "cosine", "learning_rate": 0.25, "model": "softmax"}),
+    (["--task=digits_wide"], {"target": 0.96, "width": 512, "total_steps": 500, "epochs": None}),
+    (["--task=hmda"], {"model": "logistic", "state": "NJ"}),
+])  # fmt: skip
+def test_help_knows_what_the_setting_gives_where_a_flag_is_unset(given, told):
+    known = flags.defaults(parsed(train, *given))
+    assert {name: known[name] for name in told} == told
 
 
 def test_flags_replace_fields_of_the_setting():
@@ -86,6 +96,7 @@ test_settings_that_cannot_run = refuses({
     " ".join(given): (lambda given=given: setting(*given), message)
     for message, *given in [
         ("--task is cats: choose one of digits_cosine", "--task=cats"),
+        ("wikitext2_small. Did you mean digits_mlp or", "--task=digit_mlp"),
         ("--state is MD: digits has no such choice. It has model", "--state=MD"),
         ("--width is 7: of digits only --model=mlp has it, and the model is soft", "--width=7"),
         ("--width is 7: of mnist", "--width=7", "--task=mnist", "--model=lenet"),
