@@ -149,7 +149,8 @@ def main(values: flags.FlagValues) -> None:
         found = [forecast_of(name, values) for name in names]
         text = "\n".join([*(text for _, text, _ in found), published_text()])
         shown = {label: plans for label, _, plans in found}
-        pictures = {"periods.png": functools.partial(plots.periods, shown)}
+        rules = {row.label: words for words, row in rows_from_flag(values, "arms", "sync").items()}
+        pictures = {"periods.png": functools.partial(plots.periods, shown, rules)}
         print(page.write_all(folder, "Steps between syncs", {"table.md": text.rstrip()}, pictures))
         print(f"\nWritten to {folder}: periods.png, table.md, report.html")
 

@@ -1,9 +1,11 @@
 """Pictures: curves over their costs, effects, and herding bounds."""
 
 import io
+import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,8 +16,28 @@ from experiments.results.statistics import AVERAGED, Comparison, interval, teste
 from experiments.results.tables import SCALARS, name_of
 
 # Okabe and Ito's colours, which stay apart for colour-blind readers.
-COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#0072B2", "#999999")
-DASHES = ("-", (0, (3, 1.5)))
+BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
+RED, PINK, BLUE, GREY = "#D55E00", "#CC79A7", "#0072B2", "#999999"
+COLOURS, MARKERS = (BLACK, ORANGE, SKY, GREEN, RED, PINK, BLUE, GREY), "os^vDPX*<>hd"
+# Of a method in every picture: what a table starts from is black, of one idea is of one colour.
+METHODS = {
+    "rr": (BLACK, "o"), "blocks": (SKY, "P"), "unzip": (GREY, "D"), "id_mean": (PINK, "v"),
+    "id_pair": (ORANGE, "^"), "cd_grab": (BLUE, "s"), "so": (GREEN, "X"), "herding": (RED, "*"),
+    "parallel": (BLACK, "o"), "accumulate": (GREY, "D"), "constant": (RED, "^"),
+    "matched": (RED, "v"), "post_local": (ORANGE, "D"), "swap": (SKY, "X"), "inverse": (PINK, "<"),
+    "qsr": (GREEN, "P"), "cubic": (BLUE, ">"), "every_load": (SKY, "h"), "every_factor": (RED, "d"),
+    "accumulate_factor": (GREY, "P"), "coins": (PINK, "X"),
+    "none": (BLACK, "o"), "fixed": (ORANGE, "^"), "bernoulli": (RED, "v"), "diffusion": (PINK, "X"),
+    "measured": (SKY, "*"),
+    # Arms of slow input with names of their own.
+    "local": (GREEN, "p"), "larger_lr": (BLUE, "s"), "diffusion_every": (PINK, "d"),
+    "algorithm2": (RED, "<"), "proximal": (ORANGE, "h"), "proximal_strong": (ORANGE, "D"),
+}  # fmt: skip
+USUAL = ("rr", "parallel", "none")
+# Of a variant: a dash, so long, per word of the name; 3 of those that are not here.
+DASHES = dict.fromkeys(USUAL, 0) | dict.fromkeys(("scaled", "normalized", "linear"), 1)
+DASHES |= dict.fromkeys(("shifted", "fragments", "multistep"), 6)
+CURVES = 5  # of one panel, at most
 
 
 class Panel(NamedTuple):
@@ -23,6 +45,7 @@ class Panel(NamedTuple):
 
     scalar: str  # of the records; "objective" chose the rates, "metric" is what is reported
     x: tuple[str, ...] = ("epoch", "seconds")  # costs of the records, a column each
+    fastest: bool = False  # at the rate that is first at the target, which is dotted
 
 
 ORDER_PANELS = (Panel("objective"), Panel("metric"), Panel("bound/linf"))
@@ -43,43 +66,91 @@ def comparison(
 ) -> None:
     """Writes a PNG: a row per panel, each arm at its own best rate, mean and 95 % interval.
 
-    Scalars without a row of SCALARS get a panel over steps too; those that were not recorded are
-    left out. Nothing is written if every run diverged.
+    Of many arms each of `groups` has a row of its own, of the same axes. Scalars without a row of
+    SCALARS get a panel over steps too; those that were not recorded are left out. Nothing is
+    written if every run diverged.
     """
     rows, goal = _rows(compared, panels, speed), tested(compared.criterion)
     if not rows:
         return
-    shown = [own for own in compared.at(speed) if own.runs]
-    width = max(len(x) for _, x in rows)
-    size = max(6.5, 4.7 * width), 3.7 * len(rows) + 0.9  # the title is so wide
-    figure, axes = panes(len(rows), width, size, sharey="row")
-    for row, (scalar, names) in zip(axes, rows, strict=True):
-        curves = [(scalar, look([*compared.arms].index(own.arm)), own) for own in shown]
-        curves += _averaged(compared, scalar, shown)
-        for axis, x in zip(row, names, strict=False):
-            for name, style, own in curves:
-                style = {"label": f"{own.label} (lr {own.rate:g})"} | style
-                _draw(axis, own.runs.values(), x, name, style)
-            if goal.when == "target" and scalar == goal.scalar:
-                axis.axhline(goal.target, color="#444444", linewidth=0.8, linestyle=":")
-            _label(axis, x)
-        for axis in row[len(names) :]:
-            axis.set_visible(False)
-        row[0].set_ylabel(name_of(scalar))
-        if _logarithmic(scalar) and row[0].dataLim.y1 > 0:
-            row[0].set_yscale("log")
+    shown = {own.arm: own for own in compared.at(speed) if own.runs}
+    styles, apart, target = looks(compared.arms), groups([*shown]), statistics.target_of(compared)
+    count, width = len(apart), max(len(panel.x) for panel in rows)
+    high, wide = (3.7, 4.7) if count == 1 else (2.5, 4.0)
+    size = max(6.5, wide * width), high * count * len(rows) + 1.2  # the title is so wide
+    figure, axes = panes(count * len(rows), width, size)
+    for panel, block in zip(rows, np.split(axes, len(rows)), strict=True):
+        drawn = []
+        _share(block, panel)
+        for row, arms in zip(block, apart, strict=True):
+            owns = [_fastest(compared, shown[a]) if panel.fastest else shown[a] for a in arms]
+            curves = [(panel.scalar, styles[own.arm], own) for own in owns]
+            curves += _averaged(compared, panel.scalar, owns, styles)
+            drawn += curves
+            for axis, x in zip(row, panel.x, strict=False):
+                for name, style, own in curves:
+                    style = {"label": f"{own.label} (lr {own.rate:g})"} | style
+                    _draw(axis, own.runs.values(), x, name, style)
+                if (panel.fastest or goal.when == "target") and panel.scalar == goal.scalar:
+                    axis.axhline(target, color="#444444", linewidth=0.8, linestyle=":")
+                    for _, style, own in curves[: len(arms) * panel.fastest]:
+                        _arrival(axis, statistics.spent(compared, own.runs, x), target, style)
+            row[0].set_ylabel(textwrap.fill(name_of(panel.scalar), int(9.6 * high)))
+        for axis, x in zip(block[0], panel.x, strict=False):
+            _scale(axis, x)
+        if _logarithmic(panel.scalar) and max(axis.dataLim.y1 for axis in block.flat) > 0:
+            block[0, 0].set_yscale("log")
         else:
-            _zoom(row[0], [statistics.values(own.runs.values(), name) for name, _, own in curves])
+            found = [statistics.values(own.runs.values(), name) for name, _, own in drawn]
+            _zoom(block[0, 0], found)
     legend(figure)
-    counts = [len(own.runs) for own in shown]
+    counts = [len(own.runs) for own in shown.values()]
     few, seeds = min(counts), max(counts)
     many = "one seed" if seeds == 1 else f"{seeds} seeds, mean and 95 % interval"
     many = many if few == seeds else f"{few} to {many}"
     at = "" if speed is None else f", R = {speed:g}"
-    save(
-        figure, path,
-        f"{title}{at}\neach at its own best learning rate, {many}",
-    )  # fmt: skip
+    how = "its own best learning rate"
+    if rows[0].fastest:
+        how = f"the learning rate that is first at {compared.baseline().label}'s best (dotted)"
+    told = textwrap.fill(f"each at {how}, {many}", int(12 * size[0]))
+    save(figure, path, f"{title}{at}\n{told}")
+
+
+def groups(arms: Sequence[str]) -> list[list[str]]:
+    """Of a few arms all; else the first one with some others each, those of one method together."""
+    if len(arms) <= CURVES:
+        return [[*arms]]
+    most = math.ceil((len(arms) - 1) / math.ceil((len(arms) - 1) / (CURVES - 1)))
+    found = [[]]
+    for _, of_method in itertools.groupby(arms[1:], key=lambda arm: arm.split("+")[0]):
+        own = [*of_method]
+        if found[-1] and len(found[-1]) + len(own) > most:
+            found.append([])
+        found[-1] += own
+    return [[arms[0], *own] for own in found]
+
+
+def _fastest(compared, own):
+    """The arm at the rate at which it is first at the target, if there is one."""
+    if not math.isfinite(statistics.target_of(compared)):
+        return own
+    rate, runs = statistics.fastest(compared, own.arm)
+    return own._replace(rate=rate, runs=runs)
+
+
+def _share(block, panel: Panel):
+    """Gives a panel's axes one scale per cost, and one of the scalar, told at the edges alone."""
+    for i, row in enumerate(block):
+        for axis, top, x in zip(row, block[0], panel.x, strict=False):
+            if axis is not block[0, 0]:
+                axis.sharey(block[0, 0])
+            if axis is not top:
+                axis.sharex(top)
+            axis.grid(alpha=0.3)
+            axis.set_xlabel(name_of(x) if i == len(block) - 1 else "")
+            axis.tick_params(labelleft=axis is row[0], labelbottom=i == len(block) - 1)
+        for axis in row[len(panel.x) :]:
+            axis.set_visible(False)
 
 
 def _logarithmic(name: str) -> bool:
@@ -88,19 +159,19 @@ def _logarithmic(name: str) -> bool:
     return known is not None and known.logarithmic
 
 
-def _averaged(compared, scalar: str, shown) -> list[tuple]:
+def _averaged(compared, scalar: str, shown, styles) -> list[tuple]:
     """(scalar, look, arm) of these arms' averaged weights, each at its best rate for these."""
     found, other = [], compared.averaged
     for own in [other.chosen.get((own.arm, own.speed)) for own in shown] if other else []:
         if own and own.runs:  # of slow input: reported at this rate too
-            style = look([*compared.arms].index(own.arm)) | {"linestyle": ":"}
+            style = styles[own.arm] | {"markerfacecolor": "white", "linewidth": 0.8}
             style["label"] = f"{own.label}, averaged (lr {own.rate:g})"
             found.append((scalar + AVERAGED, style, own))
     return found
 
 
-def _rows(compared, panels, speed) -> list[tuple[str, tuple]]:
-    """The (scalar, costs) that were recorded."""
+def _rows(compared, panels, speed) -> list[Panel]:
+    """The panels of what was recorded."""
     names = {
         "objective": tested(compared.criterion).scalar,
         "metric": f"test/{statistics.metric_of(compared)}",
@@ -110,11 +181,12 @@ def _rows(compared, panels, speed) -> list[tuple[str, tuple]]:
     if any(len(statistics.timed(own.runs)) < len(own.runs) for own in compared.at(speed)):
         known.discard("seconds")
     new = (k for k in known if re.match("(?!train|valid|test).+/", k) and k not in SCALARS)
-    panels = [*panels, *(Panel(name, ("step",)) for name in sorted(new))]
-    rows = [(names.get(p.scalar, p.scalar), p.x) for p in panels]
-    rows = [(scalar, tuple(n for n in x if n in known)) for scalar, x in rows if scalar in known]
-    rows = [(scalar, x) for scalar, x in rows if x]
-    return list(dict.fromkeys(rows))
+    panels = [*panels, *(Panel(name, ("step",), panels[0].fastest) for name in sorted(new))]
+    rows = [
+        p._replace(scalar=names.get(p.scalar, p.scalar), x=tuple(n for n in p.x if n in known))
+        for p in panels
+    ]
+    return list(dict.fromkeys(row for row in rows if row.scalar in known and row.x))
 
 
 def _draw(axis, runs, cost: str, scalar: str, style) -> None:
@@ -128,14 +200,22 @@ def _draw(axis, runs, cost: str, scalar: str, style) -> None:
     low, high = mean - np.nan_to_num(half), mean + np.nan_to_num(half)
     if _logarithmic(scalar):  # where a band may not reach 0
         low = np.maximum(low, found.min(axis=0) / 2)
-    axis.plot(x, mean, **style, marker="o" if len(x) < 20 else None, ms=3)
+    axis.plot(x, mean, **style)
     axis.fill_between(x, low, high, color=style["color"], alpha=0.1, linewidth=0)
-    axis.plot(x[-1], mean[-1], "o", color=style["color"], ms=5)
+    axis.plot(x[-1], mean[-1], **style | {"label": None, "markevery": 1, "ms": 6})
 
 
-def _label(axis, x):
-    axis.set_xlabel(name_of(x))
-    axis.grid(alpha=0.3)
+def _arrival(axis, taken: Mapping[int, float], target: float, style):
+    """Marks what all seeds take to the target, with its interval."""
+    mean, half = interval(taken.values())
+    if math.isfinite(mean):
+        axis.errorbar(
+            mean, target, xerr=np.nan_to_num(half), color=style["color"], marker=style["marker"],
+            ms=10, markeredgecolor="white", linewidth=2.5, capsize=5, zorder=4,
+        )  # fmt: skip
+
+
+def _scale(axis, x):
     if _logarithmic(x):
         axis.set_xscale("log")
         _plain(axis.xaxis)
@@ -165,10 +245,36 @@ def _zoom(axis, found: Sequence[np.ndarray]):
         axis.set_ylim(late.min() - margin, late.max() + margin)
 
 
-def look(place: int) -> dict:
-    """Colour and dash of the line in this place; a colour's second use has the other dash."""
-    dashed = (place + place // len(COLOURS)) % 2
-    return {"color": COLOURS[place % len(COLOURS)], "linestyle": DASHES[dashed]}
+def looks(names: Iterable[str]) -> dict[str, dict]:
+    """{name: its colour, marker and dash}, which its words decide, whatever else is shown.
+
+    The first method that is not usual gives the colour, the second one the marker, other words the
+    dash. Names without a method get a colour that is free; of two with one look, the later a marker
+    that is free.
+    """
+    found = {}
+    for name in sorted(names, key=lambda name: not METHODS.keys() & {*name.split("+")}):
+        words = name.split("+")
+        known = [word for word in words if word in METHODS]
+        methods = [word for word in known if word not in USUAL] or known[:1]
+        used = [style["color"] for style in found.values()]
+        free = min(COLOURS, key=used.count), "o"
+        colour, marker = METHODS[methods[0]] if methods else free
+        others = [word for word in words if word not in methods[:2]] if methods else []
+        kinds = (re.sub(r"\d.*", "", word) for word in others)
+        dash = [length for kind in kinds if (length := DASHES.get(kind, 3))]
+        marker = METHODS[methods[1]][1] if methods[1:] else marker
+        styles = (
+            _style(colour, own, [*dash, *[1] * more])
+            for more in itertools.count() for own in (marker, *MARKERS)
+        )  # fmt: skip
+        found[name] = next(style for style in styles if style not in found.values())
+    return {name: found[name] for name in names}
+
+
+def _style(colour: str, marker: str, dash: Sequence[float]) -> dict:
+    line = (0, [part for length in dash for part in (length, 1.5)]) if dash else "-"
+    return {"color": colour, "marker": marker, "linestyle": line, "markevery": 0.1, "ms": 4}
 
 
 def effects(found: Sequence, path: str, title: str) -> None:
@@ -180,8 +286,8 @@ def effects(found: Sequence, path: str, title: str) -> None:
         bounds, y = np.array([mean, mean - half, mean + half]), np.arange(len(names))
         mean, low, high = np.exp(bounds) if response.relative else bounds
         axis.axvline(1 if response.relative else 0, color="0.5", linewidth=1)
-        axis.hlines(y, low, high, color=COLOURS[6], linewidth=2)
-        axis.plot(mean, y, "o", color=COLOURS[4], ms=5)
+        axis.hlines(y, low, high, color=GREY, linewidth=2)
+        axis.plot(mean, y, "o", color=BLACK, ms=5)
         axis.set_yticks(y, names)
         kind = "factor on the" if response.relative else "change of the"
         axis.set_xlabel(f"{kind} {response.label}")
@@ -196,21 +302,21 @@ def effects(found: Sequence, path: str, title: str) -> None:
     save(figure, path, f"{title}\neffects from the first level to the second, {many}")
 
 
-def periods(shown: Mapping[str, tuple], path: str, title: str) -> None:
+def periods(shown: Mapping[str, tuple], names: Mapping[str, str], path: str, title: str) -> None:
     """Writes a PNG with a column per run: H of every plan over its steps, the learning rate below.
 
     Args:
-      shown: {title: (learning rates float[T], {label: plan of T steps})}; a label has the same look
-        in every column.
+      shown: {title: (learning rates float[T], {label: plan of T steps})}.
+      names: {label: words of the rule}, which give its look.
     """
-    labels = list(dict.fromkeys(label for _, plans in shown.values() for label in plans))
+    styles = looks(names.values())
     size = max(7.0, 6.0 * len(shown)), 6.1
     figure, axes = panes(2, len(shown), size, sharex="col", height_ratios=(4, 1))
     for (above, below), (name, (rates, plans)) in zip(axes.T, shown.items(), strict=True):
-        for label, plan in plans.items():
+        for place, (label, plan) in enumerate(plans.items()):
             # Many plans share H for a while: later lines are thinner, and lie above.
-            place = labels.index(label)
-            style = look(place) | {"linewidth": 5 - 3.5 * place / max(1, len(labels) - 1)}
+            style = styles[names[label]] | {"ms": 8, "markeredgecolor": "white"}
+            style["linewidth"] = 5 - 3.5 * place / max(1, len(plans) - 1)
             above.step(*archive.corners(plan), where="post", label=label, **style)
         above.set(title=name, yscale="log", ylabel="H, steps from sync to sync")
         above.yaxis.set_major_formatter("{x:,g}")
@@ -226,9 +332,9 @@ def herding(records, labels: Mapping[str, str], path: str, title: str) -> None:
     """Writes a PNG: the bound over rounds at the most workers, and over workers at the end."""
     figure, ((left, right),) = panes(1, 2, (11, 4.4))
     widths, rounds = (sorted({r[name] for r in records}) for name in ("workers", "round"))
-    for i, (name, label) in enumerate(labels.items()):
+    for name, style in looks(labels).items():
         bounds = {(r["workers"], r["round"]): r["bound"] for r in records if r["order"] == name}
-        style = look(i) | {"label": label, "marker": "o", "ms": 4}
+        style = style | {"label": labels[name]}
         left.plot(rounds, [bounds[widths[-1], k] for k in rounds], **style)
         right.plot(widths, [bounds[width, rounds[-1]] for width in widths], **style)
     for axis in (left, right):
@@ -257,9 +363,11 @@ def legend(figure) -> None:
     for axis in figure.axes:
         handles, labels = axis.get_legend_handles_labels()
         found |= dict(zip(labels, handles, strict=True))
-    widest = 0.6 + 0.09 * max(map(len, found), default=0)  # inches of an entry
+    widest = 0.75 + 0.09 * max(map(len, found), default=0)  # inches of an entry
     columns = max(1, min(4, len(found), int(figure.get_figwidth() / widest)))
-    figure.legend(found.values(), found, loc="outside lower center", ncols=columns)
+    figure.legend(
+        found.values(), found, loc="outside lower center", ncols=columns, handlelength=3.5
+    )
 
 
 def save(figure, path: str, title: str, **options) -> None:

@@ -23,6 +23,7 @@ SCALARS = {
     "train/above_optimum": Scalar("train loss above the optimum", logarithmic=True),
     "train/batch_loss": Scalar("loss of the batch"),
     "bound/linf": Scalar("parallel herding bound, L∞", logarithmic=True),
+    "bound/l2": Scalar("parallel herding bound, L2", logarithmic=True),
     "drift": Scalar("worker drift at syncs, |x_w - mean| / |mean|", logarithmic=True),
     "step": Scalar("steps"),
     "epoch": Scalar("epochs"),

@@ -7,10 +7,11 @@ import warnings
 import pytest
 
 from experiments import cd_grab, combined, echoing, qsr
-from experiments.results import page, plots, statistics, tables
+from experiments.cluster import files
+from experiments.results import archive, page, plots, statistics, tables
 from experiments.results.statistics import Criterion
 from experiments.study import cost
-from experiments.study.tables import arm_of
+from experiments.study.tables import TABLES, arm_of
 
 TARGET = Criterion("valid/accuracy", lower=False, when="target", target=0.15)
 PRICED = combined.STUDY.sections + (combined.priced_table(cost.machines(4, 2)),)
@@ -94,6 +95,37 @@ def test_a_scalar_that_no_table_names_has_a_panel_over_steps_and_its_name(tmp_pa
     assert after == [*before, "sent clipped"] and figures[1].axes[-2].get_xlabel() == "steps"
     column = tables.end("clipped", "sent/clipped", "{:.2f}")
     assert tables.table(compared, [column]).splitlines()[2] == "| 0.53 ± 0.00 |"
+
+
+def test_a_method_has_its_look_in_every_comparison_and_no_two_arms_share_one():
+    assert plots.METHODS.keys() >= {*TABLES["order"], *TABLES["sync"], *TABLES["echo"]}
+    recorded = archive.FOLDER.glob(f"*/{archive.COMPARISON}")
+    comparisons = [[*files.read_json(path)["arms"]] for path in recorded]
+    comparisons += [[*study.arms] for study, _ in STUDIES.values()]
+    every = {}
+    for arms in comparisons:
+        found = plots.looks(arms)
+        assert [*found] == arms and len({str(style) for style in found.values()}) == len(arms)
+        for arm, style in found.items():
+            assert every.setdefault(arm, style) == style
+    assert len(every) > 60 and every["rr"]["color"] == every["rr+dealt"]["color"] == "#000000"
+    assert every["cd_grab"]["color"] == every["cd_grab+sketch1024+scaled"]["color"] == "#0072B2"
+    mine, known = ["cd_grab", "mine", "id_pair", "yours"], ("cd_grab", "id_pair")
+    found = plots.looks(mine)
+    assert len({style["color"] for style in found.values()}) == 4
+    assert all(found[arm] == every[arm] for arm in known) and found == plots.looks(mine)
+    many = [f"cd_grab+sketch{size}" for size in range(1, 50)]
+    assert len({str(style) for style in plots.looks(many).values()}) == len(many)
+
+
+def test_many_arms_are_drawn_in_groups_with_the_first_one():
+    assert plots.groups(list("abcde")) == [list("abcde")]
+    assert plots.groups(["a", "b", "c+x", "c+y", "d", "e"]) == [
+        ["a", "b", "c+x", "c+y"],
+        ["a", "d", "e"],
+    ]
+    arms = [*combined.STUDY.arms]
+    assert plots.groups(arms) == [arms[:4], [arms[0], *arms[4:]]]
 
 
 def test_a_page_shows_what_its_call_has_made(tmp_path, monkeypatch):
