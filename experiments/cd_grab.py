@@ -30,8 +30,8 @@ from experiments.study.study import Study, arm_of
 from syncopate.refusals import UserError
 
 # The short comparison of digits: among its rates is every order's best of the long one.
-FIRST = plots.Panel("objective", ("epoch",), fastest=True)
 SHORT = {"arms": ["rr", "id_pair", "cd_grab"], "learning_rates": [0.125, 0.25, 1.0], "seeds": 3}
+FIRST = plots.Panel("objective", ("epoch",), fastest=True)
 
 
 def define_flags(values: absl_flags.FlagValues) -> None:

@@ -118,6 +118,24 @@ def test_a_method_has_its_look_in_every_comparison_and_no_two_arms_share_one():
     assert len({str(style) for style in plots.looks(many).values()}) == len(many)
 
 
+def test_the_first_picture_shows_the_rates_and_epochs_of_its_table(tmp_path, monkeypatch):
+    """CD-GraB ends lowest at 0.1, and is at D-RR's best, 0.3, after one epoch at 0.2."""
+    losses = {("rr", 0.1): (0.8, 0.6, 0.3), ("rr", 0.2): (0.8, 0.7, 0.5),
+              ("cd_grab", 0.1): (0.7, 0.5, 0.1), ("cd_grab", 0.2): (0.25, 0.25, 0.25)}  # fmt: skip
+    kept = []
+    for r in records(cd_grab.STUDY):
+        if found := losses.get((r["arm"], r["learning_rate"])):
+            kept.append(r | {"train/loss": found[r["step"] // 10 - 1]})
+    labels, figures = {"rr": "D-RR", "cd_grab": "CD-GraB"}, []
+    compared = statistics.compare(kept, labels, cd_grab.STUDY.criterion)
+    monkeypatch.setattr(plots, "save", lambda figure, path, title: figures.append(figure))
+    plots.comparison(compared, [cd_grab.FIRST], str(tmp_path / "x.png"), "title")
+    shown = {text.get_text() for text in figures[0].legends[0].get_texts()}
+    assert shown == {"D-RR (lr 0.1)", "CD-GraB (lr 0.2)"}
+    at = [bars.lines[0].get_xydata().tolist() for bars in figures[0].axes[0].containers]
+    assert at == [[[3.0, 0.3]], [[1.0, 0.3]]]
+
+
 def test_many_arms_are_drawn_in_groups_with_the_first_one():
     assert plots.groups(list("abcde")) == [list("abcde")]
     assert plots.groups(["a", "b", "c+x", "c+y", "d", "e"]) == [
