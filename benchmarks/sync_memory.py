@@ -11,9 +11,10 @@ import optax
 
 import local_opt
 import models
+from experiments.cluster.devices import owned_sharding
 from experiments.results.tables import show_bytes
 from experiments.study.cost import Refused, compile_or_refuse, slice_of, tree_bytes
-from local_opt.workers import AXIS, owned_sharding
+from local_opt.workers import AXIS
 from models.gpt2 import SIZES as OF_GPT2
 from models.vit import SIZES as OF_VIT
 

@@ -26,6 +26,7 @@ from absl import flags as absl_flags
 import local_opt
 from experiments import timing
 from experiments.cluster import entry, files, processes
+from experiments.cluster.devices import owned_sharding
 from experiments.results import archive, tables
 from experiments.results.statistics import interval, reached, target_of
 from experiments.study import flags
@@ -34,7 +35,7 @@ from experiments.study.tables import TABLES, row_of
 from experiments.tasks.base import SPEED
 from experiments.training.config import Sizes, num_params
 from local_opt import sync_seconds
-from local_opt.workers import AXIS, owned_sharding
+from local_opt.workers import AXIS
 from syncopate.refusals import UserError
 
 PERIOD = 24  # H of the recorded local steps

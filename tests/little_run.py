@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import models
+from experiments.cluster.devices import worker_mesh
 from experiments.study.tables import row_of
 from experiments.tasks.base import Recipe, Task
 from experiments.training import checkpoint, config, measure, program, run
-from local_opt.workers import worker_mesh
 from tests.sources import Rolled
 
 WORKERS, STEPS, UNITS, PER_STEP = 4, 60, 11, 3

@@ -13,13 +13,13 @@ from absl import flags as absl_flags
 
 import local_opt
 from experiments.cluster import agree, processes
+from experiments.cluster.devices import owned_sharding, worker_mesh
 from experiments.results import records
 from experiments.study import flags
 from experiments.study.tables import row_of
 from experiments.tasks import TASKS, Recipe
 from experiments.tasks.base import first_of
 from experiments.training import config, input, measure, program, run
-from local_opt.workers import owned_sharding, worker_mesh
 
 WORKERS, STEPS = 2, 24
 RECIPE = Recipe(

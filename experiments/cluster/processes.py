@@ -29,7 +29,7 @@ from jax.sharding import Mesh
 
 from experiments.cluster import agree, strict
 from experiments.cluster.agree import several as several
-from local_opt.workers import worker_mesh
+from experiments.cluster.devices import worker_mesh
 from syncopate.refusals import UserError
 
 NAMES = ("coordinator_address", "num_processes", "process_id")

@@ -35,6 +35,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Float
 
 import local_opt
+from experiments.cluster.devices import owned_sharding, shared_sharding
 from experiments.results.statistics import volume
 from experiments.results.tables import markdown, show_bytes
 from experiments.study.tables import Order, SyncRule, left_out, plans_of
@@ -43,7 +44,7 @@ from experiments.training.config import UNITS, Sizes, num_params, size_of, sizes
 from experiments.training.program import lifted, state_shapes, steps_of
 from experiments.training.step import TrainState, epoch_end_of, sync_of, worker_of
 from local_opt import sync_seconds
-from local_opt.workers import AXIS, owned_sharding, shared_sharding
+from local_opt.workers import AXIS
 from ordering.echo.plans import EchoPlan, Measured
 from ordering.kernel import BLOCK
 from ordering.pairs import slice_size

@@ -11,12 +11,12 @@ import jax
 import numpy as np
 
 from experiments.cluster import agree, processes
+from experiments.cluster.devices import shared_sharding
 from experiments.training import input, timeline
 from experiments.training.config import Plans
 from experiments.training.program import Program
 from experiments.training.step import TrainState
 from experiments.training.timeline import Kind, Segment
-from local_opt.workers import shared_sharding
 from ordering.echo.stream import ready_everywhere
 
 LEAST, MOST = 16, 512  # steps after which the host waits for the device

@@ -11,11 +11,11 @@ from jax.sharding import SingleDeviceSharding
 
 import local_opt
 import ordering
+from experiments.cluster.devices import owned_sharding, shared_sharding
 from experiments.tasks.base import Recipe, Task
 from experiments.training import config, input, step
 from experiments.training.config import Sizes, seed_of
 from experiments.training.step import TrainState, Worker
-from local_opt.workers import owned_sharding, shared_sharding
 from ordering.gradients import check_separable
 from syncopate.mesh import platform
 from syncopate.refusals import UserError

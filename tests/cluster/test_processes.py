@@ -12,8 +12,8 @@ from absl import flags
 
 import experiments.study.flags
 from experiments.cluster import processes
+from experiments.cluster.devices import owned_sharding, worker_mesh
 from experiments.training import input
-from local_opt.workers import owned_sharding, worker_mesh
 from tests import pair
 from tests.commands import environment
 from tests.two_processes import start_two

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import local_opt
-from local_opt.workers import worker_mesh
+from experiments.cluster.devices import worker_mesh
 from tests.problems import (
     IMAGES,
     LABELS,

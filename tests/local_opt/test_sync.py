@@ -10,8 +10,8 @@ import optax
 import pytest
 
 import local_opt
+from experiments.cluster.devices import worker_mesh
 from local_opt import mean as mean_lib
-from local_opt.workers import worker_mesh
 from tests import reference
 from tests.problems import (
     MATRICES,

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType
 
 import local_opt
-from local_opt.workers import worker_mesh
+from experiments.cluster.devices import worker_mesh
 from ordering import echo
 from tests.problems import RUNS, W, vmap
 

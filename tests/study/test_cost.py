@@ -10,6 +10,7 @@ import pytest
 
 import local_opt
 import models
+from experiments.cluster.devices import worker_mesh
 from experiments.study import cost
 from experiments.study.cost import Assumed, dry_run
 from experiments.study.tables import Arm, row_of
@@ -17,7 +18,6 @@ from experiments.tasks import Recipe, Task
 from experiments.tasks.base import abstract_set
 from experiments.training.config import OrderSetting, Sizes
 from local_opt import WIRES, sync_bytes
-from local_opt.workers import worker_mesh
 
 WORKERS = 4
 

@@ -17,6 +17,7 @@ import local_opt
 import models
 import ordering
 from experiments import train
+from experiments.cluster.devices import owned_sharding, worker_mesh
 from experiments.study.cost import (
     CHIPS,
     CUDA,
@@ -39,7 +40,6 @@ from experiments.study.tables import row_of
 from experiments.tasks import Recipe, Task
 from experiments.tasks.base import abstract_set
 from local_opt import exchange
-from local_opt.workers import owned_sharding, worker_mesh
 from tests.commands import parsed
 from tests.compiled_runs import CPU, compiled_by, donated, kinds, marks_of, operations, text_of
 

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import local_opt
 import ordering
-from local_opt.workers import worker_mesh
+from experiments.cluster.devices import worker_mesh
 from tests import reference, tables
 from tests.problems import assert_workers_bitwise_equal, on_mesh, vmap
 

@@ -11,11 +11,11 @@ import pytest
 import local_opt
 import models
 import ordering
+from experiments.cluster.devices import worker_mesh
 from experiments.study.tables import row_of
 from experiments.tasks import Recipe, Task, metrics
 from experiments.training import config, input, measure, program, run
 from experiments.training.config import Plans
-from local_opt.workers import worker_mesh
 from ordering.echo import EchoPlan
 from tests import little_run, tables
 from tests.sources import Examples

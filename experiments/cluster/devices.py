@@ -1,0 +1,38 @@
+"""The mesh of an experiment's workers, one device each, and how arrays lie on it."""
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from local_opt.workers import AXIS, count_of
+
+
+def worker_mesh(workers: int) -> Mesh:
+    """A mesh of the first `workers` devices of all processes.
+
+    Raises:
+      ValueError: if there are fewer devices, or a process has none of them.
+    """
+    workers, devices = count_of(workers, AXIS), jax.devices()
+    if workers > len(devices):
+        raise ValueError(
+            f"{workers} workers need as many devices, and {len(devices)} are here: take fewer "
+            "workers, or use one device to simulate them (without --run=mesh). On a CPU "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={workers} makes more."
+        )
+    taking_part = {device.process_index for device in devices[:workers]}
+    if len(taking_part) < jax.process_count():
+        raise ValueError(
+            f"{workers} workers leave processes without one, of {jax.process_count()} with "
+            f"{len(devices)} devices: use as many workers as devices, or start fewer processes."
+        )
+    return jax.make_mesh((workers,), (AXIS,), (AxisType.Auto,), devices=devices[:workers])
+
+
+def owned_sharding(mesh: Mesh | None) -> NamedSharding | None:
+    """The sharding of arrays with a leading worker axis; None without a mesh."""
+    return None if mesh is None else NamedSharding(mesh, PartitionSpec(AXIS))
+
+
+def shared_sharding(mesh: Mesh | None) -> NamedSharding | None:
+    """The sharding of arrays that are the same for all workers; None without a mesh."""
+    return None if mesh is None else NamedSharding(mesh, PartitionSpec())
