@@ -355,6 +355,7 @@ def _checked_words(words, known, name) -> tuple[str, ...]:
     return tuple(found)
 
 
+@jax.transfer_guard("allow")
 def owned(
     tree: PyTree, workers: int | Mesh, *, axis_name: str | None = AXIS, keys: str | None = None
 ) -> PyTree:
@@ -422,7 +423,7 @@ def owned(
         warnings.warn(
             f"every worker gets the same key {names}, and will drop the same units: "
             "pass keys='fold' for a key of each worker's own, or keys='copy' to keep them equal.",
-            stacklevel=2,
+            stacklevel=3,  # beyond the transfer guard
         )
     if keys == "fold":
         own = _spread(lambda x: jax.tree.map(folded, repeated(x)), of_keys, workers, axis_name)

@@ -1,5 +1,6 @@
 """The mean over the workers of a tree, inside vmap or shard_map, and the weights of workers."""
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -82,7 +83,7 @@ def check_own(tree: PyTree, axis_name: AxisName, *, all_of: bool = False) -> Non
     JAX has added up such a gradient over the workers: it is W times their mean. Where types say
     nothing, as under `check_vma=False` and `jax.vmap`, nothing is refused.
     """
-    typed = mesh.typed_axes(in_scope(axis_name))
+    typed = _typed_axes(in_scope(axis_name))
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     floating = [(path, x) for path, x in leaves if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
     equal = [(path, typed - mesh.varying_axes(x)) for path, x in floating]
@@ -95,6 +96,16 @@ def check_own(tree: PyTree, axis_name: AxisName, *, all_of: bool = False) -> Non
             f"the workers. Before the gradient call params = jax.lax.pcast(params, {tuple(axes)}, "
             "to='varying'), or give parameters a leading worker axis and in_specs=jax.P('worker')."
         )
+
+
+def _typed_axes(axis_name):
+    """The workers' axes over which types say what varies: of a shard_map with check_vma=True."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    indices = [
+        jax.eval_shape(functools.partial(lax.axis_index, name))
+        for name in mesh.names_of(axis_name) if name in manual
+    ]  # fmt: skip
+    return frozenset().union(*map(mesh.varying_axes, indices))
 
 
 def _means(arrays, axis_name):

@@ -22,6 +22,7 @@ MEAN, RESET, FIRST = "mean", "reset", "first"
 POLICIES = (MEAN, RESET, FIRST)  # of the workers' own optimizer states
 
 
+@jax.transfer_guard("allow")
 def mean_of(tree: PyTree, workers: int) -> PyTree:
     """The mean over W workers, for each of W' workers; integers are those of worker 0.
 
@@ -57,6 +58,7 @@ def mean_of(tree: PyTree, workers: int) -> PyTree:
     return jax.tree_util.tree_map_with_path(mean, tree)
 
 
+@jax.transfer_guard("allow")
 def resize(
     state: LocalState | AccumulateState, fresh: Any, workers: int, policy: str
 ) -> LocalState | AccumulateState:

@@ -147,6 +147,7 @@ def local_rounds(
     correction = correction or Correction(init=lambda params: ())  # which changes nothing
     mesh.check_specs(specs, axis_name)
 
+    @jax.transfer_guard("allow")
     def init(params):
         check_kind(params)
         no_drift = jnp.zeros((), jnp.float32) if drift else ()
@@ -265,6 +266,7 @@ def parallel_rounds(inner: optax.GradientTransformation, *, axis_name: AxisName 
     """
     inner = checked(inner)
 
+    @jax.transfer_guard("allow")
     def init(params):
         check_kind(params)
         return state_lib.apart(inner.init(params), params)
@@ -331,6 +333,7 @@ def accumulated_rounds(
     """
     inner = checked(inner)
 
+    @jax.transfer_guard("allow")
     def init(params):
         check_kind(params)
         own = state_lib.apart(inner.init(params), params)
@@ -447,6 +450,7 @@ def local_steps(
     )  # fmt: skip
     overwrites = outer is not None or wire is not None
 
+    @jax.transfer_guard("allow")
     def init(params):
         return PlannedState(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), rounds.init(params))
 

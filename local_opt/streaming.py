@@ -141,6 +141,7 @@ def streaming_rounds(
         fragment = check_whole("fragment", fragment, 0, len(state.lost) - 1)
         return parts_of(params, fragments)[fragment]
 
+    @jax.transfer_guard("allow")
     def init(params):
         whole, parts = steps.init(params), parts_of(params, fragments)
         own = [rounds_of(params, part).init(_pick(params, part)) for part in parts]

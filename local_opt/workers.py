@@ -20,6 +20,7 @@ ARRAYS = "pass arrays alone, without texts and the arrays of other libraries."
 TRAINED = "only floating parameters can be trained and averaged. Keep it outside the parameters."
 
 
+@jax.transfer_guard("allow")
 def consolidate(tree: PyTree) -> PyTree:
     """One model from W workers: their mean, for evaluation and export.
 
@@ -58,10 +59,10 @@ def consolidate(tree: PyTree) -> PyTree:
         return _mean(x) if floating else first(x)
 
     check_leading(tree, "worker")
-    with jax.transfer_guard("allow"):
-        return jax.tree.map(mean, tree)
+    return jax.tree.map(mean, tree)
 
 
+@jax.transfer_guard("allow")
 def reestimate(statistics: Callable, params: PyTree, batches: PyTree) -> PyTree:
     """The statistics of normalisation layers, measured again with averaged parameters.
 
@@ -97,6 +98,7 @@ def reestimate(statistics: Callable, params: PyTree, batches: PyTree) -> PyTree:
     return jax.tree.map(lambda s: jnp.mean(s, axis=0), per_batch)
 
 
+@jax.transfer_guard("allow")
 def check_synced(
     tree: PyTree, *, what: str = "parameters", ulps: float = 1.0, before: PyTree | None = None
 ) -> None:
@@ -135,7 +137,7 @@ def check_synced(
         check_like("before", before, tree, "the tree")
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     wide = any(map(_beyond_jax, jax.tree.leaves((tree, before))))
-    with jax.transfer_guard("allow"), jax.enable_x64(wide or jax.config.read("jax_enable_x64")):
+    with jax.enable_x64(wide or jax.config.read("jax_enable_x64")):
         found = jax.device_get(_apart(tree, tree if before is None else before))
     # Not by looking for tuples: the tree may hold some, as the states of optax do.
     found = jax.tree.structure(tree).flatten_up_to(found)
@@ -172,6 +174,7 @@ def _apart(tree, before):
     return jax.tree.map(distance, tree, before)
 
 
+@jax.transfer_guard("allow")
 def check_same_plan(plan: Plan, *, gather: Callable | None = None) -> None:
     """Raises ValueError unless all processes have made the same plan.
 

@@ -62,6 +62,7 @@ def check_number(name: str, value: Any, interval: str) -> float:
     return number
 
 
+@jax.transfer_guard("allow")
 def as_array(value: Any) -> tuple[np.ndarray, str]:
     """A value as an array, and how messages call it: "int64[3]", or "a list" if it is no array."""
     try:

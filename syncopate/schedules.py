@@ -15,6 +15,7 @@ from syncopate import plans
 SLOW = 10.0  # seconds: a schedule that takes longer is warned of
 
 
+@jax.transfer_guard("allow")
 def evaluate_schedule(schedule: Callable | ArrayLike, total_steps: int, name: str) -> np.ndarray:
     """float64[T], the values of a schedule, a number or an array at the steps 0 .. T - 1.
 
@@ -59,8 +60,9 @@ def _check_all(good, values, name, rule, steps):
 def bernoulli_draws(p: Callable | ArrayLike, total_steps: int, key: Key[Array, ""]) -> np.ndarray:
     """bool[T], true with probability p(t); with JAX's default keys the same everywhere."""
     chances = probabilities(p, total_steps, "p")
-    key = plans.check_key(key)
-    with jax.ensure_compile_time_eval():  # now, even if the plan is made inside a trace
+    # Now, even if the plan is made inside a trace.
+    with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
+        key = plans.check_key(key)
         coins = np.asarray(jax.random.uniform(key, (len(chances),), np.float32))
         return coins < chances
 

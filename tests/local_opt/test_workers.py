@@ -217,14 +217,6 @@ def test_numpy_leaves_of_64_bits_keep_their_type_and_their_numbers(recwarn):
     assert not list(recwarn)
 
 
-def test_host_work_passes_a_transfer_guard():
-    tree = {"w": jnp.ones((2, 3)), "n": jnp.array([5, 5])}
-    with jax.transfer_guard("disallow"):
-        local_opt.check_synced(tree)
-        found = local_opt.consolidate(tree)
-    assert found["n"] == 5
-
-
 def met(before, workers=4, steps=1):
     """Parameters of workers before and after a step of `local_steps` that ends a round."""
     plan = local_opt.constant(steps, total_steps=2)

@@ -1,0 +1,77 @@
+"""Programs that forbid transfers, as by jax_transfer_guard: our work on the host is our own."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import local_opt
+from experiments.cluster.devices import worker_mesh
+from local_opt import resize
+
+SGD, PLAN, RATES = optax.sgd(0.1, momentum=0.9), local_opt.constant(1, total_steps=99), jnp.ones(9)
+FALL, KEY = optax.cosine_decay_schedule(0.1, 9), jax.random.PRNGKey(0)
+TYPED = jax.random.key(0)
+X, STEPS = {"w": jnp.ones((2, 3))}, jnp.arange(9)
+FRESH = STEPS % 3 == 0
+TREE = X | {"n": jnp.array([5, 5]), "np": np.ones((2, 2), np.float32), "rng": jnp.stack([KEY, KEY])}
+BY_POWER = dict(total_steps=9, alpha=0.2, h_base=1)
+STATES = [jax.vmap(local_opt.local_rounds(SGD).init, axis_size=w)({"w": jnp.ones((w, 3))})
+          for w in (2, 3)]  # fmt: skip
+MESH = worker_mesh(2)
+HOST = {
+    "accumulated_rounds": lambda: local_opt.accumulated_rounds(SGD).init(X),
+    "aligned": lambda: local_opt.aligned(PLAN, every=2),
+    "bernoulli": lambda: local_opt.bernoulli(FALL, total_steps=8, key=KEY),
+    "check_same_plan": lambda: local_opt.check_same_plan(PLAN),
+    "check_synced": lambda: local_opt.check_synced(TREE, before=TREE),
+    "consolidate": lambda: local_opt.consolidate(TREE),
+    "constant": lambda: local_opt.constant(2, total_steps=9).syncs_after(STEPS),
+    "control_variates": lambda: local_opt.local_rounds(
+        SGD, correction=local_opt.control_variates(), drift=True).init(X),
+    "diloco": lambda: local_opt.diloco(SGD, PLAN).init(X),
+    "every_step": lambda: local_opt.every_step(9).describe(),
+    "from_function": lambda: local_opt.from_function(lambda t: jnp.int32(2), total_steps=9),
+    "lift": lambda: local_opt.lift(
+        local_opt.local_steps(SGD, PLAN).init, 2, inputs="owned", outputs="owned")(X),
+    "local_rounds": lambda: local_opt.local_rounds(SGD, wire=local_opt.WIRES["top_k"]).init(X),
+    "local_steps": lambda: local_opt.local_steps(SGD, PLAN, outer=SGD).init(X),
+    "muloco": lambda: local_opt.muloco(FALL, PLAN).init(X),
+    "normalize_by_period": lambda: local_opt.local_rounds(
+        SGD, outer=local_opt.normalize_by_period(SGD, h_base=2)).init(X),
+    "owned": lambda: local_opt.owned({"step": 0, "np": np.ones(3)} | X, MESH),
+    "owned, keys": lambda: local_opt.owned({"step": 0, "key": TYPED}, 2, keys="fold"),
+    "parallel_rounds": lambda: local_opt.parallel_rounds(SGD).init(X),
+    "post_local": lambda: local_opt.post_local(2, switch_step=4, total_steps=9),
+    "power_rule": lambda: local_opt.power_rule(RATES, power=3, **BY_POWER),
+    "proximal": lambda: local_opt.local_rounds(SGD, correction=local_opt.proximal(0.1)).init(X),
+    "qsr": lambda: local_opt.qsr(FALL, **BY_POWER),
+    "qsr, step by step": lambda: local_opt.qsr(lambda t: float(FALL(t)), **BY_POWER),
+    "reestimate": lambda: local_opt.reestimate(lambda p, b: p["w"] * b, X, RATES),
+    "resize": lambda: resize.resize(*STATES, 3, "mean"),
+    "resize.mean_of": lambda: resize.mean_of(TREE, 3),
+    "slowmo": lambda: local_opt.slowmo(SGD, PLAN, inner_rate=FALL).init(X),
+    "sparseloco": lambda: local_opt.sparseloco(SGD, PLAN).init(X),
+    "stream_segments": lambda: local_opt.stream_segments({0: PLAN}),
+    "streaming_rounds": lambda: local_opt.streaming_rounds(SGD, fragments=1).init(X),
+    "swap": lambda: local_opt.swap(2, switch_step=4, total_steps=9),
+    "sync_bytes": lambda: local_opt.sync_bytes(10, num_workers=2),
+    "sync_every_load": lambda: local_opt.sync_every_load(FRESH),
+    "sync_seconds": lambda: local_opt.sync_seconds(10, num_workers=2, gigabits_per_second=1),
+}  # fmt: skip
+IN_STEPS = {"synchronize"}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("call", HOST.values(), ids=HOST)
+def test_host_work_passes_a_transfer_guard(call):
+    with jax.transfer_guard("disallow"):
+        call()
+
+
+def test_the_host_work_of_all_public_functions_is_tried():
+    functions = {name for name in local_opt.__all__ if inspect.isfunction(getattr(local_opt, name))}
+    assert functions - set(HOST) == IN_STEPS
