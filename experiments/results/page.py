@@ -19,6 +19,7 @@ from absl import flags
 from experiments.cluster import files, lock
 from experiments.results import archive, plots, records, tables
 from experiments.results.statistics import Comparison
+from syncopate.command import experiments
 
 TABLE = "table.md"
 OUTPUT = {"output_dir", "overwrite", "traceback"}  # flags that are no settings of what is made
@@ -36,7 +37,6 @@ PAGE = """<!DOCTYPE html>
 <style>{style}</style>
 </head>
 <body>
-<h1>{title}</h1>
 {body}
 </body>
 </html>
@@ -76,7 +76,8 @@ def write(comparison: Comparison, study, folder: str, title: str) -> str:
     files.write_json(os.path.join(folder, archive.COMPARISON), archive.describe(comparison))
     archive.note_command(folder, command_line())
     texts = {name: "\n\n".join(parts) for name, parts in texts.items()}
-    return write_all(folder, title, texts, pictures)
+    asked = experiments().get(study.name, "")
+    return write_all(folder, title, texts, pictures, (asked, tables.answer(comparison)))
 
 
 @contextlib.contextmanager
@@ -99,13 +100,15 @@ def opened(command: str, values: flags.FlagValues) -> Iterator[str]:
 
 
 def write_all(
-    folder: str, title: str, texts: Mapping[str, str], pictures: Mapping[str, Callable | str]
-) -> str:
+    folder: str, title: str, texts: Mapping[str, str], pictures: Mapping[str, Callable | str],
+    asked: tuple[str, str] = ("", ""),
+) -> str:  # fmt: skip
     """Writes tables, pictures and the page that contains both. Returns the tables.
 
     Args:
       texts: by the name of their file; pictures: functions of a path and a title, by the name of
         theirs; "" if there is none. What an earlier call left under its name is removed.
+      asked: the question, and its answer in a sentence.
     """
     drawn = []
     for name, draw in pictures.items():
@@ -116,31 +119,38 @@ def write_all(
         drawn += [name] * path.exists()
     for name, text in texts.items():
         files.write_whole(os.path.join(folder, name), text + "\n")
-    write_page(folder, title, pictures=drawn, texts=texts)
+    write_page(folder, title, pictures=drawn, texts=texts, asked=asked)
     return "\n\n".join(texts.values())
 
 
 def write_page(
-    folder: str, title: str, *, pictures: Iterable[str], texts: Mapping[str, str]
-) -> None:
-    """Writes report.html: what this call has made, the folder's settings, and this command.
+    folder: str, title: str, *, pictures: Iterable[str], texts: Mapping[str, str],
+    asked: tuple[str, str] = ("", ""),
+) -> None:  # fmt: skip
+    """Writes report.html: what this call has made, this command, and folded the settings.
 
     Args:
       pictures: names of PNG files in the folder; texts: Markdown by name, of which tables, headings
-        and emphasis are shown as such, and everything else as it stands.
+        and emphasis are shown as such, and everything else as it stands; asked: as of `write_all`.
     """
     from markdown_it import MarkdownIt
 
     folder = pathlib.Path(folder)
     parser = MarkdownIt("zero").enable(["table", "heading", "emphasis"])
-    parts = ["<h2>Pictures</h2>", *(_picture(folder / name) for name in pictures)]
-    parts += ["<h2>Tables</h2>", f"<p>{INTERVALS}</p>"]
+    question, answer = map(html.escape, asked)
+    parts = [f"<h1>{question}</h1>"] * bool(question)
+    parts += [f"<p><strong>{answer}</strong></p>"] * bool(answer)
+    parts += [f"<p>{html.escape(title)}</p>" if question else f"<h1>{html.escape(title)}</h1>"]
     for name, text in texts.items():
-        parts.append(f"<h3>{html.escape(name)}</h3>\n{parser.render(text)}")
-    texts = {name: folder / name for name in SHOWN if (folder / name).exists()}
-    texts = {name: path.read_text(encoding="utf-8") for name, path in texts.items()}
-    for name, text in (texts | {"Command": command_line()}).items():
-        parts.append(f"<h2>{name}</h2>\n<pre>{html.escape(text)}</pre>")
+        words = name.removesuffix(".md").removeprefix("table").strip("_").replace("_", " ")
+        words = html.escape(words[:1].upper() + words[1:] or "Comparison")
+        parts.append(f"<h2>{words}</h2>\n{parser.render(text)}")
+    parts += [f"<p>{INTERVALS}</p>", *(_picture(folder / name) for name in pictures)]
+    parts.append(f"<h2>Command</h2>\n<pre>{html.escape(command_line())}</pre>")
+    for path in filter(pathlib.Path.exists, (folder / name for name in SHOWN)):
+        text = html.escape(path.read_text(encoding="utf-8"))
+        summary = f"<summary>{path.stem.capitalize()}</summary>"
+        parts.append(f"<details>{summary}<pre>{text}</pre></details>")
     known = {"title": html.escape(title), "style": STYLE.read_text(encoding="utf-8")}
     files.write_whole(str(folder / "report.html"), PAGE.format(body="\n".join(parts), **known))
 

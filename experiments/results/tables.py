@@ -288,6 +288,40 @@ def show_bytes(number: float) -> str:
 
 
 # Sections of a report.
+def answer(comparison: Comparison) -> str:
+    """A sentence: what the best arm gains over the baseline, by costs and ends of the tables."""
+    speed, criterion = comparison.speeds[-1], comparison.criterion
+    spent = "to seconds" if speed is not None else "to step"
+    costs = {"lowest": ("to epoch", "fastest"), "target": (spent, "own")}
+    scalar, rate = costs.get(criterion.when, (criterion.scalar, "own"))
+    is_cost, words = scalar.startswith("to "), {"to epoch": "epochs", "to step": "steps"}
+    scalar = "metric" if scalar.startswith("valid/") else scalar
+    base, others = comparison.baseline(speed), []
+    for own in comparison.at(speed):
+        found = against(comparison, own, scalar, rate, ratio=is_cost)
+        if own.arm != next(iter(comparison.arms)) and len(found) and np.isfinite(found).all():
+            mean, half = interval(found if is_cost or not criterion.lower else -found)
+            others.append((mean, half, own.label, len(found)))
+    if base is None or len(comparison.at(speed)) < 2:
+        return ""
+    none = f"Nothing is shown to beat {base.label}"
+    if not others:
+        return f"{none}: no other arm comes to its end, or to the target, with every seed."
+    mean, half, label, seeds = max(others)
+    shown = [mean, mean - half, mean + half]
+    gain, low, high = (f"{x:.3g}" for x in (np.exp(shown) if is_cost else shown))
+    if is_cost:
+        what = f"reaches the target in {gain} times fewer {words.get(scalar, 'seconds')}"
+    else:
+        more = "lower" if criterion.lower else "higher"
+        what = f"ends with a {name_of(named(comparison, scalar))} that is {gain} {more}"
+    over = f"{low} to {high}, 95 % over {seeds} seeds" if seeds > 1 else "one seed, no interval"
+    over += f"; the best of {len(others)}" * (len(others) > 1)
+    at = "" if speed is None else f"At R = {speed:g}: "
+    doubt = "" if mean - half > 0 else f"{none}. The best: "
+    return f"{at}{doubt}{label} {what} than {base.label} ({over})."
+
+
 def late(comparison: Comparison) -> list[str]:
     """The arms that miss the target with some seed."""
     arms = comparison.at(comparison.speeds[0])

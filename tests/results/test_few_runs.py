@@ -157,7 +157,7 @@ def test_a_page_shows_what_its_call_has_made(tmp_path, monkeypatch):
         return text, text.count("data:image/png;base64,")
 
     text, pictures = written(combined.STUDY)
-    assert pictures == 2 and ">table_effects.md<" in text
+    assert pictures == 2 and ">Effects<" in text
     foreign = tmp_path / "zz.png"
     foreign.write_bytes((tmp_path / "effects.png").read_bytes())
     (tmp_path / "table<img src=x>.md").write_text("theirs")
@@ -169,3 +169,50 @@ def test_a_page_shows_what_its_call_has_made(tmp_path, monkeypatch):
     monkeypatch.setattr(plots, "comparison", lambda *given, **more: None)  # all runs diverged
     assert written(combined.STUDY._replace(arms=two))[1] == 0
     assert not (tmp_path / "comparison.png").exists()
+
+
+def compared(base, own, when="last"):
+    """Of arms whose runs, one per seed, end with these train losses, or come there in one step."""
+    found = [
+        {"arm": arm, "speed": None, "phase": "run", "learning_rate": 0.1, "seed": seed,
+         "step": step, "epoch": step, "loads": step, "rounds": step, "seconds": float(step),
+         "allreduces": step, "train/loss": value}
+        for arm, values in {"rr": base, "own": own}.items()
+        for seed, last in enumerate(values)
+        for step, value in ([(0, 9.0), (1, last)] if when == "last" else [(0, 9.0), (last, 1.0)])
+    ]  # fmt: skip
+    criterion = statistics.Criterion("train/loss", when=when, target=1.0)
+    return statistics.compare(found, {"rr": "D-RR", "own": "CD-GraB"}, criterion)
+
+
+HALF = 4.302652729911275 * 0.1 / 3**0.5  # of the interval of three that deviate by 0.1
+
+
+@pytest.mark.parametrize("given,told", [
+    (([2.0, 2.2, 2.4], [1.5, 1.6, 2.0]), "CD-GraB ends with a train loss that is 0.5 lower than "
+     f"D-RR ({0.5 - HALF:.3g} to {0.5 + HALF:.3g}, 95 % over 3 seeds)."),
+    (([2.0, 2.2, 2.4], [2.0, 2.1, 2.2]), "Nothing is shown to beat D-RR. The best: CD-GraB ends "
+     f"with a train loss that is 0.1 lower than D-RR ({0.1 - HALF:.3g} to {0.1 + HALF:.3g}, 95 % "),
+    (([2.0], [1.5]), "Nothing is shown to beat D-RR. The best: CD-GraB ends with a train loss that "
+     "is 0.5 lower than D-RR (one seed, no interval)."),
+    (([40, 40], [10, 10], "target"), "CD-GraB reaches the target in 4 times fewer steps than D-RR "
+     "(4 to 4, 95 % over 2 seeds)."),
+    (([2.0], [math.inf]), "Nothing is shown to beat D-RR: no other arm comes to its end"),
+])  # fmt: skip
+def test_the_answer_is_a_sentence_with_its_interval(given, told):
+    assert tables.answer(compared(*given)).startswith(told)
+
+
+def test_the_report_starts_with_the_question_and_its_answer_and_folds_the_settings(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(plots, "comparison", lambda *given, **more: None)
+    (tmp_path / "settings.json").write_text("{}")
+    study = cd_grab.STUDY._replace(columns=[tables.arm("order")], sections=[])
+    page.write(compared([2.0, 2.2], [1.5, 1.6]), study, str(tmp_path), "digits, 4 workers")
+    body = (tmp_path / "report.html").read_text().split("<body>")[1]
+    question = cd_grab.__doc__.splitlines()[0]
+    parts = [f"<h1>{question}</h1>", "<strong>", "digits, 4 workers", "<h2>Comparison</h2>",
+             "<h2>Command</h2>", "<details><summary>Settings</summary>"]  # fmt: skip
+    places = [body.index(part) for part in parts]
+    assert places == sorted(places) and ".md<" not in body and ".json<" not in body

@@ -134,6 +134,6 @@ def test_markup_in_labels_stands_as_it_is(tmp_path):
     whole = (tmp_path / "report.html").read_text()
     body = whole.split("<body>")[1]
     found = set(re.findall(r"<(\w+)", body))
-    assert found == {"h1", "h2", "h3", "p", "table", "thead", "tbody", "tr", "th", "td", "pre"}
+    assert found == {"h1", "h2", "p", "table", "thead", "tbody", "tr", "th", "td", "pre"}
     assert all(body.count(html.escape(label, quote=False)) >= 2 for label in LABELS[1:5])
     assert body.count("<td>a | b</td>") == body.count("<td>two lines</td>") == 1
