@@ -4,24 +4,25 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from local_opt.workers import AXIS, count_of
+from syncopate.refusals import UserError
 
 
 def worker_mesh(workers: int) -> Mesh:
     """A mesh of the first `workers` devices of all processes.
 
     Raises:
-      ValueError: if there are fewer devices, or a process has none of them.
+      UserError: if there are fewer devices, or a process has none of them.
     """
     workers, devices = count_of(workers, AXIS), jax.devices()
     if workers > len(devices):
-        raise ValueError(
+        raise UserError(
             f"{workers} workers need as many devices, and {len(devices)} are here: take fewer "
             "workers, or use one device to simulate them (without --run=mesh). On a CPU "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={workers} makes more."
         )
     taking_part = {device.process_index for device in devices[:workers]}
     if len(taking_part) < jax.process_count():
-        raise ValueError(
+        raise UserError(
             f"{workers} workers leave processes without one, of {jax.process_count()} with "
             f"{len(devices)} devices: use as many workers as devices, or start fewer processes."
         )

@@ -23,13 +23,13 @@ LONGEST_FUNCTION = 60
 # Lines of a folder's Python, at most; who adds says what it made unnecessary. Behind them is what
 # they are to become: lower a number whenever the folder has.
 SUMS = {
-    "ordering": 8_450,  # 5,400
-    "local_opt": 3_980,  # 3,200
-    "syncopate": 730,  # 550
-    "models": 1_510,  # 1,520
-    "experiments": 11_800,  # 8,500
+    "ordering": 8_430,  # 5,400
+    "local_opt": 4_010,  # 3,200
+    "syncopate": 745,  # 550
+    "models": 1_500,  # 1,520
+    "experiments": 12_060,  # 8,500
     "benchmarks": 5_150,  # 5,200
-    "tests": 27_200,  # 17,500
+    "tests": 27_560,  # 17,500
 }
 
 
