@@ -1,7 +1,7 @@
 """Local steps with any optax optimizer: workers synchronise where a plan says, not every step."""
 
 from local_opt.corrections import Correction, control_variates, proximal
-from local_opt.cost import sync_bytes, sync_seconds
+from local_opt.cost import count_collectives, sync_bytes, sync_seconds
 from local_opt.formats import WIRES, Wire
 from local_opt.lift import lift, owned
 from local_opt.mean import synchronize
@@ -27,6 +27,7 @@ __all__ = [
     "consolidate",
     "constant",
     "control_variates",
+    "count_collectives",
     "diloco",
     "every_step",
     "from_function",

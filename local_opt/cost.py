@@ -1,9 +1,50 @@
-"""What a sync costs: bytes and seconds."""
+"""What a sync costs: collectives, bytes and seconds."""
 
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
 import numpy as np
 
 from local_opt.formats import LANES, Wire, check_wire, rows_of
-from syncopate.plans import check_number, check_whole
+from syncopate.plans import check_function, check_number, check_whole
+
+KINDS = (
+    "all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute",
+    "collective-broadcast", "ragged-all-to-all",
+)  # fmt: skip
+
+
+def count_collectives(step: Callable, *args: Any) -> dict[str, int]:
+    """How many collectives of each kind a compiled step holds; it is not run.
+
+    Those of conditionals count, too, and a loop's once. A step of `local_steps` with `sync=False`
+    has none: what is left is the model's, as BatchNorm's over devices, or a mean that `lift` gives.
+
+    Args:
+      step: a function of JAX, or one of `jax.jit`.
+      args: its arguments, or `jax.ShapeDtypeStruct`s with shardings.
+
+    Returns:
+      {kind: number}, as {"all-reduce": 2}; {} for none, as of simulated workers on one device.
+
+    Raises:
+      ValueError: for anything but a function of so many arguments.
+
+    Examples:
+      >>> import jax, local_opt
+      >>> local_opt.count_collectives(lambda x: x + 1, jax.numpy.ones(3))
+      {}
+    """
+    check_function("step", step, *(f"args[{i}]" for i in range(len(args))))
+    text = (step if hasattr(step, "lower") else jax.jit(step)).lower(*args).compile().as_text()
+    parts = re.split(r"\n(?=\S)", text)
+    # libtpu spreads one over fusions: a start, those beside it, all of this name, and a done.
+    beside = re.compile(r'^\S*async_collective|"AsyncCollectiveStart"')
+    whole = [part for part in parts if '"AsyncCollectiveDone"' in part or not beside.search(part)]
+    found = re.findall(rf" ({'|'.join(KINDS)})(?:-start)?\(", "\n".join(whole))
+    return {kind: found.count(kind) for kind in KINDS if kind in found}
 
 
 def sync_bytes(num_params: int, *, num_workers: int, wire: Wire | None = None) -> float:

@@ -15,8 +15,8 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Key, PyTree
 
-from local_opt.workers import AXIS, check_synced, count_of, name_of, only_axis, wide_type
-from syncopate.mesh import is_key, is_legacy, typed_key
+from local_opt.workers import AXIS, check_synced, count_of, wide_type
+from syncopate.mesh import is_key, is_legacy, name_of, typed_key
 
 INPUTS = ("owned", "shared", "split", "key")
 OVER = {"mean": jnp.mean, "sum": jnp.sum}  # the workers
@@ -101,9 +101,8 @@ def lift(
       Gu et al., A Quadratic Synchronization Rule for Distributed Deep Learning, 2024,
       https://arxiv.org/abs/2310.14423
     """
+    count, axis_name = count_of(workers, axis_name)
     mesh = workers if isinstance(workers, Mesh) else None
-    axis_name = only_axis(axis_name, mesh.axis_names if mesh else (AXIS,))
-    count = count_of(workers, axis_name)
     single = isinstance(outputs, str) and len(outputs.split()) == 1
     inputs = _checked_words(inputs, INPUTS, "inputs")
     results = _checked_words(outputs, OUTPUTS, "outputs")
@@ -392,9 +391,7 @@ def owned(
       >>> bool(key[0] == key[1])
       False
     """
-    names = workers.axis_names if isinstance(workers, Mesh) else (AXIS,)
-    axis_name = only_axis(axis_name, names)
-    count = count_of(workers, axis_name)
+    count, axis_name = count_of(workers, axis_name)
     if keys not in KEYS:
         raise ValueError(f"keys is {keys!r}: pass 'fold', for a key of each worker, or 'copy'.")
 
@@ -419,9 +416,8 @@ def owned(
             "jax.random.wrap_key_data, and keep other numbers in another type."
         )
     if keys is None and (named := legacy + [name_of(path) for path, x in leaves if is_key(x)]):
-        names = ", ".join(named)
         warnings.warn(
-            f"every worker gets the same key {names}, and will drop the same units: "
+            f"every worker gets the same key {', '.join(named)}, and will drop the same units: "
             "pass keys='fold' for a key of each worker's own, or keys='copy' to keep them equal.",
             stacklevel=3,  # beyond the transfer guard
         )

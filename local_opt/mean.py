@@ -1,6 +1,5 @@
 """The mean over the workers of a tree, inside vmap or shard_map, and the weights of workers."""
 
-import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,7 +10,7 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, PyTree
 
-from local_opt.workers import ARRAYS, AXIS, AxisName, check_kind, in_scope, name_of, wide_type
+from local_opt.workers import ARRAYS, AXIS, AxisName, check_kind, in_scope, wide_type
 from syncopate import mesh
 from syncopate.plans import check_number, is_number
 
@@ -29,8 +28,7 @@ def synchronize(
 
     Args:
       tree: this worker's arrays.
-      axis_name: the workers' axis or axes, bound by `jax.vmap` or `jax.shard_map`; None for the
-        only named axis in scope.
+      axis_name: the workers' axis or axes, of `jax.vmap` or `jax.shard_map`; None for the only one.
       weight: v_w >= 0 and finite, one number of this worker, as of its tokens, or a bool; None for
         equal weights. An array of a worker with weight zero is not read, so it may be NaN. Where
         all weights are zero, or one is negative or not finite, the mean is NaN.
@@ -83,11 +81,16 @@ def check_own(tree: PyTree, axis_name: AxisName, *, all_of: bool = False) -> Non
     JAX has added up such a gradient over the workers: it is W times their mean. Where types say
     nothing, as under `check_vma=False` and `jax.vmap`, nothing is refused.
     """
-    typed = _typed_axes(in_scope(axis_name))
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    indices = [
+        jax.eval_shape(lambda name=name: lax.axis_index(name))
+        for name in mesh.names_of(in_scope(axis_name)) if name in manual
+    ]  # fmt: skip
+    typed = frozenset().union(*map(mesh.varying_axes, indices))  # over which types say what varies
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     floating = [(path, x) for path, x in leaves if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
     equal = [(path, typed - mesh.varying_axes(x)) for path, x in floating]
-    equal = [(name_of(path), sorted(axes)) for path, axes in equal if axes]
+    equal = [(mesh.name_of(path), sorted(axes)) for path, axes in equal if axes]
     if equal and (len(equal) == len(floating) or not all_of):
         name, axes = equal[0]
         raise ValueError(
@@ -96,16 +99,6 @@ def check_own(tree: PyTree, axis_name: AxisName, *, all_of: bool = False) -> Non
             f"the workers. Before the gradient call params = jax.lax.pcast(params, {tuple(axes)}, "
             "to='varying'), or give parameters a leading worker axis and in_specs=jax.P('worker')."
         )
-
-
-def _typed_axes(axis_name):
-    """The workers' axes over which types say what varies: of a shard_map with check_vma=True."""
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    indices = [
-        jax.eval_shape(functools.partial(lax.axis_index, name))
-        for name in mesh.names_of(axis_name) if name in manual
-    ]  # fmt: skip
-    return frozenset().union(*map(mesh.varying_axes, indices))
 
 
 def _means(arrays, axis_name):

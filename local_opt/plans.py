@@ -105,7 +105,6 @@ class SyncPlan(plans.Plan):
             yield step, end - step
             step = end
 
-    @jax.transfer_guard("allow")
     def _checked(self, step):
         step = np.asarray(step)
         if step.dtype.kind not in "iu":
@@ -127,7 +126,6 @@ class SyncPlan(plans.Plan):
         return sizes, ["  from step     H", *lines]
 
 
-@jax.transfer_guard("allow")
 def from_function(
     period: Callable[[int], int], *, total_steps: int, rule: str = "", offset: int = 0
 ) -> SyncPlan:

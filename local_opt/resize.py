@@ -14,8 +14,8 @@ from jaxtyping import PyTree
 
 from local_opt.lift import folded
 from local_opt.rounds import AccumulateState, LocalState
-from local_opt.workers import check_leading, first, name_of
-from syncopate.mesh import is_key
+from local_opt.workers import check_leading, first
+from syncopate.mesh import is_key, name_of
 from syncopate.plans import check_like, check_whole
 
 MEAN, RESET, FIRST = "mean", "reset", "first"
@@ -44,7 +44,6 @@ def mean_of(tree: PyTree, workers: int) -> PyTree:
       >>> mean_of({"w": np.array([[1.0], [4.0]])}, 3)["w"].tolist()
       [[2.5], [2.5], [2.5]]
     """
-
     check_whole("workers", workers, 1)
     check_leading(tree, "worker")
 

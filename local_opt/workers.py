@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from syncopate.mesh import is_key
+from syncopate.mesh import is_key, name_of
 from syncopate.plans import Plan, as_array, check_function, check_like, check_number, is_whole
 
 AXIS = "worker"
@@ -98,7 +98,6 @@ def reestimate(statistics: Callable, params: PyTree, batches: PyTree) -> PyTree:
     return jax.tree.map(lambda s: jnp.mean(s, axis=0), per_batch)
 
 
-@jax.transfer_guard("allow")
 def check_synced(
     tree: PyTree, *, what: str = "parameters", ulps: float = 1.0, before: PyTree | None = None
 ) -> None:
@@ -137,7 +136,7 @@ def check_synced(
         check_like("before", before, tree, "the tree")
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     wide = any(map(_beyond_jax, jax.tree.leaves((tree, before))))
-    with jax.enable_x64(wide or jax.config.read("jax_enable_x64")):
+    with jax.transfer_guard("allow"), jax.enable_x64(wide or jax.config.read("jax_enable_x64")):
         found = jax.device_get(_apart(tree, tree if before is None else before))
     # Not by looking for tuples: the tree may hold some, as the states of optax do.
     found = jax.tree.structure(tree).flatten_up_to(found)
@@ -174,7 +173,6 @@ def _apart(tree, before):
     return jax.tree.map(distance, tree, before)
 
 
-@jax.transfer_guard("allow")
 def check_same_plan(plan: Plan, *, gather: Callable | None = None) -> None:
     """Raises ValueError unless all processes have made the same plan.
 
@@ -236,28 +234,27 @@ def first(x: jax.Array) -> jax.Array:
     return wide[0].astype(x.dtype)
 
 
-def count_of(workers: int | Mesh, axis_name: str) -> int:
-    """W, from a number or a mesh."""
+def count_of(workers: int | Mesh, axis_name: str | None) -> tuple[int, str]:
+    """W and the name of the workers' axis, from a number or a mesh."""
     if isinstance(workers, Mesh):
+        axis_name = only_axis(axis_name, workers.axis_names)
         if axis_name not in workers.shape:
             raise ValueError(
                 f"the mesh has the axes {workers.axis_names} and the workers' is {axis_name!r}: "
                 "pass axis_name=, or make the mesh with that axis."
             )
-        return workers.shape[axis_name]
+        return workers.shape[axis_name], axis_name
     if not is_whole(workers) or int(workers) < 1:
         raise ValueError(f"workers is {workers!r}: pass a whole number >= 1, or a mesh.")
-    if not isinstance(axis_name, str):
+    if not isinstance(axis_name, str | None):
         raise ValueError(f"axis_name is {axis_name!r}: pass one name, as 'worker'.")
-    return int(workers)
+    return int(workers), AXIS if axis_name is None else axis_name
 
 
 def only_axis(axis_name: Any, names: Sequence[str]) -> Any:
     """The workers' axis: the one given, and for None the only one of these."""
     if axis_name is None and len(names) > 1:
-        raise ValueError(
-            f"axis_name is None and there are the axes {list(names)}: pass the workers' one."
-        )
+        raise ValueError(f"axis_name is None and there are the axes {list(names)}: pass the one.")
     return names[0] if axis_name is None and names else axis_name
 
 
@@ -290,11 +287,6 @@ def check_kind(params: PyTree, kind: Any = jnp.inexact, why: str = TRAINED) -> N
             found, fits = type(leaf).__name__, False
         if not fits:
             raise ValueError(f"leaf {name_of(path)} is {found}: {why}")
-
-
-def name_of(path: tuple, alone: str = "(the array)") -> str:
-    """A leaf of a tree in messages, as "['w']"; a leaf that is the whole tree has no path."""
-    return jax.tree_util.keystr(path) or alone
 
 
 def wide_type(dtype: DTypeLike) -> Any:

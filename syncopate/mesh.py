@@ -150,6 +150,11 @@ def typed_key(key: Any) -> Any:
     return jax.random.wrap_key_data(jnp.asarray(key)) if is_legacy(key) else key
 
 
+def name_of(path: tuple, alone: str = "(the array)") -> str:
+    """A leaf of a tree in messages, as "['w']"; a leaf that is the whole tree has no path."""
+    return jax.tree_util.keystr(path) or alone
+
+
 def axes_in(spec: P) -> tuple[str, ...]:
     """The names of the axes in one spec."""
     return tuple(axis for names in spec for axis in names_of(names))

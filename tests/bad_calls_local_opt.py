@@ -76,6 +76,9 @@ CALLS = {
     "check_same_plan": call(
         local_opt.check_same_plan, gather=Arg(lambda own: own[None], GATHERED),
         plan=Arg(PLAN, [p for p in NO_PLANS if not isinstance(p, echo.EchoPlan)])),
+    "count_collectives": call(
+        lambda step: local_opt.count_collectives(step, jnp.ones(3)),
+        step=Arg(jnp.negative, [3, "text", None, THING, {}, lambda: 0])),
     "sync_bytes": call(local_opt.sync_bytes, num_params=100, num_workers=2, wire=None),
     "sync_seconds": call(
         local_opt.sync_seconds, num_params=100, num_workers=2, wire=None, gigabits_per_second=8.0,

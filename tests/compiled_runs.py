@@ -9,7 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.study.cost import CHIPS, KINDS, Chip, Compiler, collectives_of, uncached
+from experiments.study.cost import CHIPS, Chip, Compiler, collectives_of, uncached
+from local_opt.cost import KINDS
 
 CPU = Chip(2**40, Compiler("cpu", (), "", None, {}, False))  # as many as there are
 

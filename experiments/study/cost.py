@@ -44,6 +44,7 @@ from experiments.training.config import UNITS, Sizes, num_params, size_of, sizes
 from experiments.training.program import lifted, state_shapes, steps_of
 from experiments.training.step import TrainState, epoch_end_of, sync_of, worker_of
 from local_opt import sync_seconds
+from local_opt.cost import KINDS
 from local_opt.workers import AXIS
 from ordering.echo.plans import EchoPlan, Measured
 from ordering.kernel import BLOCK
@@ -445,10 +446,6 @@ def slice_of(name: str, workers: int) -> tuple[Mesh, Chip]:
     return Mesh(np.array(devices), (AXIS,)), chip
 
 
-KINDS = (
-    "all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute",
-    "collective-broadcast", "ragged-all-to-all",
-)  # fmt: skip
 MEMORY = {"": 1.0} | {letter: 1024.0**i for i, letter in enumerate("KMGTPE", 1)}
 
 

@@ -34,7 +34,7 @@ HOST = {
         SGD, correction=local_opt.control_variates(), drift=True).init(X),
     "diloco": lambda: local_opt.diloco(SGD, PLAN).init(X),
     "every_step": lambda: local_opt.every_step(9).describe(),
-    "from_function": lambda: local_opt.from_function(lambda t: jnp.int32(2), total_steps=9),
+    "from_function": lambda: local_opt.from_function(lambda t: 2, total_steps=9),
     "lift": lambda: local_opt.lift(
         local_opt.local_steps(SGD, PLAN).init, 2, inputs="owned", outputs="owned")(X),
     "local_rounds": lambda: local_opt.local_rounds(SGD, wire=local_opt.WIRES["top_k"]).init(X),
@@ -62,7 +62,7 @@ HOST = {
     "sync_every_load": lambda: local_opt.sync_every_load(FRESH),
     "sync_seconds": lambda: local_opt.sync_seconds(10, num_workers=2, gigabits_per_second=1),
 }  # fmt: skip
-IN_STEPS = {"synchronize"}
+IN_STEPS = {"count_collectives", "synchronize"}
 
 
 @pytest.mark.filterwarnings("ignore")

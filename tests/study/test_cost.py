@@ -6,6 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import local_opt
@@ -177,3 +178,30 @@ def test_a_compressed_wire_sends_its_share_of_an_all_reduce(wire):
     assert sent(5, 100) == pytest.approx(5 * narrow / sync_bytes(10**6, num_workers=8))
     alone = cost.traffic(*given, row_of("sync", "qsr"), sizes, False)
     assert alone(5, 100) == 5 > sent(5, 100)
+
+
+def test_collectives_of_a_step_are_counted():
+    around = [(w, (w + 1) % WORKERS) for w in range(WORKERS)]
+
+    def step(x):
+        x = jnp.sin(jax.lax.pmean(x, "worker"))  # each after the other, so that none are combined
+        x = jnp.sin(jax.lax.pmean(x, "worker"))
+        x = jax.lax.all_gather(jax.lax.ppermute(x, "worker", around), "worker").sum(0)
+        return jax.lax.cond(x.sum() > 0, lambda x: jax.lax.pmax(x, "worker"), jnp.sin, x)
+
+    def count(step):
+        found = local_opt.count_collectives(over_mesh(step, "owned"), rows)
+        compiled = jax.jit(over_mesh(step, "owned")).lower(rows).compile().as_text()
+        assert found == collections.Counter(one.kind for one in cost.collectives_of(compiled))
+        return found
+
+    rows = local_opt.owned(jnp.ones(3), worker_mesh(WORKERS))
+    assert count(step) == {"all-reduce": 3, "all-gather": 1, "collective-permute": 1}
+    assert count(jnp.sin) == {}
+    simulated = local_opt.lift(step, WORKERS, inputs="owned", outputs="owned")
+    assert local_opt.count_collectives(jax.jit(simulated), jnp.ones((WORKERS, 3))) == {}
+    rounds = local_opt.local_rounds(optax.sgd(0.1))
+    assert count(lambda x: rounds.update(x, rounds.init(x), x)[0]) == {}
+    assert count(lambda x: rounds.sync(x, rounds.init(x))[0]) == {"all-reduce": 1}
+    with pytest.raises(ValueError, match=r"step is .*: pass a function of \(args.0.\)"):
+        local_opt.count_collectives(lambda: 0, rows)
