@@ -24,8 +24,9 @@ TRAINED = "only floating parameters can be trained and averaged. Keep it outside
 def consolidate(tree: PyTree) -> PyTree:
     """One model from W workers: their mean, for evaluation and export.
 
-    x_bar = 1/W sum_w x_w in float32, cast back; leaves that are not floating are worker 0's. NumPy
-    arrays of 64 bits, which JAX would cut to 32, are averaged in NumPy and keep their type.
+    x_bar = 1/W sum_w x_w in float32, cast back; leaves that are not floating are worker 0's, as a
+    step, of which JAX refuses step[0] on explicit axes, those of `jax.make_mesh`. NumPy arrays of
+    64 bits, which JAX would cut to 32, are averaged in NumPy and keep their type.
 
     Averaged weights need no sync of their own. Let each worker keep an average of its parameters,
     updated in every step, and consolidate the averages: they are linear, so their mean is the
@@ -35,8 +36,7 @@ def consolidate(tree: PyTree) -> PyTree:
       tree: arrays with a leading worker axis [W, ...]: parameters, or a whole training state.
 
     Returns:
-      The same tree without the worker axis. Training goes on with its argument, so a model can be
-      evaluated in the middle of a round.
+      The same tree without the worker axis, also in the middle of a round.
 
     Raises:
       ValueError: for a leaf without workers.

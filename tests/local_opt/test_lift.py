@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import AxisType
 
 import local_opt
+import ordering
 from tests.refused import refuses
 
 W = 4
@@ -467,3 +468,15 @@ def test_two_numbers_owned_by_two_workers_are_never_a_key(jit):
     np.testing.assert_array_equal((jax.jit(both) if jit else both)(numbers), np.array(numbers) + 1)
     with pytest.raises((TypeError, ValueError), match="key"):
         (jax.jit(draw) if jit else draw)(numbers)
+
+
+@by_way
+def test_an_order_starts_and_a_count_is_read_outside_of_jit(way):
+    """JAX refuses x[0] along an explicit axis, which `jax.make_mesh` makes."""
+    workers, order = WAYS[way]("worker"), ordering.cd_grab(8)
+    start = local_opt.lift(order.init, workers, inputs="key shared", outputs="owned")
+    state, key = start(jax.random.key(0), jnp.zeros(4)), jax.random.key(0)
+    alone = [order.init(jax.random.fold_in(key, w), jnp.zeros(4)).current for w in range(W)]
+    np.testing.assert_array_equal(state.current, alone)
+    assert int(local_opt.consolidate(local_opt.owned({"step": 7}, workers))["step"]) == 7
+    assert int(local_opt.consolidate(state.epoch)) == 0
