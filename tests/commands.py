@@ -22,7 +22,8 @@ DATA = [  # few examples, for two workers
 ]  # fmt: skip
 LENGTH = ["--total_steps=24", "--evaluations=4", "--warmup_steps=2", "--h_base=2"]
 SMALL = [*DATA, "--seeds=2", "--learning_rates=0.1,0.4"]  # of every study
-SHORT = [*DATA, *LENGTH, "--learning_rate=0.2"]  # of a run
+SHORT = [*DATA, *LENGTH, "--learning_rate=0.2", "--order=rr"]  # of a run
+SAVED = [*SHORT, "--checkpoint_every=7"]
 RUN = [
     "experiments.train", "--order=cd_grab", "--sync=qsr", "--echo=diffusion+cosine",
     "--total_steps=6000", "--evaluations=12", "--checkpoint_every=150", "--units_per_step=3",

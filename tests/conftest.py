@@ -80,3 +80,13 @@ def optimised():
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory):
+    """The folder of a run of `train` that nothing disturbed, with checkpoints."""
+    from tests.commands import SAVED, train_run
+
+    folder = tmp_path_factory.mktemp("finished")
+    train_run(SAVED, folder)
+    return folder

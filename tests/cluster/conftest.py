@@ -2,12 +2,10 @@
 
 import pytest
 
-from tests.commands import SHORT, records, train_run
+from tests.commands import records
 
 
-@pytest.fixture(scope="session")
-def whole(tmp_path_factory):
+@pytest.fixture
+def whole(finished):
     """The records of a run that nothing disturbed."""
-    folder = tmp_path_factory.mktemp("whole")
-    train_run(SHORT, folder)
-    return records(folder)
+    return records(finished)

@@ -14,7 +14,7 @@ import pytest
 from experiments.cluster import files, lock, strict
 from experiments.tasks.metrics import METRICS
 from experiments.training import checkpoint
-from tests.commands import LAUNCH_TWO, ROOT, SHORT, environment, records, train_run
+from tests.commands import LAUNCH_TWO, ROOT, SAVED, SHORT, environment, records, train_run
 from tests.refused import refuses
 
 DEEP = "[" * 10**5
@@ -108,9 +108,6 @@ def test_what_tensorstore_reports_is_advised_and_what_is_elsewhere_is_not():
         raise ConnectionError(errno.ECONNREFUSED, "no tracker")
 
 
-SETTINGS = [*SHORT, "--checkpoint_every=7"]
-
-
 def test_all_json_of_a_run_is_strict(tmp_path, monkeypatch):
     """Though a metric is not finite, and a checkpoint comes before the first record."""
     infinite = METRICS["accuracy"]._replace(measure=lambda model: lambda *given: jnp.inf)
@@ -144,8 +141,8 @@ def test_a_run_continues_once_there_is_room(tmp_path, monkeypatch, whole, what):
     with monkeypatch.context() as patch:
         refusing(patch, *WRITES[what], errno.ENOSPC)
         with pytest.raises(OSError, match=rf"'{tmp_path}.*' cannot be used .*: make room"):
-            train_run(SETTINGS, tmp_path)
-    train_run(SETTINGS, tmp_path)
+            train_run(SAVED, tmp_path)
+    train_run(SAVED, tmp_path)
     assert records(tmp_path) == whole
 
 
@@ -191,7 +188,7 @@ def test_what_is_in_the_place_of_a_file_is_named(tmp_path, whole, name):
     path = folder / name
     path.touch() if IN_PLACE[name] == "file" else path.mkdir()
     with pytest.raises(OSError, match=rf"'{path}.*' cannot be used .*: move away"):
-        train_run([*SETTINGS, "--overwrite"], folder)
+        train_run([*SAVED, "--overwrite"], folder)
     path.unlink() if IN_PLACE[name] == "file" else path.rmdir()
-    train_run(SETTINGS, folder)
+    train_run(SAVED, folder)
     assert records(folder) == whole

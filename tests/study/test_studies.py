@@ -111,7 +111,8 @@ def test_a_table_says_of_which_examples_its_train_loss_is(tmp_path):
 def test_one_run_writes_its_plans_and_its_model(tmp_path):
     import orbax.checkpoint as ocp
 
-    arguments = [*SHORT, "--echo=diffusion", "--p=cosine", "--echo_factor=2", "--sketch=16"]
+    decisions = ["--order=cd_grab", "--sketch=16", "--echo=diffusion", "--p=cosine"]
+    arguments = [*SHORT, *decisions, "--echo_factor=2"]
     train_run(arguments, tmp_path)
     found = records.read(str(tmp_path / "metrics.jsonl"))
     assert [r["step"] for r in found] == [6, 12, 18, 24]

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from experiments.cluster import progress
-from tests.commands import SHORT, ended, train_run
+from tests.commands import SAVED, ended, train_run
 
-RUN = [*SHORT, "--checkpoint_every=7"]
+RUN = [*SAVED, "--order=cd_grab"]
 
 
 class Stopped(Exception):

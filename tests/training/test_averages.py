@@ -12,7 +12,7 @@ from experiments.cluster import strict
 from experiments.training import measure, optimizers
 from experiments.training.averages import AVERAGES, averages_of
 from tests import reference
-from tests.commands import records, train_run
+from tests.commands import SHORT, records, train_run
 from tests.little_run import PER_STEP, SETTING, STEPS, UNITS, built, plans_of, trained
 
 LOADS = -(-UNITS // PER_STEP)
@@ -139,23 +139,11 @@ def test_the_average_with_the_lowest_training_loss_is_recorded():
     assert measure.averaged(run, {"c": "c"}, [])["average"] == "c"
 
 
-def test_records_hold_averages_and_stay_json(tmp_path):
-    given = [
-        "--num_train=46",
-        "--num_test=20",
-        "--total_steps=12",
-        "--workers=2",
-        "--sync=parallel",
-    ]
-    given += ["--units_per_step=4", "--unit_size=1", "--evaluations=2", "--learning_rate=0.2"]
-    train_run([*given, "--average=epoch,ema"], tmp_path / "with")
-    train_run(given, tmp_path / "without")
-    found, plain = records(tmp_path / "with"), records(tmp_path / "without")
+def test_records_hold_averages_and_stay_json(finished, tmp_path):
+    train_run([*SHORT, "--average=epoch,ema"], tmp_path)
     scalars = ["train/loss", "train/above_optimum", "test/accuracy"]
-    for r, before in zip(found, plain, strict=True):
+    for r, plain in zip(records(tmp_path), records(finished), strict=True):
         assert {f"{s}/averaged" for s in scalars} <= set(r) and r["average"] in NAMES
-        assert {k: r[k] for k in before if k != "seconds"} == {
-            k: v for k, v in before.items() if k != "seconds"
-        }
+        assert {k: r[k] for k in plain} == plain
     nan = measure.averaged(lambda x, parts: {"train/loss": x}, {"ema": math.nan}, [])
     assert json.loads(strict.dumps(strict.plain(nan)))["train/loss/averaged"] is None

@@ -26,7 +26,7 @@ from experiments.tasks.base import first_of
 from experiments.tasks.text import Recut
 from experiments.training import checkpoint, run
 from tests.cases import times
-from tests.commands import LENGTH, SHORT, SMALL, study_run, train_run
+from tests.commands import LENGTH, SAVED, SMALL, study_run, train_run
 from tests.little_run import STEPS, assert_same, built, plans_of, timeless, trained
 from tests.sources import EpochSource
 
@@ -238,13 +238,6 @@ LINES = {  # of a run with checkpoints of steps 21 and 24, after three and four 
 }
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("finished")
-    train_run([*SHORT, "--checkpoint_every=7"], folder)
-    return folder
-
-
 @pytest.mark.parametrize("change,told", LINES.values(), ids=LINES)
 def test_a_run_goes_back_to_the_records_that_are_left(finished, tmp_path, change, told):
     folder = pathlib.Path(shutil.copytree(finished, tmp_path / "run"))
@@ -266,7 +259,7 @@ def test_lost_lines_are_written_again(finished, tmp_path, capsys):
     folder = pathlib.Path(shutil.copytree(finished, tmp_path / "run"))
     path = folder / "metrics.jsonl"
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
-    train_run([*SHORT, "--checkpoint_every=7"], folder)
+    train_run(SAVED, folder)
     said = capsys.readouterr().out
     assert "step 24 is passed over: it needs 4 records, and metrics.jsonl holds 3 up to" in said
     assert "Continues from the checkpoint of step 21" in said
@@ -275,31 +268,20 @@ def test_lost_lines_are_written_again(finished, tmp_path, capsys):
     assert len(hashes) == 4 and hashes[:3] == (finished / "metrics.sha256").read_text().split()[:3]
 
 
-@pytest.mark.parametrize("name,value", [
-    ("jax_default_prng_impl", "rbg"), ("jax_threefry_partitionable", False),
-    ("jax_random_seed_offset", 3), ("jax_default_matmul_precision", "float32"),
-])  # fmt: skip
-def test_settings_of_jax_that_decide_numbers_belong_to_a_run(finished, tmp_path, name, value):
-    folder, before = shutil.copytree(finished, tmp_path / "run"), getattr(jax.config, name)
-    jax.config.update(name, value)
-    try:
-        with pytest.raises(
-            ValueError, match=f"other settings .{name}: {before!r} there, {value!r}"
-        ):
-            train_run([*SHORT, "--checkpoint_every=7"], folder)
-    finally:
-        jax.config.update(name, before)
-    train_run([*SHORT, "--checkpoint_every=7"], folder)
-
-
-def test_other_conditions_are_told_when_a_run_goes_on(finished, tmp_path, capsys, monkeypatch):
-    folder, now = shutil.copytree(finished, tmp_path / "run"), agree.conditions()
-    train_run([*SHORT, "--checkpoint_every=7"], folder)
-    assert "other conditions" not in capsys.readouterr().out
-    monkeypatch.setattr(agree, "conditions", lambda: now | {"cores": "1000", "jax": "9.9"})
-    train_run([*SHORT, "--checkpoint_every=7"], folder)
-    told = f"(cores: '{now['cores']}' there, '1000' here, jax: '{jax.__version__}' there, '9.9'"
-    assert f"24 was written under other conditions {told} here)" in capsys.readouterr().out
+def test_settings_of_jax_that_decide_numbers_belong_to_a_run(finished, tmp_path):
+    folder = shutil.copytree(finished, tmp_path / "run")
+    for name, value in (
+        ("jax_default_prng_impl", "rbg"), ("jax_threefry_partitionable", False),
+        ("jax_random_seed_offset", 3), ("jax_default_matmul_precision", "float32"),
+    ):  # fmt: skip
+        before = getattr(jax.config, name)
+        jax.config.update(name, value)
+        try:
+            told = f"other settings .{name}: {before!r} there, {value!r}"
+            with pytest.raises(ValueError, match=told):
+                train_run(SAVED, folder)
+        finally:
+            jax.config.update(name, before)
 
 
 def test_conditions_hold_the_flags_of_xla_but_the_number_of_devices(monkeypatch):
@@ -315,30 +297,32 @@ def looked(monkeypatch):
     return found
 
 
-def test_a_run_that_goes_on_reads_its_checkpoint_once(finished, tmp_path, looked):
-    folder = shutil.copytree(finished, tmp_path / "run")
-    train_run([*SHORT, "--checkpoint_every=7"], folder)
-    assert [pathlib.Path(path).name for path in looked] == ["24"]
+def test_a_run_goes_on_as_it_was_and_is_told_of_other_conditions(
+    finished, tmp_path, capsys, monkeypatch, looked
+):
+    folder, now = shutil.copytree(finished, tmp_path / "run"), agree.conditions()
+    train_run(SAVED, folder)
+    assert "other conditions" not in capsys.readouterr().out
+    assert [pathlib.Path(path).name for path in looked] == ["24"], "read once"
+    monkeypatch.setattr(agree, "conditions", lambda: now | {"cores": "1000", "jax": "9.9"})
+    train_run(SAVED, folder)
+    told = f"(cores: '{now['cores']}' there, '1000' here, jax: '{jax.__version__}' there, '9.9'"
+    assert f"24 was written under other conditions {told} here)" in capsys.readouterr().out
 
 
-def test_a_study_that_goes_on_reads_its_checkpoint_once(tmp_path, monkeypatch, looked):
+def test_a_study_goes_on_in_its_folder_and_reads_its_checkpoint_once(tmp_path, monkeypatch, looked):
     @contextlib.contextmanager
     def stopped_at_once():
         yield lambda wants_to_save: (15, True)
 
-    flags = [*SMALL, *LENGTH[:2], "--seeds=1", "--learning_rates=0.1", "--arms=rr"]
+    flags = [*SMALL, *LENGTH[:2], "--task=digits", "--seeds=1", "--learning_rates=0.1", "--arms=rr"]
     with monkeypatch.context() as patched, pytest.raises(SystemExit):
         patched.setattr(processes, "interrupts", stopped_at_once)
         study_run(cd_grab, flags, tmp_path)
     assert not looked and len(list(tmp_path.glob("checkpoints/*/*"))) == 1
     study_run(cd_grab, flags, tmp_path)
     assert len(looked) == 1
-
-
-def test_two_studies_do_not_share_a_folder(tmp_path):
-    """They end their runs, and measure them, by other criteria."""
-    flags = [*SMALL, *LENGTH[:2], "--task=digits", "--seeds=1", "--learning_rates=0.1", "--arms=rr"]
-    study_run(cd_grab, flags, tmp_path)
+    # Another study ends its runs, and measures them, by other criteria.
     with pytest.raises(ValueError, match="other settings .study: 'cd_grab' there, 'qsr' here"):
         study_run(qsr, flags, tmp_path)
 
@@ -395,9 +379,9 @@ def interrupted():
     raise KeyboardInterrupt
 
 
-def test_a_run_goes_on_with_its_own_data_alone(tmp_path, monkeypatch):
-    train_run(SHORT, tmp_path)
-    metrics = tmp_path / "metrics.jsonl"
+def test_a_run_goes_on_with_its_own_data_alone(finished, tmp_path, monkeypatch):
+    folder = shutil.copytree(finished, tmp_path / "run")
+    metrics = folder / "metrics.jsonl"
     whole = metrics.read_text()
     digits = TASKS["digits"]
 
@@ -408,6 +392,6 @@ def test_a_run_goes_on_with_its_own_data_alone(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setitem(TASKS, "digits", functools.wraps(digits)(others))
         with pytest.raises(ValueError, match=r"settings \(data: .*-"):
-            train_run(SHORT, tmp_path)
-    train_run(SHORT, tmp_path)
+            train_run(SAVED, folder)
+    train_run(SAVED, folder)
     assert metrics.read_text() == whole
