@@ -31,6 +31,8 @@ def gradient(w, load, x):
 
 gradient.workers = W
 ROUNDS = local_opt.local_rounds(optax.sgd(RATE), axis_name="worker")
+P = optax.linear_schedule(1.0, 0.25, T)
+P_SYNC = optax.cosine_decay_schedule(0.9, T, alpha=0.3)
 
 
 def loss(x, batch):
@@ -43,16 +45,12 @@ def one_step(x, state, batch):
     return optax.apply_updates(x, updates), state
 
 
-@functools.cache
-def compiled(run):
-    """(init, step, sync) of all workers."""
+@pytest.mark.parametrize("run", ["vmap", "shard_map"])
+def test_algorithm_2_equals_the_reference(run):
+    plan = ordering.echo.bernoulli(P, total_steps=T, key=jax.random.key(1))
+    sync_plan = local_opt.bernoulli(P_SYNC, total_steps=T, key=jax.random.key(2))
     over = {"vmap": vmap, "shard_map": functools.partial(on_mesh, workers=W)}[run]
-    return tuple(jax.jit(over(f)) for f in (ROUNDS.init, one_step, ROUNDS.sync))
-
-
-def train(plan, sync_plan, run="vmap"):
-    """[T, W, D] after every step, and at which steps a load and a sync were made."""
-    init, step, sync = compiled(run)
+    init, step, sync = (jax.jit(over(f)) for f in (ROUNDS.init, one_step, ROUNDS.sync))
     x = np.stack([START] * W)
     state = init(x)
     history, loads, syncs = [], [], []
@@ -71,22 +69,6 @@ def train(plan, sync_plan, run="vmap"):
                 assert_workers_bitwise_equal(x)
                 syncs.append(use.step)
             history.append(np.asarray(x))
-    return np.stack(history), loads, syncs
-
-
-P = optax.linear_schedule(1.0, 0.25, T)
-P_SYNC = optax.cosine_decay_schedule(0.9, T, alpha=0.3)
-
-
-@functools.cache
-def algorithm_2(run):
-    plan = ordering.echo.bernoulli(P, total_steps=T, key=jax.random.key(1))
-    sync_plan = local_opt.bernoulli(P_SYNC, total_steps=T, key=jax.random.key(2))
-    return plan, sync_plan, train(plan, sync_plan, run)
-
-
-def test_algorithm_2_equals_the_reference():
-    plan, sync_plan, (history, loads, syncs) = algorithm_2("vmap")
     coins, sync_coins = (
         np.asarray(jax.random.uniform(jax.random.key(seed), (T,))) for seed in (1, 2)
     )
@@ -102,16 +84,8 @@ def test_algorithm_2_equals_the_reference():
     assert len(loads) == plan.loads == num_loads < T
     assert len(syncs) == sync_plan.rounds == num_syncs < T
     # 60 steps of float32 roundings (6e-8) of numbers of order one.
-    np.testing.assert_allclose(history, expected, rtol=0, atol=2e-6)
+    np.testing.assert_allclose(np.stack(history), expected, rtol=0, atol=2e-6)
     assert np.abs(expected - expected[:, :1]).max() > 0.1  # workers do go apart
-
-
-def test_algorithm_2_over_a_mesh_equals_one_device():
-    _, _, (expected, *when) = algorithm_2("vmap")
-    _, _, (history, *found) = algorithm_2("shard_map")
-    assert found == when
-    # The mean of eight is added up in another order.
-    np.testing.assert_allclose(history, expected, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("name", tables.ECHO_PLANS)

@@ -64,8 +64,12 @@ def trained(prepared, recipe, scalars=lambda step, total, state: {}):
 
 
 @functools.cache
-def measures():
-    return measure.scalars_of(small_task(), RECIPE)
+def measured(name):
+    """`trained` with the scalars of an evaluation."""
+    task = small_task()
+    prepared = built(task, RECIPE, name)
+    scalars = measure.scalars_of(task, RECIPE)
+    return trained(prepared, RECIPE, scalars(prepared, row_of("order", name)))
 
 
 # One of every way in which a program asks: nothing of the gradients, units, means, sketches.
@@ -81,8 +85,7 @@ KINDS = ("rr", "cd_grab", "id_mean", "cd_grab+sketch16")
     ],
 )
 def test_every_order_trains(name):
-    prepared = built(small_task(), RECIPE, name)
-    _, records, orders = trained(prepared, RECIPE, measures()(prepared, row_of("order", name)))
+    _, records, orders = measured(name)
     assert [r["epoch"] for r in records] == [0, 1, 2, 3]
     assert [r["step"] for r in records] == [0, 6, 12, 18]  # 11 units, 2 per step
     assert records[-1]["train/loss"] < 0.6 < records[0]["train/loss"]
@@ -107,22 +110,21 @@ def test_workers_with_their_own_moments_have_the_scale_of_the_mean():
 
 @pytest.mark.parametrize("name", ["rr", "rr+dealt"])
 def test_reshuffling_is_that_of_the_library(name):
-    prepared = built(small_task(), RECIPE, name)
-    orders = trained(prepared, RECIPE)[2]
+    orders = measured(name)[2]
     order = ordering.random_reshuffling(11)
     if name != "rr":  # of 44 examples, 40 in 5 steps; a batch is 2 of every worker
         order = ordering.dealt_reshuffling(10, total=44)
     state = tables.vmap_workers(lambda key: order.init(key, None))(program.keys_of(0, 4)[1])
+    next_epoch = tables.vmap_workers(order.next_epoch)
     for found in orders[1:]:  # at the ends of epochs, when the next order is current
-        state = tables.vmap_workers(order.next_epoch)(state)
+        state = next_epoch(state)
         np.testing.assert_array_equal(found, state.current)
 
 
 @pytest.mark.parametrize("name", ["id_pair+chunks", "cd_grab+sketch16+dealt"])
 def test_units_that_are_dealt_are_all_visited_in_every_epoch(name):
     assert row_of("order", name).deals == config.UNITS
-    prepared = built(small_task(), RECIPE, name)
-    _, records, orders = trained(prepared, RECIPE, measures()(prepared, row_of("order", name)))
+    _, records, orders = measured(name)
     assert records[-1]["train/loss"] < 0.6 < records[0]["train/loss"]
     seen = np.sort(np.asarray(orders).reshape(len(orders), -1), axis=1)
     np.testing.assert_array_equal(seen, np.tile(np.arange(44), (len(orders), 1)))
@@ -157,15 +159,20 @@ def test_equals_a_plain_loop_over_workers():
     opt_state = optimizer.init(expected)
     outcome, _, orders = trained(prepared, recipe)
     data = input.partition(task.train, prepared.sizes)
+
+    @jax.jit
+    def plain_step(params, opt_state, batch):
+        grad = jax.grad(lambda p: jnp.mean(task.model.loss(p, batch, None)))(params)
+        updates, opt_state = optimizer.update(grad, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
     for epoch in range(2):
         for start, stop in tables.steps(11, 2):
             units = orders[epoch][:, start:stop]
             batch = {
                 k: np.concatenate([v[w, units[w], 0] for w in range(4)]) for k, v in data.items()
             }
-            grad = jax.grad(lambda p, b: jnp.mean(task.model.loss(p, b, None)))(expected, batch)
-            updates, opt_state = optimizer.update(grad, opt_state, expected)
-            expected = optax.apply_updates(expected, updates)
+            expected, opt_state = plain_step(expected, opt_state, batch)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
         outcome.state.params,
