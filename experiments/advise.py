@@ -1,6 +1,6 @@
 r"""Recommends which of the three decisions to use on your machine, for your task.
 
-    python -m experiments.advise --task=digits --workers=4 --units_per_step=16
+    python -m experiments.advise --workers=4 --units_per_step=16  # digits: a minute
     python -m experiments.advise --task=cifar10 --data_dir=DIR --gigabits=10
 
 It measures for about a minute, on one worker: a step, the same step with an order, and the time to

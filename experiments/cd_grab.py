@@ -1,6 +1,6 @@
 r"""Does a coordinated example order need fewer epochs than random reshuffling?
 
-    python -m experiments.cd_grab                      # digits, which are bundled
+    python -m experiments.cd_grab  # digits, which are bundled: half a minute
     python -m experiments.cd_grab --long               # the whole table, in minutes
     python -m experiments.cd_grab --task=hmda --data_dir=DIR --seeds=5
     python -m experiments.cd_grab --task=mnist --model=lenet --data_dir=DIR --arms=rr,cd_grab

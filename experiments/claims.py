@@ -1,6 +1,6 @@
 r"""Prints each published claim of the papers beside ours, with its interval and a verdict.
 
-    python -m experiments.claims                        # what docs/results/papers.md explains
+    python -m experiments.claims  # what docs/results/papers.md explains: ten seconds
     python -m experiments.claims --record=results/hmda  # keeps a study's output as run hmda
 
 Nothing is trained: everything comes from the records in experiments/runs, in seconds. A claim is a

@@ -1,6 +1,6 @@
 r"""Do the three decisions help each other? The factorial of order x sync x echo on one task.
 
-    python -m experiments.combined                        # digits, which are bundled: a minute
+    python -m experiments.combined  # digits, which are bundled: a minute
     python -m experiments.combined --task=shakespeare_cosine --data_dir=DIR --seeds=3
 
 Eight arms: --order against --baseline (D-RR), --sync against parallel, --echo against none. Every

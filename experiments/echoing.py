@@ -1,6 +1,6 @@
 r"""Compares data echoing policies when input is slow: arms x loading speeds x seeds on one task.
 
-    python -m experiments.echoing                               # digits, embedded
+    python -m experiments.echoing  # digits, which are bundled: over half an hour
     python -m experiments.echoing --task=mnist_lenet --data_dir=DIR
     python -m experiments.echoing --task=cifar10_resnet8_race --data_dir=DIR
     python -m experiments.echoing --task=cifar10_mobilenet_race --data_dir=DIR

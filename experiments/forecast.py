@@ -1,6 +1,6 @@
 r"""Forecasts rounds, volume and hours of the published recipes under each rule, without training.
 
-    python -m experiments.forecast                     # ViT-B and ResNet-152, 16 workers, seconds
+    python -m experiments.forecast  # ViT-B and ResNet-152, 16 workers: ten seconds
     python -m experiments.forecast --task=imagenet_resnet152 --step_seconds=0.4 --gigabits=25,200
 
 Plans are known before a run, and are those of the study with the same flags. Volume is what a

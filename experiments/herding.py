@@ -1,6 +1,6 @@
 r"""Measures herding bounds of static vectors under each order, round after round.
 
-    python -m experiments.herding                             # 10^6 vectors, W = 5 .. 100
+    python -m experiments.herding  # 10^6 vectors, W = 5 .. 100: four minutes
     python -m experiments.herding --arms=id_pair,cd_grab,cd_grab+sketch256+team16 --workers=64 \
         --num_vectors=8192 --dimension=256 --units_per_step=8 # teams that meet after 4 pairs each
 

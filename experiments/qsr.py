@@ -1,6 +1,6 @@
 r"""Compares rules for when workers synchronise: rules x seeds on one task.
 
-    python -m experiments.qsr                                   # digits, embedded, a minute
+    python -m experiments.qsr  # digits, which are bundled: a minute
     python -m experiments.qsr --task=mnist_mlp --data_dir=DIR
     python -m experiments.qsr --task=cifar10_resnet8 --data_dir=DIR
     python -m experiments.qsr --task=cifar10_vit --data_dir=DIR

@@ -1,6 +1,6 @@
 r"""Tests the theory behind QSR: how far SGD drifts along a manifold of minimisers under each rule.
 
-    python -m experiments.slow_sde                            # two problems, K = 2 .. 16
+    python -m experiments.slow_sde  # two problems, K = 2 .. 16: two minutes
     python -m experiments.slow_sde --workers=8 --rates=0.1,0.05
 
 After SGD reaches a manifold of minimisers it drifts slowly along it, towards flatter regions. The

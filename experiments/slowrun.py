@@ -1,6 +1,6 @@
 r"""Does another order lower the validation loss where few tokens are trained on for many epochs?
 
-    python -m experiments.slowrun --data_dir=DIR        # an hour on two cores
+    python -m experiments.slowrun --data_dir=DIR  # WikiText-2: an hour
     python -m experiments.slowrun --data_dir=DIR --arms=rr+documents,cd_grab --seeds=2
     python -m experiments.slowrun --flagfile=experiments/presets/slowrun_fineweb.flags --dry_run
 

@@ -1,6 +1,6 @@
 r"""One run: any task, any order, any synchronisation rule and any echo policy together.
 
-    python -m experiments.train                           # digits, CD-GraB, QSR, no echo: seconds
+    python -m experiments.train  # digits, CD-GraB, QSR, no echo: ten seconds
     python -m experiments.train --order=rr --sync=parallel --echo=diffusion --p=cosine
     python -m experiments.train --order=cd_grab --sketch=256 --deal=chunks --sync=qsr --wire=int8
     python -m experiments.train --task=mnist --model=lenet --data_dir=DIR --workers=4 --run=mesh

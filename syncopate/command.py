@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> None:
     name, *flags = argv or ["--help"]
     if name not in (known := experiments()):
         rows = "\n".join(f"  {name:14}{purpose}" for name, purpose in known.items())
-        usage = f"syncopate NAME [--preset=PRESET] [--flag=value ...]; --help after a name.\n{rows}"
+        usage = f"syncopate NAME [--flag=value ...]; --help after a name. Times: two cores.\n{rows}"
         if name in ("-h", "--help", "--version"):
             print(usage if name != "--version" else f"syncopate {syncopate.__version__}")
             return
@@ -71,14 +71,17 @@ def sources() -> pathlib.Path:
 
 
 def experiments() -> dict[str, str]:
-    """The experiments, each with the first line of its docstring."""
+    """The experiments, each with the first line of its docstring, and how long it takes if told."""
     found = {}
     for path in sorted((sources() / "experiments").glob("*.py")):
         if path.stem == "claims" and not (sources() / "docs").is_dir():
             continue  # the records that it reads are those of a clone
         text = path.read_text(encoding="utf-8")
         if '__name__ == "__main__"' in text:
-            found[path.stem] = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+            lines = (ast.get_docstring(ast.parse(text)) or "").splitlines()
+            purpose, _, example, *_ = [*lines, "", "", ""]
+            time = example.partition(" # ")[2].rpartition(": ")[2]
+            found[path.stem] = f"{purpose} ({time})" if time else purpose
     return found
 
 

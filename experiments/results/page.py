@@ -76,8 +76,8 @@ def write(comparison: Comparison, study, folder: str, title: str) -> str:
     files.write_json(os.path.join(folder, archive.COMPARISON), archive.describe(comparison))
     archive.note_command(folder, command_line())
     texts = {name: "\n\n".join(parts) for name, parts in texts.items()}
-    asked = experiments().get(study.name, "")
-    return write_all(folder, title, texts, pictures, (asked, tables.answer(comparison)))
+    question = experiments().get(study.name, "").partition(" (")[0]
+    return write_all(folder, title, texts, pictures, (question, tables.answer(comparison)))
 
 
 @contextlib.contextmanager

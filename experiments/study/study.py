@@ -110,6 +110,9 @@ def run(study: Study, values: absl_flags.FlagValues) -> None:
     agree.check_data(task)
     for text in left_out(chosen.arms.values(), task, recipe):
         processes.say(text)
+    if len(chosen.arms) == 1 and (base := next(iter(study.arms))) not in chosen.arms:
+        processes.say(f"{base} is compared too, as the baseline of {asked[0]}.")
+        chosen = chosen._replace(arms=arms_of(study, [base, *asked]))
     folder = values.output_dir or os.path.join("results", f"{study.name}_{values.task}")
     with lock.held(folder):
         _carry_out(study, chosen, task, recipe, folder, values)

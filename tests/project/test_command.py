@@ -112,6 +112,7 @@ def test_every_experiment_is_listed_with_its_purpose():
     found = command.experiments()
     assert {"cd_grab", "qsr", "echoing", "train"} <= found.keys()
     assert "flags" not in found and all(found.values())
+    assert found["qsr"].endswith("on one task. (a minute)") and "(" not in found["launch"]
 
 
 def test_an_unknown_experiment_or_preset_is_refused_with_the_known_ones():

@@ -40,6 +40,17 @@ def test_the_comparison_is_short_only_where_no_flag_says_what_is_compared(argume
     assert asked(*arguments)[1] == runs
 
 
+@pytest.mark.parametrize("given,arms", [
+    ("cd_grab", ["rr", "cd_grab"]), ("cd_grab+sketch4", ["rr", "cd_grab+sketch4"]),
+    ("rr", ["rr"]), ("id_pair,cd_grab", ["id_pair", "cd_grab"]),
+])  # fmt: skip
+def test_one_arm_is_compared_with_the_baseline(given, arms, tmp_path, monkeypatch):
+    run = []
+    monkeypatch.setattr(study, "_carry_out", lambda *known: run.append([*known[1].arms]))
+    commands.study_run(cd_grab, [f"--arms={given}", "--seeds=1"], tmp_path)
+    assert run == [arms]
+
+
 def test_the_first_table_has_five_columns_and_the_long_one_all():
     assert len(asked()[0].columns) <= 5
     assert asked("--long")[0].columns == tables.ORDER_COLUMNS
