@@ -38,8 +38,8 @@ def count_collectives(step: Callable, *args: Any) -> dict[str, int]:
       {}
     """
     check_function("step", step, *(f"args[{i}]" for i in range(len(args))))
-    text = (step if hasattr(step, "lower") else jax.jit(step)).lower(*args).compile().as_text()
-    parts = re.split(r"\n(?=\S)", text)
+    lowered: Any = (step if hasattr(step, "lower") else jax.jit(step)).lower(*args)  # type: ignore
+    parts = re.split(r"\n(?=\S)", lowered.compile().as_text())
     # libtpu spreads one over fusions: a start, those beside it, all of this name, and a done.
     beside = re.compile(r'^\S*async_collective|"AsyncCollectiveStart"')
     whole = [part for part in parts if '"AsyncCollectiveDone"' in part or not beside.search(part)]

@@ -81,12 +81,7 @@ def check_own(tree: PyTree, axis_name: AxisName, *, all_of: bool = False) -> Non
     JAX has added up such a gradient over the workers: it is W times their mean. Where types say
     nothing, as under `check_vma=False` and `jax.vmap`, nothing is refused.
     """
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    indices = [
-        jax.eval_shape(lambda name=name: lax.axis_index(name))
-        for name in mesh.names_of(in_scope(axis_name)) if name in manual
-    ]  # fmt: skip
-    typed = frozenset().union(*map(mesh.varying_axes, indices))  # over which types say what varies
+    typed = mesh.typed_axes(in_scope(axis_name))
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     floating = [(path, x) for path, x in leaves if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
     equal = [(path, typed - mesh.varying_axes(x)) for path, x in floating]

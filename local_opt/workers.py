@@ -234,7 +234,7 @@ def first(x: jax.Array) -> jax.Array:
     return wide[0].astype(x.dtype)
 
 
-def count_of(workers: int | Mesh, axis_name: str | None) -> tuple[int, str]:
+def count_of(workers: int | Mesh, axis_name: Any) -> tuple[int, str]:
     """W and the name of the workers' axis, from a number or a mesh."""
     if isinstance(workers, Mesh):
         axis_name = only_axis(axis_name, workers.axis_names)
@@ -260,7 +260,9 @@ def only_axis(axis_name: Any, names: Sequence[str]) -> Any:
 
 def in_scope(axis_name: Any) -> Any:
     """The workers' axis: the one given, and for None the only named axis in scope, if any."""
-    return only_axis(axis_name, core.unsafe_get_axis_names_DO_NOT_USE())
+    # The only public way that sees the axes of vmap and pmap, which no mesh has.
+    names = core.unsafe_get_axis_names_DO_NOT_USE()  # pyright: ignore[reportPrivateImportUsage]
+    return only_axis(axis_name, names)
 
 
 def check_leading(tree: PyTree, of: str) -> int:

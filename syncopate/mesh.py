@@ -1,6 +1,7 @@
 """Helpers for workers that span several devices: specs, mesh axes and their types."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -132,6 +133,16 @@ def varying_axes(x: Any) -> frozenset[str]:
     """The manual axes over which an array or ShapeDtypeStruct is typed as varying."""
     kind = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     return kind.manual_axis_type.varying if kind.manual_axis_type else frozenset()
+
+
+def typed_axes(axis_name: Any) -> frozenset[str]:
+    """Those axes over which types say what varies: of a shard_map with check_vma=True."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    indices = [
+        jax.eval_shape(functools.partial(jax.lax.axis_index, name))
+        for name in names_of(axis_name) if name in manual
+    ]  # fmt: skip
+    return frozenset().union(*map(varying_axes, indices))
 
 
 def is_key(x: Any) -> bool:
