@@ -157,7 +157,7 @@ def test_a_kill_while_a_digest_is_written_leaves_the_checkpoint_before(tmp_path,
 
     monkeypatch.setattr(checkpoint, "_write_digest", fails_late)
     with pytest.raises(OSError, match="no space left"):
-        trained(built(), plans_of(), saving=run.Saving(tmp_path, every=30, at_end=True))
+        trained(built(mesh=True), plans_of(), saving=run.Saving(tmp_path, every=30, at_end=True))
     assert checkpoint.steps_of(tmp_path) == [30] and checkpoint.settled(tmp_path) == 30
 
 
@@ -176,12 +176,12 @@ OTHERS = [
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     saving = run.Saving(tmp_path, at_end=True, about=A)
-    _, found = trained(built(), plans_of(), saving=saving)
-    trained(built(), plans_of(), saving=saving, recorded=[r["step"] for r in found])
+    _, found = trained(built(mesh=True), plans_of(), saving=saving)
+    trained(built(mesh=True), plans_of(), saving=saving, recorded=[r["step"] for r in found])
     for plans, other, message in OTHERS:
         with pytest.raises(ValueError, match=message):
             given = saving._replace(about=other.get("about", A))
-            trained(built(), plans, saving=given, recorded=other.get("recorded"))
+            trained(built(mesh=True), plans, saving=given, recorded=other.get("recorded"))
 
 
 def test_data_are_known_by_their_hash():
@@ -336,7 +336,9 @@ def test_a_clock_that_is_set_forward_ends_no_save(tmp_path, monkeypatch):
         return real() + 86_400.0 * (own != main and seen[own] > 1)
 
     monkeypatch.setattr(time, "time", now)
-    outcome, _ = trained(built(), plans_of(), saving=run.Saving(tmp_path, every=20, at_end=True))
+    outcome, _ = trained(
+        built(mesh=True), plans_of(), saving=run.Saving(tmp_path, every=20, at_end=True)
+    )
     assert max(n for own, n in seen.items() if own != main) > 1
     assert outcome.ended and checkpoint.settled(tmp_path) == 60
 

@@ -106,15 +106,10 @@ GRADIENTS = jnp.asarray(tables.whole_numbers((WORKERS, UNITS, 5), seed=3))
 PLAIN = ordering.cd_grab(UNITS, units_per_step=PER_STEP)
 
 
-def rows_at(state, gradients, start, step):
-    """Gradients of a batch, other ones in every step, as the parameters have moved."""
-    units = jax.lax.dynamic_slice_in_dim(state.current, start, PER_STEP)
-    turned = jnp.roll(gradients[units], step, axis=1)
-    return turned * (1 + step % 3)
-
-
 def observe(state, gradients, start, step, fresh):
-    rows = rows_at(state, gradients, start, step)
+    """Of a batch of gradients, other ones in every step, as the parameters have moved."""
+    units = jax.lax.dynamic_slice_in_dim(state.current, start, PER_STEP)
+    rows = jnp.roll(gradients[units], step, axis=1) * (1 + step % 3)
     return jax.lax.cond(fresh, lambda s: PLAIN.observe(s, rows), lambda s: s, state)
 
 
@@ -145,31 +140,19 @@ def echoed_orders(observe, last_use=False):
     return np.stack([*orders, np.asarray(state.current)])
 
 
-def each(value):
-    return jnp.full(WORKERS, value)
-
-
-# Two jitted steps, and an echoed one knows nothing of the order; one step, of a `fresh` of every
-# worker, or of all: the condition then stays a branch under vmap.
-always = tables.vmap_workers(
-    lambda state, g, start, step: PLAIN.observe(state, rows_at(state, g, start, step))
-)
-traced = {run: jax.jit(over(observe)) for run, over in
-          (("vmap", vmap), ("shard_map", functools.partial(on_mesh, check_vma=False)))}  # fmt: skip
-shared = jax.jit(jax.vmap(observe, in_axes=(0, 0, None, None, None), axis_name="worker"))
-WAYS = {
-    "two steps": lambda state, g, start, step, fresh: (
-        always(state, g, each(start), each(step)) if fresh else state
-    ),
-    "vmap": lambda state, g, *at: traced["vmap"](state, g, *map(each, at)),
-    "shard_map": lambda state, g, *at: traced["shard_map"](state, g, *map(each, at)),
-    "shared": shared,
-}
-
-
 def test_every_unit_is_observed_once_however_fresh_is_told():
-    expected = echoed_orders(WAYS["two steps"])
-    for name in ("vmap", "shard_map", "shared"):
-        np.testing.assert_array_equal(echoed_orders(WAYS[name]), expected, err_msg=name)
+    """By a step of its own, to each worker, or to all: the condition then stays a branch."""
+    mapped = tables.vmap_workers(observe)
+
+    def each(state, gradients, *at):
+        return mapped(state, gradients, *(jnp.full(WORKERS, value) for value in at))
+
+    def two_steps(state, gradients, start, step, fresh):
+        return each(state, gradients, start, step, True) if fresh else state
+
+    together = jax.jit(jax.vmap(observe, (0, 0, None, None, None), axis_name="worker"))
+    expected = echoed_orders(two_steps)
+    for step in (each, together):
+        np.testing.assert_array_equal(echoed_orders(step), expected)
     # An echoed step that is observed instead would be noticed.
-    assert (echoed_orders(WAYS["shared"], last_use=True) != expected).any()
+    assert (echoed_orders(together, last_use=True) != expected).any()
