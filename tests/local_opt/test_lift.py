@@ -473,7 +473,7 @@ def test_two_numbers_owned_by_two_workers_are_never_a_key(jit):
 @by_way
 def test_an_order_starts_and_a_count_is_read_outside_of_jit(way):
     """JAX refuses x[0] along an explicit axis, which `jax.make_mesh` makes."""
-    workers, order = WAYS[way]("worker"), ordering.cd_grab(8)
+    workers, order = WAYS[way]("worker"), ordering.grab(8)
     start = local_opt.lift(order.init, workers, inputs="key shared", outputs="owned")
     state, key = start(jax.random.key(0), jnp.zeros(4)), jax.random.key(0)
     alone = [order.init(jax.random.fold_in(key, w), jnp.zeros(4)).current for w in range(W)]
