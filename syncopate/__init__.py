@@ -4,7 +4,6 @@
 """
 
 import importlib
-import importlib.metadata
 import importlib.util
 from typing import Any
 
@@ -13,9 +12,7 @@ PUBLIC = {"ordering": "Ordering", "local_opt": "local_steps"}  # with a name tha
 
 
 def __getattr__(name: str) -> Any:
-    """The version, or a public package, imported on first use as it imports from this one."""
-    if name == "__version__":
-        return importlib.metadata.version("syncopate")
+    """A public package, imported on first use because it imports from this one."""
     if name not in PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_home(name)}")
     module = importlib.import_module(name)
@@ -41,4 +38,4 @@ def _home(name: str) -> str:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *PUBLIC, "__version__"])
+    return sorted([*globals(), *PUBLIC])
