@@ -14,7 +14,7 @@ from experiments import forecast, herding, slow_sde
 from experiments.cluster import lock
 from experiments.results import page, records
 from experiments.results.tables import markdown
-from tests.commands import SHORT, parsed, train_run
+from tests.commands import parsed
 
 FEW = ["--num_vectors=40", "--rounds=2", "--workers=2", "--arms=rr"]
 REPORTS = {
@@ -30,27 +30,19 @@ def content(folder):
     return {path: text for path, text in found.items() if path.name != lock.NAME}
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """The folder of a run of `train`, with its checkpoints."""
-    folder = tmp_path_factory.mktemp("trained")
-    train_run(SHORT, folder)
-    return folder
-
-
 @pytest.mark.parametrize("name", REPORTS)
 @pytest.mark.parametrize("linked", [False, True])
-def test_a_report_refuses_the_folder_of_another_command(name, linked, trained, tmp_path):
+def test_a_report_refuses_the_folder_of_another_command(name, linked, finished, tmp_path):
     """Before it has computed anything, and whether the folder is given by its name or by a link."""
     main, module, arguments = REPORTS[name]
-    before = content(trained)
+    before = content(finished)
     assert any("checkpoints" in str(path) for path in before)
-    folder = tmp_path / "link" if linked else trained
+    folder = tmp_path / "link" if linked else finished
     if linked:
-        folder.symlink_to(trained)
+        folder.symlink_to(finished)
     with pytest.raises(ValueError, match=r"other settings \(.*command.* or pass --overwrite"):
         main(parsed(module, *arguments, f"--output_dir={folder}"))
-    assert content(trained) == before
+    assert content(finished) == before
 
 
 def test_a_report_refuses_what_other_flags_have_made_and_repeats_what_its_own_have(tmp_path):
