@@ -30,7 +30,10 @@ def _home(name: str) -> str:
     if name.startswith("_") or importlib.util.find_spec(f"{__name__}.{name}"):
         return ""
     for package in PUBLIC:
-        module = __getattr__(package)
+        try:
+            module = __getattr__(package)
+        except ImportError:  # a user's own: whoever asks for it is told
+            continue
         for inner in [module, *(getattr(module, n) for n in module.__all__)]:
             if name in getattr(inner, "__all__", ()):
                 return f": it is {inner.__name__}.{name}, after `from syncopate import {package}`."

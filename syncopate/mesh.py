@@ -152,8 +152,9 @@ def is_key(x: Any) -> bool:
 
 def is_legacy(x: Any) -> bool:
     """Whether a value may be a legacy key of `jax.random.PRNGKey`, as any uint32[2] may."""
-    legacy = jax.eval_shape(jax.random.PRNGKey, 0)
-    return getattr(x, "dtype", None) == legacy.dtype and x.shape == legacy.shape
+    if getattr(x, "dtype", None) != jnp.uint32:  # before the shape, which is traced
+        return False
+    return x.shape == jax.eval_shape(jax.random.PRNGKey, 0).shape
 
 
 def typed_key(key: Any) -> Any:

@@ -186,14 +186,25 @@ def split(
 
 def _source(part: Any) -> Part | File:
     """A source of blocks with a name and a digest; ValueError for what is none."""
+    name = type(part).__name__
     if isinstance(part, Part | File):
         return part
     if not (hasattr(part, "read") and hasattr(part, "__len__") and len(part)):
         raise ValueError(
-            f"parts holds a {type(part).__name__}: pass what files or tokens returned, or sources "
+            f"parts holds a {name}: pass what files or tokens returned, or sources "
             "with len(source) > 0 and source.read(start, stop)."
         )
-    return Part(type(part).__name__, len(part), (0, 0), part.read)
+
+    def read(start, stop):
+        records = part.read(start, stop)
+        columns = [records] if isinstance(records, list) else jax.tree.leaves(records)
+        found = {len(x) if isinstance(x, list) or np.ndim(x) else 0 for x in columns}
+        if found != {stop - start}:
+            what = f"a {type(records).__name__} of {sorted(found)} records"
+            raise ValueError(f"{name}.read({start}, {stop}) gave {what}: return {stop - start}.")
+        return records
+
+    return Part(name, len(part), (0, 0), read)
 
 
 def _kept(blocks: Blocks, keep) -> np.ndarray:

@@ -54,6 +54,17 @@ def blocks_of(act=lambda i: None, size=12):
     return ordering.blocks.split([Source(act, size)], unit_size=2)
 
 
+MORE = np.arange(3), np.array(1), "text", [b"1"], {"x": np.arange(2), "y": np.arange(1)}
+
+
+@pytest.mark.parametrize("records", MORE)
+def test_a_source_of_ones_own_that_gives_other_records_than_two_is_named(records):
+    source = Source()
+    source.read = lambda start, stop: records
+    with pytest.raises(ValueError, match=r"Source.read\(0, 2\) gave a \w+ of .* records: return 2"):
+        ordering.blocks.split([source], unit_size=2)[0]
+
+
 def epochs(act=lambda i: None, **options):
     state = state_of(12)
     return read_epochs(Source(act), lambda: state, units_per_step=2, **{"num_epochs": 1} | options)

@@ -66,10 +66,12 @@ def test_a_name_of_another_package_is_found_there(name, home):
         getattr(syncopate, name)
 
 
-def test_the_package_tells_its_version_and_nothing_that_is_not():
+def test_the_package_tells_its_version_and_nothing_that_is_not(monkeypatch):
     assert re.fullmatch(r"\d+\.\d+\.\d+", syncopate.__version__)
     with pytest.raises(AttributeError, match="'nothing'$"):
         syncopate.nothing  # noqa: B018
+    monkeypatch.setitem(sys.modules, "ordering", types.ModuleType("ordering"))  # a user's own
+    assert not hasattr(syncopate, "nothing")
 
 
 def test_the_command_runs_beside_files_with_its_names(elsewhere):
