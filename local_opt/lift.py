@@ -27,7 +27,7 @@ KEYS = (None, "fold", "copy")
 
 def lift(
     function: Callable,
-    workers: int | Mesh,
+    workers: int | Mesh | None = None,
     *,
     inputs: str | Sequence[str],
     outputs: str | Sequence[str],
@@ -62,8 +62,9 @@ def lift(
       function: of one worker; its collectives name `axis_name`. Gradients by a shared argument are
         the worker's own.
       workers: W >= 1, simulated on one device by `jax.vmap`; or a mesh with that axis, one worker
-        per position on it, by `jax.shard_map`. Other axes of the mesh are left to the compiler: a
-        worker may span several devices.
+        per position on it, by `jax.shard_map`; None for the mesh that is in scope when the result
+        is called or traced, as by `jax.set_mesh`. Other axes of the mesh are left to the compiler,
+        or explicit: a worker may span several devices.
       inputs: a word for every parameter, in the order of the signature and however it is given:
         "owned split", or ("owned", "split"). Keyword-only parameters without a word are shared, and
         a default that is not overridden needs none.
@@ -80,7 +81,8 @@ def lift(
     Raises:
       ValueError: at construction for an unknown word, more words than parameters, or a mesh without
         the axis; from a call for a parameter without a word, another number of results, leaves
-        whose leading axis does not fit, or a shared result that differs between workers.
+        whose leading axis does not fit, a shared result that differs between workers, or no mesh
+        in scope.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax, local_opt
@@ -101,12 +103,11 @@ def lift(
       Gu et al., A Quadratic Synchronization Rule for Distributed Deep Learning, 2024,
       https://arxiv.org/abs/2310.14423
     """
-    count, axis_name = count_of(workers, axis_name)
-    mesh = workers if isinstance(workers, Mesh) else None
+    fixed = None if workers is None else count_of(workers, axis_name)
     single = isinstance(outputs, str) and len(outputs.split()) == 1
     inputs = _checked_words(inputs, INPUTS, "inputs")
     results = _checked_words(outputs, OUTPUTS, "outputs")
-    if in_turn and mesh is not None:
+    if in_turn and (fixed is None or fixed[2] is not None):
         raise ValueError("in_turn is for simulated workers: pass their number, not a mesh.")
     if in_turn and "shared" in results:
         raise ValueError(f"outputs are {results}: with in_turn no result is shared; take owned.")
@@ -114,6 +115,7 @@ def lift(
 
     @functools.wraps(function, updated=())
     def lifted(*args, **kwargs):
+        count, axis, mesh = fixed or count_of(None, axis_name)
         values, words, call = bind(args, kwargs)
         parts, said = [parted(value) for value in values], []
         given = [arrays for arrays, _ in parts]
@@ -142,17 +144,17 @@ def lift(
             return tuple(arrays for arrays, _ in pairs)
 
         if mesh is not None:
-            run = _on_mesh(one, mesh, axis_name, words, results)
+            run = _on_mesh(one, mesh, axis, words, results)
             traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(given))
             if len(mesh.shape) > 1 and not traced:
                 run = jax.jit(run)  # JAX 0.10 leaves axes to the compiler there alone
         elif in_turn:
             run = _in_turn(one, words)
         else:
-            run = jax.vmap(one, _sides(words, None, 0), _sides(results, None, 0), axis_name)
+            run = jax.vmap(one, _sides(words, None, 0), _sides(results, None, 0), axis)
         if "shared" in results:
-            _check_shared(one, given, words, results, mesh, count, axis_name)
-        entered = _entered(given, words, mesh, count, axis_name)
+            _check_shared(one, given, words, results, mesh, count, axis)
+        entered = _entered(given, words, mesh, count, axis)
         left = [
             joined(_left(arrays, word, mesh is not None), rest)
             for arrays, word, rest in zip(run(*entered), results, said, strict=True)
@@ -356,7 +358,11 @@ def _checked_words(words, known, name) -> tuple[str, ...]:
 
 @jax.transfer_guard("allow")
 def owned(
-    tree: PyTree, workers: int | Mesh, *, axis_name: str | None = AXIS, keys: str | None = None
+    tree: PyTree,
+    workers: int | Mesh | None = None,
+    *,
+    axis_name: str | None = AXIS,
+    keys: str | None = None,
 ) -> PyTree:
     """The same start for every worker: leaves [W, ...], on the devices of their workers.
 
@@ -378,7 +384,8 @@ def owned(
       A tree of the same structure.
 
     Raises:
-      ValueError: for unknown `keys`, legacy ones to fold, or if processes have different values.
+      ValueError: for unknown `keys`, legacy ones to fold, no mesh in scope, or if processes have
+        different values.
 
     Warns:
       UserWarning: if a key is copied and `keys` is None.
@@ -391,7 +398,7 @@ def owned(
       >>> bool(key[0] == key[1])
       False
     """
-    count, axis_name = count_of(workers, axis_name)
+    count, axis_name, mesh = count_of(workers, axis_name)
     if keys not in KEYS:
         raise ValueError(f"keys is {keys!r}: pass 'fold', for a key of each worker, or 'copy'.")
 
@@ -404,8 +411,8 @@ def owned(
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), arrays)
 
     arrays, rest = parted(jax.tree.map(number, tree))
-    found = _spread(repeated, arrays, workers, axis_name)
-    if isinstance(workers, Mesh) and jax.process_count() > 1:
+    found = _spread(repeated, arrays, mesh, axis_name)
+    if mesh is not None and jax.process_count() > 1:
         check_synced(found, what="state", ulps=0)
     of_keys = jax.tree.map(lambda x: x if is_key(x) else None, arrays)
     leaves = jax.tree_util.tree_leaves_with_path(arrays)
@@ -422,22 +429,22 @@ def owned(
             stacklevel=3,  # beyond the transfer guard
         )
     if keys == "fold":
-        own = _spread(lambda x: jax.tree.map(folded, repeated(x)), of_keys, workers, axis_name)
+        own = _spread(lambda x: jax.tree.map(folded, repeated(x)), of_keys, mesh, axis_name)
         found = joined(own, found)
     return joined(found, rest)
 
 
-def _spread(function, arrays, workers, axis_name):
+def _spread(function, arrays, mesh, axis_name):
     """The result of a function that adds a worker axis, on the devices of the workers."""
-    if not isinstance(workers, Mesh):
+    if mesh is None:
         return jax.jit(function)(arrays)
-    explicit = AxisType.Explicit in workers.axis_types
+    explicit = AxisType.Explicit in mesh.axis_types
 
     def place(x, *first):
         spec = spec_of(x)
         # As long as the shape, as a step's results are there: else its second call would compile.
         spec += (None,) * (jnp.ndim(x) - len(spec)) if explicit else ()
-        return NamedSharding(workers, PartitionSpec(*first, *spec))
+        return NamedSharding(mesh, PartitionSpec(*first, *spec))
 
     if jax.process_count() == 1:  # one copy per device, never all on one
         given = jax.device_put(arrays, jax.tree.map(place, arrays))

@@ -1,5 +1,6 @@
 """Where workers are, what must be equal on all of them, and one model from those of all."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
@@ -234,21 +235,36 @@ def first(x: jax.Array) -> jax.Array:
     return wide[0].astype(x.dtype)
 
 
-def count_of(workers: int | Mesh, axis_name: Any) -> tuple[int, str]:
-    """W and the name of the workers' axis, from a number or a mesh."""
-    if isinstance(workers, Mesh):
-        axis_name = only_axis(axis_name, workers.axis_names)
-        if axis_name not in workers.shape:
+def count_of(workers: int | Mesh | None, axis_name: Any) -> tuple[int, str, Any]:
+    """W, the name of the workers' axis, and their mesh, None for a number: see `lift`."""
+    mesh = mesh_in_scope() if workers is None else workers
+    if isinstance(mesh, Mesh | AbstractMesh):
+        axis_name = only_axis(axis_name, mesh.axis_names)
+        if axis_name not in mesh.shape:
             raise ValueError(
-                f"the mesh has the axes {workers.axis_names} and the workers' is {axis_name!r}: "
+                f"the mesh has the axes {mesh.axis_names} and the workers' is {axis_name!r}: "
                 "pass axis_name=, or make the mesh with that axis."
             )
-        return workers.shape[axis_name], axis_name
+        return mesh.shape[axis_name], axis_name, mesh
     if not is_whole(workers) or int(workers) < 1:
         raise ValueError(f"workers is {workers!r}: pass a whole number >= 1, or a mesh.")
     if not isinstance(axis_name, str | None):
         raise ValueError(f"axis_name is {axis_name!r}: pass one name, as 'worker'.")
-    return int(workers), AXIS if axis_name is None else axis_name
+    return int(workers), AXIS if axis_name is None else axis_name, None
+
+
+def mesh_in_scope() -> Mesh | AbstractMesh:
+    """The mesh of `jax.set_mesh`; while a program is traced it knows no devices."""
+    found = jax.sharding.get_abstract_mesh()
+    if found.empty:
+        raise ValueError(
+            "workers is None and no mesh is in scope: enter one, as by jax.set_mesh(mesh), or pass "
+            "a mesh, or the number of workers to simulate."
+        )
+    with contextlib.suppress(ValueError):  # of a trace
+        devices = jax.sharding.get_mesh()
+        return found if devices.empty else devices
+    return found
 
 
 def only_axis(axis_name: Any, names: Sequence[str]) -> Any:

@@ -13,7 +13,7 @@ def worker_mesh(workers: int) -> Mesh:
     Raises:
       UserError: if there are fewer devices, or a process has none of them.
     """
-    (workers, _), devices = count_of(workers, AXIS), jax.devices()
+    (workers, *_), devices = count_of(workers, AXIS), jax.devices()
     if workers > len(devices):
         raise UserError(
             f"{workers} workers need as many devices, and {len(devices)} are here: take fewer "

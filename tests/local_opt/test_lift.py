@@ -480,3 +480,31 @@ def test_an_order_starts_and_a_count_is_read_outside_of_jit(way):
     np.testing.assert_array_equal(state.current, alone)
     assert int(local_opt.consolidate(local_opt.owned({"step": 7}, workers))["step"]) == 7
     assert int(local_opt.consolidate(state.epoch)) == 0
+
+
+@by_way
+def test_the_mesh_may_be_the_one_in_scope_where_a_step_is_called(way):
+    """One lifted function, also compiled, follows the mesh; without one it asks for it."""
+
+    def step(x, rows, key):
+        return x + rows.sum(), jax.random.normal(key), jax.lax.pmean(x, "worker")
+
+    lifted = local_opt.lift(step, inputs="owned split key", outputs="owned owned shared")
+    rows, key, run = jnp.arange(2.0 * W), jax.random.key(3), jax.jit(lifted)
+    for call in (run, lifted, lambda *_: local_opt.owned(key, keys="copy")):
+        with pytest.raises(ValueError, match=r"no mesh is in scope: enter one, .*jax.set_mesh"):
+            call(jnp.zeros(W), rows, key)
+    if way == "vmap":
+        return
+    with jax.set_mesh(WAYS[way]("worker")):
+        x = local_opt.owned(jnp.ones(()))
+        assert x.sharding.spec[0] == "worker"
+        for call in (run, lifted):
+            found, drawn, mean = call(x, rows, key)
+            np.testing.assert_array_equal(found, 1 + np.arange(2 * W).reshape(W, 2).sum(1))
+            alone = [jax.random.normal(jax.random.fold_in(key, w)) for w in range(W)]
+            np.testing.assert_allclose(drawn, alone, rtol=1e-6)
+            assert float(mean) == 1
+    with jax.set_mesh(mesh_of(AxisType.Auto, "dp")):
+        with pytest.raises(ValueError, match="axes .*dp.* and the workers' is 'worker'"):
+            run(x, rows, key)

@@ -75,7 +75,7 @@ def test_help_shows_every_argument(function):
 
 
 # (a state that is usually there, a second argument of an accessor)
-ALLOWED = ("front", "backend", "units")
+ALLOWED = ("front", "backend", "units", "workers")
 
 
 @pytest.mark.parametrize("name", CITED)
