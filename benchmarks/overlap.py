@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -25,6 +24,7 @@ import local_opt
 import models
 from experiments.study.cost import computations, result_bytes, stay_on_cpu, uncached
 from local_opt.workers import AXIS
+from syncopate.unstable import topologies
 
 SLICES, CHIPS, CHIPS_OF_HOST, HERTZ = 2, (4, 4), 4, 940e6  # of a v5e
 GIGABITS = (25, 100, 400)  # per second, of a host

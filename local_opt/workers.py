@@ -7,13 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from syncopate.mesh import is_key, name_of
 from syncopate.plans import Plan, as_array, check_function, check_like, check_number, is_whole
+from syncopate.unstable import axis_names, multihost_utils
 
 AXIS = "worker"
 AxisName = str | tuple[str, ...] | None  # None is the only one in scope
@@ -193,8 +193,7 @@ def check_same_plan(plan: Plan, *, gather: Callable | None = None) -> None:
     """
     if not isinstance(plan, Plan):
         raise ValueError(f"plan is a {type(plan).__name__}: pass a SyncPlan or an EchoPlan.")
-    if gather is None:
-        from jax.experimental.multihost_utils import process_allgather as gather
+    gather = multihost_utils.process_allgather if gather is None else gather
     own = np.frombuffer(bytes.fromhex(plan.digest()), np.uint8)
     check_function("gather", gather, "digest")
     digests, found = as_array(gather(own))
@@ -235,17 +234,17 @@ def first(x: jax.Array) -> jax.Array:
     return wide[0].astype(x.dtype)
 
 
-def count_of(workers: int | Mesh | None, axis_name: Any) -> tuple[int, str, Any]:
+def count_of(workers: int | Mesh | AbstractMesh | None, axis_name: Any) -> tuple[int, str, Any]:
     """W, the name of the workers' axis, and their mesh, None for a number: see `lift`."""
-    mesh = mesh_in_scope() if workers is None else workers
-    if isinstance(mesh, Mesh | AbstractMesh):
-        axis_name = only_axis(axis_name, mesh.axis_names)
-        if axis_name not in mesh.shape:
+    workers = mesh_in_scope() if workers is None else workers
+    if isinstance(workers, Mesh | AbstractMesh):
+        axis_name = only_axis(axis_name, workers.axis_names)
+        if axis_name not in workers.shape:
             raise ValueError(
-                f"the mesh has the axes {mesh.axis_names} and the workers' is {axis_name!r}: "
+                f"the mesh has the axes {workers.axis_names} and the workers' is {axis_name!r}: "
                 "pass axis_name=, or make the mesh with that axis."
             )
-        return mesh.shape[axis_name], axis_name, mesh
+        return workers.shape[axis_name], axis_name, workers
     if not is_whole(workers) or int(workers) < 1:
         raise ValueError(f"workers is {workers!r}: pass a whole number >= 1, or a mesh.")
     if not isinstance(axis_name, str | None):
@@ -276,9 +275,7 @@ def only_axis(axis_name: Any, names: Sequence[str]) -> Any:
 
 def in_scope(axis_name: Any) -> Any:
     """The workers' axis: the one given, and for None the only named axis in scope, if any."""
-    # The only public way that sees the axes of vmap and pmap, which no mesh has.
-    names = core.unsafe_get_axis_names_DO_NOT_USE()  # pyright: ignore[reportPrivateImportUsage]
-    return only_axis(axis_name, names)
+    return only_axis(axis_name, axis_names())
 
 
 def check_leading(tree: PyTree, of: str) -> int:

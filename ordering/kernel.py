@@ -19,13 +19,13 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float32, PyTree
 
 from ordering import trees
 from ordering.signs import SignRule, State
-from syncopate import mesh
+from syncopate import mesh, unstable
+from syncopate.unstable import pallas as pl
 
 BLOCK = 64  # vectors: enough for a matrix unit, and for few sums over devices
 UNROLL = 8  # signs per turn of the scan where each turn starts kernels
@@ -259,10 +259,8 @@ def _has_triton() -> bool:
 
 
 def _of_triton(size: int):
-    from jax.experimental.pallas import triton  # a fifth of a second, which others need not wait
-
     # A sum within one warp needs no barrier; more than 32 numbers per thread leave its registers.
-    return triton.CompilerParams(num_warps=min(32, max(1, size // 1024)))
+    return unstable.triton().CompilerParams(num_warps=min(32, max(1, size // 1024)))
 
 
 def _cost_of(size: int, read, written) -> pl.CostEstimate:

@@ -27,6 +27,7 @@ from absl import flags
 
 import ordering.input
 from experiments.cluster import strict
+from syncopate import unstable
 from syncopate.refusals import UserError
 
 # Flags that may differ: a process's number, its address of process 0, and its data's folder (the
@@ -113,11 +114,8 @@ def exchanged(
 
 
 def store():
-    # JAX has no public access to the coordinator's store. Its collectives have no timeout, so that
-    # devices that run different programs would wait for ever.
-    from jax._src.distributed import global_state
-
-    return global_state.client
+    # JAX's collectives have no timeout: devices of different programs would wait for ever.
+    return unstable.coordination_client()
 
 
 def _get(store, key, seconds) -> str | None:

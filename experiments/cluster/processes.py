@@ -24,13 +24,13 @@ from collections.abc import Callable, Iterator
 import jax
 import numpy as np
 from absl import flags
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from experiments.cluster import agree, strict
 from experiments.cluster.agree import several as several
 from experiments.cluster.devices import worker_mesh
 from syncopate.refusals import UserError
+from syncopate.unstable import multihost_utils
 
 NAMES = ("coordinator_address", "num_processes", "process_id")
 AUTO = "auto"

@@ -28,8 +28,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import topologies
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 from jaxtyping import Float
@@ -51,6 +49,7 @@ from ordering.kernel import BLOCK
 from ordering.pairs import slice_size
 from syncopate.mesh import is_key
 from syncopate.refusals import UserError
+from syncopate.unstable import compilation_cache, topologies
 
 TERA, HOUR = 1e12, 3600.0
 

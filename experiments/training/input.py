@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, Sharding
 
 import ordering.input
@@ -19,6 +18,7 @@ from experiments.cluster import agree
 from experiments.training.config import Sizes
 from local_opt.workers import AXIS
 from syncopate.mesh import is_key
+from syncopate.unstable import multihost_utils
 
 LOOK_AHEAD = 3  # loads before an epoch's end, when the first loads of the next one begin
 DEPTH = 2  # batches waiting in the queue

@@ -13,6 +13,7 @@ from jaxtyping import Key, PyTree
 from ordering.echo.plans import EchoPlan, Measured, check_policy
 from ordering.input.loader import LoadError, check_batches, on_device, said
 from syncopate import plans
+from syncopate.unstable import multihost_utils
 
 
 class EchoStep(NamedTuple):
@@ -28,9 +29,7 @@ def ready_everywhere(ready: bool) -> bool:
     """Whether the next batch of every process is ready, found by a small exchange."""
     if jax.process_count() == 1:
         return bool(ready)
-    from jax.experimental.multihost_utils import process_allgather
-
-    return bool(np.all(process_allgather(np.uint8(ready))))
+    return bool(np.all(multihost_utils.process_allgather(np.uint8(ready))))
 
 
 def echo_batches(

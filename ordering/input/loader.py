@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.layout import Format
 from jaxtyping import PyTree
 
 from syncopate import plans
+from syncopate.unstable import Format
 
 ADVICE = {
     "M": "pass times as numbers, such as the seconds since a first one",

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import local_opt
 from experiments.study.cost import LIBTPU, stay_on_cpu, uncached
+from syncopate.unstable import topologies
 from tests.compiled_runs import compiled_by
 
 LAYERS, WIDTH, EXAMPLES, DELAY = 4, 512, 128, 2

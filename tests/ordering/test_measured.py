@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ordering import echo, input
 from ordering.echo import echo_batches, measured, stream
+from syncopate.unstable import multihost_utils
 from tests import reference
 from tests.echo_source import MODES, Source, assert_same, batch, options
 from tests.refused import refuses
@@ -97,8 +98,6 @@ def test_a_step_loads_only_if_all_processes_are_ready(monkeypatch):
 
     assert [use.fresh for use in loader.run(policy(), agree=agree)] == fresh
     assert heard == [(t, ANSWERS[t]) for t in asked]
-    from jax.experimental import multihost_utils
-
     monkeypatch.setattr(jax, "process_count", lambda: 3)
     for others in ([1, 1], [1, 0], [0, 0]):
         gather = lambda own, others=others: np.array([own, *others])  # noqa: E731

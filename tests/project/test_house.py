@@ -77,6 +77,16 @@ def test_imports_go_down():
     assert not wrong, "\n".join(wrong)
 
 
+def test_one_file_imports_what_jax_does_not_promise_to_keep():
+    unstable = re.compile("jax/(experimental|_src)")
+    found = {
+        str(path.relative_to(ROOT))
+        for path in files(*PACKAGES, "tests", "examples")
+        for module in imported(path) if unstable.match(module)
+    }  # fmt: skip
+    assert found == {"syncopate/unstable.py"}
+
+
 @pytest.mark.parametrize("folder", SUMS)
 def test_a_folder_is_not_longer_than_its_sum(folder):
     lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files(folder))
