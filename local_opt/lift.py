@@ -233,7 +233,8 @@ def _on_mesh(function, mesh, axis_name, inputs, results):
         return each(found, results, lambda x: jnp.expand_dims(x, 0))
 
     whole, rows = PartitionSpec(), PartitionSpec(axis_name)
-    # With check_vma=True jax.grad of shared parameters would insert a psum.
+    # With check_vma=True JAX refuses scans of one worker that start from zeros, and shared results
+    # that it cannot prove equal, and adds up gradients of shared parameters over the workers.
     return jax.shard_map(
         per_device, mesh=mesh, axis_names={axis_name}, check_vma=False,
         in_specs=_sides(inputs, whole, rows), out_specs=_sides(results, whole, rows),

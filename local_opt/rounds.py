@@ -100,7 +100,7 @@ def local_rounds(
       correction: `control_variates` or `proximal`, against drift between syncs; not with a wire.
       specs: if a worker spans several devices, how its parameters are split over them: a `jax.P`
         per leaf, or one for all, without the workers' axis. The optimizer state is split alike. A
-        wire needs it, and so does the drift if all axes are manual; see docs/use/devices.md.
+        wire needs it, and so does the drift if all axes are manual; see docs/use/meshes.md.
       drift: whether a sync measures how far this worker is from the mean, |x_w - x_bar| / |x_bar|,
         for `Rounds.drift`. That reads the parameters twice more, and keeps them meanwhile. It is 0
         for a worker with weight zero.

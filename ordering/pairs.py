@@ -132,7 +132,7 @@ def cd_grab(
       ValueError: at construction if sizes are out of range or team_size is given without gathers;
         while tracing if there are other gradients than of a step, if the axis is not in scope or
         team_size does not divide it, or if the mesh has other axes, over which devices of a
-        worker might disagree (docs/use/devices.md).
+        worker might disagree (docs/use/meshes.md).
 
     Examples:
       >>> import jax, jax.numpy as jnp, ordering

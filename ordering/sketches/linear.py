@@ -76,7 +76,7 @@ def sketch(
     Args:
       key: typed; one key gives all workers the same map.
       size: k >= 1; see `sketch_size`.
-      specs: for a worker that is several devices (docs/use/devices.md): how one gradient is split
+      specs: for a worker that is several devices (docs/use/meshes.md): how one gradient is split
         over them, a `jax.P` per leaf or one for all, without the workers' axis. Each sketches its
         part, with signs of its own, and the k numbers are summed over them. Another split gives
         another map, except for gradients that are kept as they are.

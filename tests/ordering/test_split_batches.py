@@ -137,7 +137,7 @@ def test_jax_alone_is_still_wrong_of_a_batch_that_is_split():
 
 @pytest.mark.parametrize("maker", MAKERS)
 def test_gradients_of_convolutions_inside_lift_with_split_batches(maker):
-    """Two workers of two devices, as in docs/use/two_levels.md."""
+    """Two workers of two devices, as in docs/use/meshes.md."""
     loss, x, w = loss_of(conv), normal(N, 6, 6, 3), normal(3, 3, 3, 5)
     mesh = mesh_of((2, 2), ("worker", "data"))
 
