@@ -234,6 +234,13 @@ def test_a_single_file_takes_each_decision_by_one_line(plain, capsys):
     assert len(epochs) == (6 if plain else 3)
 
 
+def test_workers_of_four_devices_each_train_a_decoder_on_a_mesh_as_jax_makes_it(load):
+    example = load("", "two_axes")
+    losses = example.main()
+    assert len(losses) == len(example.plan.starts) and losses[-1] < 0.5 * losses[0]
+    assert len(set(np.diff(example.plan.starts))) > 1
+
+
 def test_rollouts_that_are_used_again_need_fewer_at_a_small_rate(load, capsys):
     example = load("", "policy_gradient")
     once = example.main(rollouts=16)
