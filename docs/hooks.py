@@ -3,10 +3,12 @@
 In the repository a link from a page leads to the file; in the site, to its copy.
 """
 
+import html
 import pathlib
 import re
 
 import griffe
+from latex2mathml import converter
 from mkdocs.structure.files import File
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -48,9 +50,18 @@ def on_page_markdown(markdown, page, config, files):
     return re.sub(r"(\]\()((?!\w+:|#)[^)#\s]+)((?:#[^)\s]*)?\))", moved, markdown)
 
 
-def on_page_content(html, page, config, files):
-    """Keeps a number and its interval on one line of a table."""
-    return re.sub(r"<td>(?=[^<]{,24}</td>)(?=[^<]*±)", '<td style="white-space: nowrap">', html)
+def on_page_content(text, page, config, files):
+    """Typesets formulas, and keeps a number and its interval on one line of a table."""
+    text = re.sub(r"<td>(?=[^<]{,24}</td>)(?=[^<]*±)", '<td style="white-space: nowrap">', text)
+    return re.sub(
+        r'<(span|div) class="arithmatex">\\[([](.*?)\\[)\]]</\1>', typeset, text, flags=re.S
+    )
+
+
+def typeset(formula: re.Match[str]) -> str:
+    """MathML, which browsers show without a script or a font of their own."""
+    display = "block" if formula[1] == "div" else "inline"
+    return converter.convert(html.unescape(formula[2]).strip(), display=display)
 
 
 def resolved(path: pathlib.PurePosixPath) -> str:

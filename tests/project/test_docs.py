@@ -4,6 +4,8 @@ import importlib.util
 import inspect
 import pathlib
 import re
+import subprocess
+import sys
 
 import pytest
 import yaml
@@ -76,6 +78,7 @@ def test_the_reference_has_every_public_name_once():
 @pytest.fixture(scope="module")
 def hooks():
     pytest.importorskip("mkdocs")
+    pytest.importorskip("latex2mathml")
     spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -115,3 +118,19 @@ def test_the_index_links_every_public_name(hooks):
     rows = re.findall(r"^\| \[`(\w+)`\]\[(\S+)\] \| \S.*\S \|$", hooks.index(), re.M)
     assert {path for _, path in rows} == shown and len(rows) == len(shown)
     assert all(path.endswith(f".{name}") for name, path in rows)
+
+
+def test_formulas_are_typeset_in_the_page_itself(hooks, tmp_path):
+    """All of them, as MathML, in pages that load no script from elsewhere."""
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", tmp_path]
+    subprocess.run(build, cwd=ROOT, check=True)
+    for page in (ROOT / "docs" / "use").glob("*.md"):
+        text = re.sub(r"^```.*?^```$|`[^`\n]*`", "", page.read_text(), flags=re.M | re.S)
+        formulas = len(re.findall(r"\$\$.+?\$\$|\$[^$\n]+\$", text, re.S))
+        shown = (tmp_path / "use" / f"{page.stem}.html").read_text()
+        assert shown.count("<math") == shown.count("</math>") == formulas, page.stem
+        assert formulas or page.stem not in ("averages", "echoing", "local_steps", "orders")
+    for path in tmp_path.rglob("*.html"):
+        text = re.sub(r"<(script|pre|code|style)\b.*?</\1>", "", path.read_text(), flags=re.S)
+        assert "$" not in text and "arithmatex" not in text, path
+        assert not re.search(r"<script[^>]+src=.?(https?:)?//", path.read_text()), path
