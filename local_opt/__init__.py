@@ -10,6 +10,7 @@ from local_opt.presets import diloco, muloco, normalize_by_period, slowmo, spars
 from local_opt.rounds import Rounds, accumulated_rounds, local_rounds, local_steps, parallel_rounds
 from local_opt.rules import bernoulli, constant, every_step, post_local, power_rule, qsr, swap
 from local_opt.streaming import Streaming, stream_segments, streaming_rounds
+from local_opt.survivors import Survivors
 from local_opt.workers import check_same_plan, check_synced, consolidate, reestimate
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "Correction",
     "Rounds",
     "Streaming",
+    "Survivors",
     "SyncPlan",
     "Wire",
     "accumulated_rounds",

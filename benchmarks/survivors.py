@@ -1,0 +1,221 @@
+"""Processes are killed while they train with local steps: do the others go on, and as they should?
+
+    python -m benchmarks.survivors --processes=3 --deaths=1           # twelve runs: two minutes
+    python -m benchmarks.survivors --processes=4 --deaths=2
+    python -m benchmarks.survivors --processes=3 --deaths=1 --inside  # in the middle of a sync
+    python -m benchmarks.survivors --processes=3 --cost               # milliseconds of a sync
+
+Between two syncs SIGKILL comes at a random moment. All numbers of the survivors are compared with a
+loop in NumPy that drops the dead from the sync on in which they were missed. Inside a sync, made
+long on purpose, it ends the run; given again, the command goes on from the last checkpoint, of all
+processes or of those that are left, in turns.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+
+import numpy as np
+
+UNITS, SIZE, STEPS, PERIOD, RATE, OUTER, MOMENTUM = 10, 4, 400, 20, 0.02, 0.7, 0.5
+HEARTBEAT, PATIENCE, SECONDS = 5, 60.0, 0.005  # SECONDS: of a step, at least
+
+
+def data_of(process):
+    draw = np.random.default_rng(process)
+    x = draw.normal(size=(UNITS, 8, SIZE)).astype(np.float32)
+    return x, (x.sum(2) * (process + 1)).astype(np.float32)
+
+
+def train(process, count, address, folder, long):
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    import local_opt
+
+    jax.config.update("jax_enable_recoverability", True)
+    own = {"heartbeat_timeout_seconds": HEARTBEAT, "coordinator_bind_address": address}
+    jax.distributed.initialize(address, count, process, **own)
+    inner = optax.sgd(optax.cosine_decay_schedule(RATE, STEPS), momentum=MOMENTUM)
+    rounds = local_opt.local_rounds(inner, outer=optax.sgd(OUTER, momentum=MOMENTUM))
+    rule = optax.cosine_decay_schedule(RATE, STEPS)
+    plan = local_opt.qsr(rule, total_steps=STEPS, alpha=0.07, h_base=PERIOD)
+
+    def sync(params, state):
+        again = lambda _, x: jax.lax.pmean(x, "worker")  # noqa: E731
+        return rounds.sync(params + 0 * jax.lax.fori_loop(0, long, again, params), state)
+
+    survivors = local_opt.Survivors(sync if long else rounds.sync, patience=PATIENCE)
+    here = jax.sharding.Mesh(jax.local_devices(), ("worker",))
+
+    def step(params, state, x, y):
+        grads = jax.grad(lambda w: jnp.mean((x @ w - y) ** 2))(params)
+        updates, state = rounds.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    step = local_opt.lift(step, here, inputs="owned owned shared shared", outputs="owned owned")
+    step, start, (x, y) = jax.jit(step), 0, data_of(process)
+    first = jnp.zeros(SIZE)
+    trees = local_opt.owned((first, rounds.init(first)), here)
+    saved = [*folder.glob("*.npz")]
+    whole = [s for s in {int(p.stem.split("_")[0]) for p in saved}
+             if all(folder / f"{s}_{n}.npz" in saved for n in range(count))]  # fmt: skip
+    if whole:
+        start, leaves = max(whole), jax.tree.leaves(trees)
+        with np.load(folder / f"{start}_{process}.npz") as known:
+            places = [leaf.sharding for leaf in leaves]
+            leaves = [*map(jax.device_put, known.values(), places)]
+        trees = jax.tree.unflatten(jax.tree.structure(trees), leaves)
+    record = open(folder / f"records_{process}", "a", buffering=1)  # noqa: SIM115
+    for t in range(start, STEPS):
+        trees = step(*trees, x[t % UNITS], y[t % UNITS])
+        time.sleep(SECONDS)
+        if plan.syncs_after(t):
+            (folder / f"at_{process}").write_text(str(t + 1))
+            trees = survivors(t + 1, *trees)
+            found = {"step": t + 1, "living": survivors.met.living, "plan": plan.digest()}
+            found |= {"params": np.asarray(trees[0])[0].tolist(), "time": time.time()}
+            record.write(json.dumps(found | {"programs": len(survivors.compiled)}) + "\n")
+            np.savez(folder / f"{t + 1}_{process}_", *map(np.asarray, jax.tree.leaves(trees)))
+            os.replace(folder / f"{t + 1}_{process}_.npz", folder / f"{t + 1}_{process}.npz")
+    survivors.leave(STEPS)
+
+
+def simulated(living: dict[int, tuple[int, ...]]) -> dict[int, np.ndarray]:
+    """{step of a sync: parameters}, in NumPy. Args: living: {step of a sync: who took part}."""
+    everyone = sorted(max(living.values(), key=len))
+    data = {n: [z.astype(np.float64) for z in data_of(n)] for n in everyone}
+    w, speed = ({n: np.zeros(SIZE) for n in everyone} for _ in range(2))
+    anchor, outer, found = np.zeros(SIZE), np.zeros(SIZE), {}
+    for t in range(STEPS):
+        for n in w:
+            x, y = data[n][0][t % UNITS], data[n][1][t % UNITS]
+            speed[n] = MOMENTUM * speed[n] + 2 * x.T @ (x @ w[n] - y) / len(y)
+            w[n] = w[n] - RATE * (1 + np.cos(np.pi * t / STEPS)) / 2 * speed[n]
+        if t + 1 in living:
+            mean = sum(w[n] for n in living[t + 1]) / len(living[t + 1])
+            outer = MOMENTUM * outer + (anchor - mean)
+            anchor = anchor - OUTER * outer
+            w, speed = {n: anchor for n in living[t + 1]}, {n: speed[n] for n in living[t + 1]}
+            found[t + 1] = anchor
+    return found
+
+
+def started(count, folder, long=0):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    gloo = {"JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    command = [sys.executable, "-m", "benchmarks.survivors", f"--folder={folder}"]
+    command += [f"--processes={count}", f"--address={address}", f"--long={long}"]
+    out = open(folder / "output", "a")  # noqa: SIM115
+    return [
+        subprocess.Popen([*command, f"--process={n}"], env=os.environ | gloo, stderr=out)
+        for n in range(count)
+    ]
+
+
+def records_of(folder, processes):
+    """{step: record}, which all of these processes have alike."""
+    each = [
+        {r["step"]: r for r in map(json.loads, (folder / f"records_{n}").open())} for n in processes
+    ]
+    for step, record in each[0].items():
+        for other in each[1:]:
+            if step in other and record["living"] == other[step]["living"]:
+                assert other[step]["params"] == record["params"], (step, record, other[step])
+    assert len({record["plan"] for record in each[0].values()}) == 1
+    return each[0]
+
+
+def check(folder, left):
+    """The largest relative difference to the simulation, and the sync that waited."""
+    found = records_of(folder, left)
+    living = {step: tuple(record["living"]) for step, record in found.items()}
+    wanted = simulated(living)
+    assert max(found) == STEPS and living[STEPS] == tuple(left), living
+    off = [np.max(np.abs(r["params"] - wanted[s]) / np.abs(wanted[s]).max()) for s, r in found.items()]  # noqa: E501  # fmt: skip
+    times = [record["time"] for record in found.values()]
+    return max(off), max(np.diff(times)), len(found)
+
+
+def wait_for(path, step):
+    until = time.monotonic() + PATIENCE
+    while not path.exists() or int(path.read_text() or 0) < step:
+        assert time.monotonic() < until, path
+        time.sleep(0.005)
+
+
+def killed(count, deaths, draw):
+    """One run with kills between two syncs; False if one came inside a sync, which ends it."""
+    left = range(count - deaths)
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        running = started(count, folder)
+        wait_for(folder / "at_0", 2 * PERIOD)
+        for n in range(count - deaths, count):
+            time.sleep(draw.uniform(0.05, 0.6))
+            running[n].kill()
+        codes = [p.wait() for p in running]
+        if "has lost one of processes" in (folder / "output").read_text():
+            print(f"exit codes {codes}: a kill came inside a sync, again")
+            return False
+        off, longest, syncs = check(folder, left)
+        print(f"exit codes {codes}, {syncs} syncs, off by {off:.1e}, longest {longest:.1f} s")
+        assert codes[: len(left)] == [0] * len(left) and off < 1e-4
+        return True
+
+
+def killed_inside(count, deaths, draw, fewer):
+    """A run with a kill inside a sync, which ends, and another that goes on from its checkpoint."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        running = started(count, folder, long=2000)
+        at = int(draw.integers(2, 6)) * PERIOD
+        wait_for(folder / f"at_{count - 1}", at)
+        time.sleep(draw.uniform(0.05, 0.15))
+        for n in range(count - deaths, count):
+            running[n].kill()
+        begun = time.monotonic()
+        codes = [p.wait() for p in running]
+        seconds, text = time.monotonic() - begun, (folder / "output").read_text()
+        named = text.count("has lost one of processes") + text.count("has waited")
+        left = count - deaths if fewer else count
+        again = [p.wait() for p in started(left, folder)]
+        off, _, syncs = check(folder, range(left))
+        print(f"exit codes {codes} after {seconds:.1f} s, {named} named it; again with {left} "
+              f"processes: {again}, {syncs} syncs, off by {off:.1e}")  # fmt: skip
+        assert 0 not in codes and named and again == [0] * left and off < 1e-4
+
+
+def main(options):
+    draw = np.random.default_rng(0)
+    for number in range(options.runs):
+        if options.inside:
+            killed_inside(options.processes, options.deaths, draw, number % 2)
+        else:
+            while not killed(options.processes, options.deaths, draw):
+                pass
+    print(f"{options.runs} of {options.runs} runs as they should be")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    numbers = {"processes": 3, "deaths": 1, "runs": 12, "process": None, "long": 0}
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--inside", action="store_true")
+    parser.add_argument("--folder", type=pathlib.Path)
+    parser.add_argument("--address")
+    given = parser.parse_args()
+    if given.process is None:
+        main(given)
+    else:
+        train(given.process, given.processes, given.address, given.folder, given.long)
