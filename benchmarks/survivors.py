@@ -88,6 +88,36 @@ def train(process, count, address, folder, long):
     survivors.leave(STEPS)
 
 
+def cost(process, count, address, size, turns=40):
+    """Prints the milliseconds of a sync of all processes, and of the same without `Survivors`."""
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import multihost_utils
+
+    import local_opt
+
+    jax.config.update("jax_enable_recoverability", True)
+    jax.distributed.initialize(address, count, process, coordinator_bind_address=address)
+    sync = lambda x: (local_opt.synchronize(x),)  # noqa: E731
+    survivors, x, times = local_opt.Survivors(sync), jnp.ones((1, size)), {True: [], False: []}
+    (x,) = survivors(0, x)
+    mesh = survivors.met.mesh
+    plain = jax.jit(local_opt.lift(sync, mesh, inputs="owned", outputs=("owned",)))
+    whole = multihost_utils.host_local_array_to_global_array(x, mesh, jax.P("worker"))
+    for turn in range(2 * turns):
+        begun = time.perf_counter()
+        if turn % 2:
+            (x,) = survivors(turn, x)
+        else:
+            (whole,) = jax.block_until_ready(plain(whole))
+        times[bool(turn % 2)].append(1e3 * (time.perf_counter() - begun))
+    if not process:
+        with_it, without = (np.percentile(times[k][4:], [50, 25, 75]) for k in (True, False))
+        told = "{:.2f} ms ({:.2f} to {:.2f})"
+        print(f"{size:,} numbers: {told.format(*with_it)} with, {told.format(*without)} without")
+    survivors.leave(2 * turns)
+
+
 def simulated(living: dict[int, tuple[int, ...]]) -> dict[int, np.ndarray]:
     """{step of a sync: parameters}, in NumPy. Args: living: {step of a sync: who took part}."""
     everyone = sorted(max(living.values(), key=len))
@@ -108,13 +138,13 @@ def simulated(living: dict[int, tuple[int, ...]]) -> dict[int, np.ndarray]:
     return found
 
 
-def started(count, folder, long=0):
+def started(count, folder, long=0, size=0):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     gloo = {"JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     command = [sys.executable, "-m", "benchmarks.survivors", f"--folder={folder}"]
-    command += [f"--processes={count}", f"--address={address}", f"--long={long}"]
+    command += [f"--processes={count}", f"--address={address}", f"--long={long}", f"--size={size}"]
     out = open(folder / "output", "a")  # noqa: SIM115
     return [
         subprocess.Popen([*command, f"--process={n}"], env=os.environ | gloo, stderr=out)
@@ -197,25 +227,33 @@ def killed_inside(count, deaths, draw, fewer):
 
 def main(options):
     draw = np.random.default_rng(0)
-    for number in range(options.runs):
+    for size in (10**3, 10**6) if options.cost else ():
+        with tempfile.TemporaryDirectory() as name:
+            codes = [p.wait() for p in started(options.processes, pathlib.Path(name), size=size)]
+            assert not any(codes), codes
+    for number in range(0 if options.cost else options.runs):
         if options.inside:
             killed_inside(options.processes, options.deaths, draw, number % 2)
         else:
             while not killed(options.processes, options.deaths, draw):
                 pass
-    print(f"{options.runs} of {options.runs} runs as they should be")
+    if not options.cost:
+        print(f"{options.runs} of {options.runs} runs as they should be")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    numbers = {"processes": 3, "deaths": 1, "runs": 12, "process": None, "long": 0}
+    numbers = {"processes": 3, "deaths": 1, "runs": 12, "process": None, "long": 0, "size": 0}
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--inside", action="store_true")
+    parser.add_argument("--cost", action="store_true")
     parser.add_argument("--folder", type=pathlib.Path)
     parser.add_argument("--address")
     given = parser.parse_args()
     if given.process is None:
         main(given)
+    elif given.size:
+        cost(given.process, given.processes, given.address, given.size)
     else:
         train(given.process, given.processes, given.address, given.folder, given.long)

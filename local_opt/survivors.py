@@ -100,18 +100,18 @@ class Survivors:
           TimeoutError: with those that live and have not come; ValueError: if steps differ.
         """
         place = BACK if self.came_back and self._known is None else step
-        found = {0: 0}
-        if (client := _client()) is not None:
-            own = f"{PLACES}/{jax.process_index()}"
+        found, places, client = {0: 0}, {0: step}, _client()
+        if client is not None:
+            own, found = f"{PLACES}/{jax.process_index()}", None
             client.key_value_set(own, str(place), allow_overwrite=True)
             everyone = list(range(jax.process_count()))
-            found = self._waited(lambda: client.get_live_nodes(everyone), step)
+            # Until two answers agree: one may die while it waits in the first.
+            while (again := self._waited(lambda: client.get_live_nodes(everyone), step)) != found:
+                found, places = again, {} if again == self._known else _places()
         if self.met is not None and found == self._known:
             self.met = self.met._replace(step=step, new=())
             return self.met
-        places = {n: at for n, at in _places().items() if n in found} or {0: step}
-        if client is not None:  # nobody goes on to its next place before all have read these
-            self._waited(lambda: client.get_live_nodes(sorted(found)), step)
+        places = {n: at for n, at in places.items() if n in found}
         new = tuple(sorted(n for n, at in places.items() if at == BACK))
         steps = {n: at for n, at in sorted(places.items()) if at != BACK}
         if len(set(steps.values())) != 1:
