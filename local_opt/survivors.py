@@ -100,9 +100,11 @@ class Survivors:
           TimeoutError: with those that live and have not come; ValueError: if steps differ.
         """
         place = BACK if self.came_back and self._known is None else step
-        found, places, client = {0: 0}, {0: step}, _client()
-        if client is not None:
-            own, found = f"{PLACES}/{jax.process_index()}", None
+        found, places = {}, {}
+        if (client := _client()) is None:
+            found, places = {0: 0}, {0: step}
+        else:
+            own = f"{PLACES}/{jax.process_index()}"
             client.key_value_set(own, str(place), allow_overwrite=True)
             everyone = list(range(jax.process_count()))
             # Until two answers agree: one may die while it waits in the first.
