@@ -18,24 +18,16 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import flags as absl_flags
 
-import local_opt
-from experiments import timing
-from experiments.cluster import entry, files, processes
-from experiments.cluster.devices import owned_sharding
-from experiments.results import archive, tables
+from experiments.cluster import entry, files
+from experiments.results import tables
 from experiments.results.statistics import interval, reached, target_of
 from experiments.study import flags
-from experiments.study.cost import Machine, order_traffic, time
 from experiments.study.tables import TABLES, row_of
 from experiments.tasks.base import SPEED
 from experiments.training.config import Sizes, num_params
-from local_opt import sync_seconds
-from local_opt.workers import AXIS
 from syncopate.refusals import UserError
 
 PERIOD = 24  # H of the recorded local steps
@@ -91,8 +83,11 @@ class Factorial(NamedTuple):
         return f"{self.sizes.workers} x {self.sizes.units_per_step}"
 
 
-def load(folder: os.PathLike = archive.FOLDER) -> list[Factorial]:
+def load(folder: os.PathLike | None = None) -> list[Factorial]:
     """The recorded factorials, those with one target but other uses of a batch joined."""
+    from experiments.results import archive
+
+    folder = folder or archive.FOLDER
     found: dict[tuple, Factorial] = {}
     for name in sorted(os.listdir(folder)):
         if match := NAME.fullmatch(name):
@@ -153,12 +148,14 @@ class Choice(NamedTuple):
     rivals: tuple[Combination, ...]
 
 
-def logs_of(machine: Machine, found: Factorial) -> dict[Combination, np.ndarray]:
+def logs_of(machine, found: Factorial) -> dict[Combination, np.ndarray]:
     """log(time to the target) of every combination, [..., seeds].
 
     Args:
-      machine: numbers, or arrays [..., 1].
+      machine: a `cost.Machine` of numbers, or of arrays [..., 1].
     """
+    from experiments.study.cost import order_traffic, time
+
     traffic = order_traffic(row_of("order", found.order), found.sizes, machine.parameters)
     result = {}
     for combination, (steps, loads, rounds) in found.taken.items():
@@ -176,7 +173,7 @@ def best_of(logs: Mapping[Combination, np.ndarray]) -> Choice:
     return Choice(best, factor(logs[NONE] - logs[best]), rivals)
 
 
-def predict(machine: Machine, known: Sequence[Factorial]) -> dict[Combination, np.ndarray]:
+def predict(machine, known: Sequence[Factorial]) -> dict[Combination, np.ndarray]:
     """log(time / time of none) of every combination that all have, float64[tasks]."""
     logs = [{c: log.mean(axis=-1) for c, log in logs_of(machine, f).items()} for f in known]
     common = [c for c in logs[0] if all(c in of for of in logs)]
@@ -198,12 +195,16 @@ def define_flags(values: absl_flags.FlagValues) -> None:
 
 def link(parameters: float, workers: int, gigabits: float) -> float:
     """Seconds of a sync of float32 parameters over links of `gigabits` Gb/s."""
+    from local_opt import sync_seconds
+
     speed = {"gigabits_per_second": gigabits, "latency_seconds": LATENCY}
     return sync_seconds(int(parameters), num_workers=workers, **speed)
 
 
 def order_ratio(task, recipe, order: str) -> float:
     """Time of a fresh step with the order over one without, timed side by side; at least 1."""
+    from experiments import timing
+
     short = recipe._replace(total_steps=STEPS, warmup_steps=0, bound_every=0)
     calls, _ = timing.training_calls(
         task, short, {"plain": ("rr+dealt", "parallel"), "order": (order, "parallel")}
@@ -214,6 +215,14 @@ def order_ratio(task, recipe, order: str) -> float:
 
 def measured_sync(mesh, parameters: int) -> float:
     """Seconds of an all-reduce of float32 parameters over the mesh."""
+    import jax
+    import jax.numpy as jnp
+
+    import local_opt
+    from experiments import timing
+    from experiments.cluster.devices import owned_sharding
+    from local_opt.workers import AXIS
+
     owned = owned_sharding(mesh)
     meet = lambda x: jax.lax.pmean(x, AXIS)  # noqa: E731
     mean = jax.jit(local_opt.lift(meet, mesh, inputs="owned", outputs="owned"))
@@ -222,8 +231,11 @@ def measured_sync(mesh, parameters: int) -> float:
     return timing.medians({"sync": lambda: mean(zeros)}, REPEATS)["sync"]
 
 
-def machines_of(task, recipe, order, values) -> list[Machine]:
+def machines_of(task, recipe, order, values) -> list:
     """One machine per network, from what was measured here."""
+    from experiments import timing
+    from experiments.cluster import processes
+
     size, workers = num_params(task.model), recipe.workers
     mesh = processes.mesh_of(recipe.run, workers)
     if mesh is not None and values["gigabits"].present:
@@ -249,7 +261,7 @@ def command_of(combination: Combination, order: str) -> str:
     return " ".join(parts)
 
 
-def advice(machine: Machine, known: Sequence[Factorial]) -> str:
+def advice(machine, known: Sequence[Factorial]) -> str:
     """The recommendation for a machine, and a table of the combinations, fastest first."""
     logs = predict(machine, known)
     choice = best_of(logs)
@@ -278,6 +290,8 @@ def advice(machine: Machine, known: Sequence[Factorial]) -> str:
 
 
 def run(values: absl_flags.FlagValues) -> None:
+    from experiments.cluster import processes
+
     print("Reading the recorded runs", file=sys.stderr, flush=True)
     known = load()
     processes.start(values)

@@ -18,7 +18,7 @@ import numpy as np
 from absl import flags
 
 from experiments.cluster import entry, files
-from experiments.results import archive, statistics, tables
+from experiments.results import statistics, tables
 from experiments.results.frame import COSTS, frame, named, paired
 from experiments.results.statistics import ABOVE, LOSS, Comparison
 from experiments.study import recipes
@@ -235,8 +235,11 @@ def effect_of(claim: Claim, recorded: Mapping[str, Comparison]) -> Effect:
     return Effect(values, text, ", ".join(also), late)
 
 
-def page(folder=archive.FOLDER) -> str:
+def page(folder=None) -> str:
     """The Markdown of all claims and of their runs: docs/results/papers.md below its head."""
+    from experiments.results import archive
+
+    folder = folder or archive.FOLDER
     recorded = {name: archive.load(name, folder) for name in RUNS}
     recorded = {name: own for name, own in recorded.items() if own}
     parts, tested = [], 0
@@ -277,6 +280,8 @@ def page(folder=archive.FOLDER) -> str:
 
 def section(name: str, path: pathlib.Path) -> str:
     """A recorded run, and how it was made."""
+    from experiments.results import archive
+
     title, scaled = RUNS[name]
     versions = files.read_json(path / archive.VERSIONS)
     made = f"JAX {versions['jax']} on {versions['device']}"
@@ -290,6 +295,8 @@ def define_flags(values: flags.FlagValues) -> None:
 
 
 def main(values: flags.FlagValues) -> None:
+    from experiments.results import archive
+
     if values.record is not None:
         target = archive.FOLDER / pathlib.Path(values.record).resolve().name
         archive.record(values.record, target)

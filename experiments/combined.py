@@ -39,7 +39,7 @@ from experiments.results.tables import (
     target_line,
     times,
 )  # fmt: skip
-from experiments.study import cost, flags, study, tables
+from experiments.study import flags, study, tables
 from experiments.study.study import Arm, Study
 from experiments.study.tables import ECHO_POLICIES
 from experiments.tasks.base import SECONDS, STEPS
@@ -155,8 +155,9 @@ def effects_picture(comparison: Comparison) -> tuple[str, Callable | str]:
     return "effects.png", functools.partial(plots.effects, effects_of(comparison))
 
 
-def priced_table(machines: Sequence[cost.Machine]) -> Callable:
+def priced_table(machines: Sequence) -> Callable:
     """Section: priced speed-up to the target over the first arm, paired by seed."""
+    from experiments.study import cost
 
     def priced(comparison, own, machine):
         steps = spent(comparison, own.runs, "step")
@@ -199,6 +200,8 @@ def define_flags(values: absl_flags.FlagValues) -> None:
 
 def fit(study, task, recipe, values):
     """Takes the levels, prices and target from the flags."""
+    from experiments.study import cost
+
     criterion = study.criterion
     if recipe.target is not None:
         criterion = criterion._replace(when="target", target=recipe.target)

@@ -20,14 +20,12 @@ from collections.abc import Sequence
 
 from absl import flags
 
-import local_opt
 from experiments.cluster import entry
-from experiments.results import page, plots
+from experiments.results import plots
 from experiments.results.statistics import volume
 from experiments.results.tables import markdown
 from experiments.study import flags as dialect
 from experiments.study import recipes
-from experiments.study.cost import traffic
 from experiments.study.tables import SYNC_RULES, Arm, arm_of, plans_of, rows_from_flag
 from experiments.tasks import Recipe, Task
 from experiments.tasks.base import POSITIVE, SPEED
@@ -81,6 +79,9 @@ def row_of(
     Args:
       seconds: of computation, per step.
     """
+    import local_opt
+    from experiments.study.cost import traffic
+
     order, row, _ = arm.rows
     sizes, size = sizes_of(task, recipe, deals=order.deals), num_params(task.model)
     plan = plans.sync
@@ -131,6 +132,8 @@ def forecast_of(name: str, values: flags.FlagValues) -> tuple[str, str, tuple]:
 
 def published_text() -> str:
     """How much communication the published times of ViT-B imply."""
+    import local_opt
+
     compute, communication = published_split()
     sent, (every, qsr) = local_opt.sync_bytes(PARAMS, num_workers=WORKERS), HOURS
     speed = 8 * sent * STEPS / (3600 * communication) / 1e9
@@ -144,6 +147,8 @@ def published_text() -> str:
 
 
 def main(values: flags.FlagValues) -> None:
+    from experiments.results import page
+
     with page.opened("forecast", values) as folder:
         names = KNOWN if values.task == "all" else [values.task]
         found = [forecast_of(name, values) for name in names]

@@ -16,14 +16,10 @@ import itertools
 import os
 from collections.abc import Iterable, Sequence
 
-import jax
-import jax.numpy as jnp
 from absl import flags
 
-import local_opt
-import ordering
-from experiments.cluster import entry, progress
-from experiments.results import page, plots, records, tables
+from experiments.cluster import entry
+from experiments.results import plots, tables
 from experiments.study import flags as dialect
 from experiments.study.tables import known, row_of, rows_from_flag
 from experiments.tasks.base import COUNT, Range
@@ -47,8 +43,11 @@ def define_flags(values: flags.FlagValues) -> None:
     dialect.define(values, "output")
 
 
-def unit_vectors(num_workers: int, num_units: int, dimension: int = DIMENSION) -> jax.Array:
+def unit_vectors(num_workers: int, num_units: int, dimension: int = DIMENSION):
     """float32[W, M, D]: Gaussian directions of norm 1, then centred per worker."""
+    import jax
+    import jax.numpy as jnp
+
     key = jax.random.fold_in(jax.random.key(0), 0)
     vectors = jax.random.normal(key, (num_workers, num_units, dimension))
     vectors = vectors / jnp.linalg.norm(vectors, axis=2, keepdims=True)
@@ -56,9 +55,15 @@ def unit_vectors(num_workers: int, num_units: int, dimension: int = DIMENSION) -
 
 
 def bounds_over_rounds(
-    vectors: jax.Array, order_name: str, rounds: int, units_per_step: int | None = None
+    vectors, order_name: str, rounds: int, units_per_step: int | None = None
 ) -> list[float]:
     """Parallel herding bounds of [W, M, D] under the first order and after every round."""
+    import jax
+    import jax.numpy as jnp
+
+    import local_opt
+    import ordering
+
     num_workers, num_units, dimension = vectors.shape
     # About 16 units per step keep the loop short without large Gram matrices.
     units_per_step = min(units_per_step or max(2, 16 // num_workers * 2), num_units)
@@ -105,6 +110,8 @@ def main(values: flags.FlagValues) -> None:
             f"--workers has {max(values.workers)}, and --num_vectors is {values.num_vectors}: each "
             "worker needs two vectors. Raise --num_vectors or lower --workers."
         )
+    from experiments.results import page, records
+
     with page.opened("herding", values) as folder:
         found = measure(values, arms)
         title, labels = (
@@ -120,6 +127,8 @@ def main(values: flags.FlagValues) -> None:
 
 def measure(values: flags.FlagValues, arms: Iterable[str]) -> list[dict]:
     """The bounds of these orders for every number of workers."""
+    from experiments.cluster import progress
+
     found = []
     for workers, name in progress.bar(list(itertools.product(values.workers, arms)), unit="run"):
         vectors = unit_vectors(workers, values.num_vectors // workers, values.dimension)

@@ -48,8 +48,7 @@ def main(argv: list[str] | None = None) -> None:
             return
         near = meant(name, known)
         sys.exit(f"{name!r} is not an experiment: pass one of these.{near}\n{usage}")
-    # As `python -m` does, so that the experiment says that it is being loaded.
-    sys.argv = ["-m", *flags]
+    sys.argv = [name, *flags]
     # In front of everything else, here and in the processes that an experiment starts.
     sys.path.insert(0, str(sources()))
     paths = [str(sources()), *filter(None, [os.environ.get("PYTHONPATH")])]

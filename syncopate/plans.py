@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from syncopate.mesh import typed_key
+from syncopate.refusals import inside
 
 __all__ = ["Plan"]
 
@@ -45,13 +46,6 @@ def check_whole(name: str, value: Any, least: int, most: int | None = None) -> i
         bounds = f"of at least {least}" if most is None else f"in {least} .. {most}"
         raise ValueError(f"{name} is {value!r}: pass a whole number {bounds}.")
     return whole
-
-
-def inside(number: float, interval: str) -> bool:
-    """Whether a number is in an interval, as "(0, 1]"; NaN is in none."""
-    least, most = map(float, interval[1:-1].split(","))
-    above = least < number if interval[0] == "(" else least <= number
-    return above and (number < most if interval[-1] == ")" else number <= most)
 
 
 def check_number(name: str, value: Any, interval: str) -> float:

@@ -27,6 +27,7 @@ from absl import flags
 
 import ordering.input
 from experiments.cluster import strict
+from experiments.cluster.entry import PATIENCE
 from syncopate import unstable
 from syncopate.refusals import UserError
 
@@ -43,7 +44,6 @@ WHOLE = 2**28  # bytes up to which a set is hashed as a whole: about a second
 PACKAGES = ("experiments", "local_opt", "models", "ordering", "syncopate")
 SAMPLED = 1000  # examples of larger arrays and of sources, evenly spaced
 DEVICES = "--xla_force_host_platform_device_count"  # splits a CPU, and computes the same
-PATIENCE = 1800.0  # seconds; must also cover a slow compilation in another process
 ASKING = 5.0  # seconds to ask the coordinator for the progress of the others
 PLACES = "after"  # key of each process's progress in the coordinator's store
 

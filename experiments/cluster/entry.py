@@ -23,6 +23,9 @@ FIXED = {"jax_enable_x64": False, "jax_numpy_dtype_promotion": "standard"}
 # What they refuse is a ValueError, for programs too; the experiments' own is a UserError.
 LIBRARIES = ("local_opt", "models", "ordering", "syncopate")
 HELP = ("h", "help", "helpshort", "helpfull")
+PROCESSES = ("coordinator_address", "num_processes", "process_id")
+AUTO = "auto"  # an address: what SLURM or a TPU pod tells
+PATIENCE = 1800.0  # seconds; must also cover a slow compilation in another process
 GROUP = "flags of "  # begins the titles of groups of flags, in which --help shows them
 OWN = f"{GROUP}this command"  # all of which it shows, besides these
 SHOWN = (
@@ -77,7 +80,10 @@ def main(
         folder = values["output_dir"].value if "output_dir" in values else None
         if folder is not None and os.path.isfile(folder):
             raise UserError(f"--output_dir is {folder!r}, which is a file: pass a folder.")
-        check_jax()
+        if "process_id" not in values or values["process_id"].value is None:
+            print("Loading JAX and the experiment", file=sys.stderr, flush=True)
+        if not rest:  # what starts other commands needs no JAX
+            check_jax()
         return run(values, *[argv[1:]] * rest)
 
     app.run(begin, flags_parser=parse)
@@ -116,9 +122,11 @@ def _told(flag: str, text: str, start: str = "\n") -> str:
 
 
 def check_jax() -> None:
-    """Refuses settings of JAX under which no experiment was tried, where JAX is loaded."""
-    for name, value in FIXED.items() if "jax" in sys.modules else ():
-        found = getattr(sys.modules["jax"].config, name)
+    """Refuses settings of JAX under which no experiment was tried."""
+    import jax
+
+    for name, value in FIXED.items():
+        found = getattr(jax.config, name)
         if getattr(found, "value", found) != value:
             raise UserError(
                 f"{name} is {getattr(found, 'value', found)}, and the experiments need "

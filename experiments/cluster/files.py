@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import IO
 
-from experiments.cluster import processes, strict
+from experiments.cluster import strict
 
 ADVICE = {
     "make room there; then the same command continues": "ENOSPC EDQUOT EFBIG",
@@ -45,6 +45,8 @@ def advised(path: str) -> Iterator[None]:
 
 def write_whole(path: str, content: str | bytes) -> None:
     """Writes a file, and its folder, atomically: under a temporary name, which is then renamed."""
+    from experiments.cluster import processes
+
     if not processes.is_first():
         return
     temporary, folder = f"{path}.tmp", os.path.dirname(os.path.abspath(path))

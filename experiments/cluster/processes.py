@@ -29,11 +29,10 @@ from jax.sharding import Mesh
 from experiments.cluster import agree, strict
 from experiments.cluster.agree import several as several
 from experiments.cluster.devices import worker_mesh
+from experiments.cluster.entry import AUTO, PROCESSES
 from syncopate.refusals import UserError
 from syncopate.unstable import multihost_utils
 
-NAMES = ("coordinator_address", "num_processes", "process_id")
-AUTO = "auto"
 LOCAL = ("localhost", "127.0.0.1", "[::1]")  # hosts that only this machine reaches
 CONNECT = 120.0  # seconds until all processes must be connected
 GRACE = 5.0  # seconds that a failing process waits for the others at its exit
@@ -45,7 +44,7 @@ def start(values: flags.FlagValues = flags.FLAGS) -> None:
     """Connects to the other processes, if there are any. Call it before anything else of JAX.
 
     Args:
-      values: parsed flags, including those of NAMES; if these are unset there is one process.
+      values: parsed flags, including those of PROCESSES; if these are unset there is one process.
 
     Raises:
       ValueError: for incomplete or inconsistent flags, or flags that differ between the processes
@@ -53,7 +52,7 @@ def start(values: flags.FlagValues = flags.FLAGS) -> None:
       RuntimeError: by JAX, if it was used before.
     """
     agree.patience = values["patience"].value
-    given = {name: values[name].value for name in NAMES}
+    given = {name: values[name].value for name in PROCESSES}
     # A single process connects to nothing: with collectives between processes, two CPU devices of
     # one process can each wait for a collective that the other has not started.
     if set(given.values()) == {None} or given["num_processes"] == 1:
@@ -82,7 +81,7 @@ def _connect(address, count, number):
         )
     chosen = {}
     if fits:
-        chosen = dict(zip(NAMES, (address, count, number), strict=True))
+        chosen = dict(zip(PROCESSES, (address, count, number), strict=True))
         chosen["coordinator_bind_address"] = None if number else _place_of(address)
 
     def absent():  # JAX would abort with a C++ stack trace

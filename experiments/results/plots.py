@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from experiments.cluster import files
-from experiments.results import archive, statistics
+from experiments.results import statistics
 from experiments.results.statistics import AVERAGED, Comparison, interval, tested
 from experiments.results.tables import SCALARS, name_of
 
@@ -309,6 +309,8 @@ def periods(shown: Mapping[str, tuple], names: Mapping[str, str], path: str, tit
       shown: {title: (learning rates float[T], {label: plan of T steps})}.
       names: {label: words of the rule}, which give its look.
     """
+    from experiments.results import archive
+
     styles = looks(names.values())
     size = max(7.0, 6.0 * len(shown)), 6.1
     figure, axes = panes(2, len(shown), size, sharex="col", height_ratios=(4, 1))

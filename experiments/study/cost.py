@@ -70,7 +70,7 @@ def traffic(
     size = num_params(task.model)
     of_order = order_traffic(order, sizes, size, sync_in_step=sync_in_step)
     sent = functools.partial(local_opt.sync_bytes, size, num_workers=sizes.workers)
-    share = sent(wire=rule.wire) / sent() if rule.wire and sizes.workers > 1 else 1
+    share = sent(wire=rule.wire()) / sent() if rule.wire and sizes.workers > 1 else 1
     share /= rule.fragments
     return lambda rounds, loads: share * rounds + of_order(loads)
 

@@ -16,25 +16,14 @@ from collections.abc import Callable, Iterable, Mapping
 
 from absl import flags
 
-from experiments.cluster import agree, entry, processes
+from experiments.cluster import entry
 from experiments.results.trackers import TRACKERS
 from experiments.study import recipes
-from experiments.study.cost import stay_on_cpu
 from experiments.tasks import TASKS, base
 from experiments.tasks.base import COUNT, FROM_ZERO, Range, Recipe, Task
-from experiments.tasks.metrics import METRICS
-from experiments.training.averages import AVERAGES
-from experiments.training.optimizers import OPTIMIZERS, SCHEDULES
 from syncopate.refusals import UserError
 
 KINDS = {bool: flags.DEFINE_bool, str: flags.DEFINE_string}
-ENUMS = {
-    "optimizer": list(OPTIMIZERS),
-    "schedule": list(SCHEDULES),
-    "average": list(AVERAGES),
-    "metric": list(METRICS),
-    "run": ["vmap", "turns", "mesh"],
-}
 EITHER = (("total_steps", "epochs"), ("evaluate_every", "evaluations"))  # the first one counts
 # Fields of a recipe that only some rules and policies read, as their rows say.
 OF_ROWS = {
@@ -72,10 +61,10 @@ class _Number(flags.ArgumentParser):
 class _Several(flags.ListParser):
     """Parses a list of at least one number of a range, or of at least one of these words."""
 
-    def __init__(self, allowed: Range | list[str]):
+    def __init__(self, allowed: Range | tuple[str, ...]):
         super().__init__()
-        words = isinstance(allowed, list)
-        self.each = flags.EnumParser(allowed) if words else _Number(allowed)
+        words = not isinstance(allowed, Range)
+        self.each = flags.EnumParser([*allowed]) if words else _Number(allowed)
         told = f"one of {', '.join(allowed)}" if words else allowed
         self.syntactic_help = f"a list, each {told}"
 
@@ -87,7 +76,7 @@ def definer(values: flags.FlagValues, title: str = entry.OWN, **defaults) -> Cal
     """`define(kind, name, default, text, *more, **options)`, which defines a flag of `absl.flags`.
 
     A kind is a function of `absl.flags`, such as DEFINE_string; a `Range`, whose numbers the flag
-    takes; or a list of one, or of a list of words, for lists of these.
+    takes; or a list of one of those, or of a tuple of words, for lists of these.
 
     Args:
       title: of the group in which --help shows the flags.
@@ -127,14 +116,12 @@ def _task(define):
 
 def _setting(define):
     for name, (kind, text, allowed) in base.FIELDS.items():
-        several, more = recipes.kind_of(kind) is tuple, ()
-        if several:
-            kind = [ENUMS.get(name, allowed)]
-        elif name in ENUMS:
-            kind, more = flags.DEFINE_enum, (ENUMS[name],)
+        if recipes.kind_of(kind) is tuple:
+            define([allowed], name, None, text)
+        elif isinstance(allowed, Range):
+            define(allowed, name, None, text)
         else:
-            kind = allowed
-        define(kind, name, None, text, *more)
+            define(flags.DEFINE_enum, name, None, text, [*allowed])
 
 
 def _run(define):
@@ -155,13 +142,13 @@ def _output(define):
 
 def _processes(define):
     own = "; unset for one process"
-    address, number, process = processes.NAMES
-    text = f"host:port of process 0; {processes.AUTO}: what SLURM or a TPU pod tells{own}"
+    address, number, process = entry.PROCESSES
+    text = f"host:port of process 0; {entry.AUTO}: what SLURM or a TPU pod tells{own}"
     define(flags.DEFINE_string, address, None, text)
     define(COUNT, number, None, "of the run" + own)
     define(FROM_ZERO, process, None, f"0 .. {number} - 1" + own)
     text = "seconds after which a process that waits for others, or for a batch, says so and leaves"
-    define(base.WAIT, "patience", agree.PATIENCE, text)
+    define(base.WAIT, "patience", entry.PATIENCE, text)
 
 
 def _forecast(define):
@@ -203,6 +190,9 @@ def setting_from_flags(values: flags.FlagValues) -> tuple[Task, Recipe]:
 
     In a dry run the task has shapes only.
     """
+    from experiments.cluster import processes
+    from experiments.study.cost import stay_on_cpu
+
     forecast = "dry_run" in values  # the group of flags is defined
     if forecast and values.topology is not None:
         if not (values.dry_run and values.compile):
@@ -246,6 +236,8 @@ def given(values: flags.FlagValues, names: Iterable[str]) -> dict:
 
 def settings(values: flags.FlagValues, recipe: Recipe) -> Mapping:
     """The settings that all runs in a folder share; arms, rates and seeds may differ."""
+    from experiments.cluster import agree
+
     shared = {k: v for k, v in recipe._asdict().items() if k != "learning_rates"}
     further = {name: values[name].value for name in ("input", "step_seconds") if name in values}
     shared |= agree.jax_settings()
@@ -292,4 +284,6 @@ def check_used(values: flags.FlagValues, recipe: Recipe, arms: Iterable, *, stud
             told = f"--{one} is {values[one].value} and --{other} is {values[other].value}: "
             if study is None:
                 raise UserError(f"{told}pass only one of them.")
+            from experiments.cluster import processes
+
             processes.say(f"{told}the first counts.")

@@ -9,7 +9,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from experiments.tasks import TASKS, base, images
+from experiments.tasks import TASKS, base, images, wikitext
 from experiments.tasks.base import COUNT, Range, Recipe, Task
 from experiments.training.config import sizes_of, total_steps_of
 from syncopate.command import meant
@@ -69,7 +69,9 @@ LARGE = {"evaluations": 20, "run": "turns"}
 RECIPES = {
     "digits_cosine": Setting(
         "digits", {},
-        {"schedule": "cosine", "floor": 1e-3, "bound_every": 0, "evaluations": 50},
+        images.DIGITS_RECIPE._replace(
+            schedule="cosine", floor=1e-3, bound_every=0, evaluations=50
+        ),
     ),
     "shakespeare_cosine": Setting(
         "tinyshakespeare", {"num_train": 2048},
@@ -143,7 +145,7 @@ RECIPES = {
     # After NanoGPT Slowrun's tiny track, an hour on two cores: see docs/results/slowrun.md.
     "slowrun": Setting(
         "wikitext2_small", {"model": "slowrun", "num_train": 1280, "num_test": 1024},
-        {"unit_size": 1, "epochs": 12},
+        wikitext.RECIPES["slowrun"]._replace(unit_size=1, epochs=12),
     ),
     "wikitext2_gpt2": Setting(
         "wikitext2", {"model": "gpt2"},
@@ -208,7 +210,7 @@ def recipe_of(name: str) -> Recipe:
     if isinstance(setting.recipe, Recipe):
         return setting.recipe
     if setting.task == "digits":  # without building its model, which takes JAX
-        return images.DIGITS_RECIPE._replace(**setting.recipe)
+        return images.DIGITS_RECIPE
     return load(name, abstract=True)[1]
 
 

@@ -2,7 +2,8 @@
 
 A new order, synchronisation rule or echo policy is one row. An arm is a row of each, with values
 of options: `Arm(order="cd_grab", sketch=256, sync="qsr")`, which the words "cd_grab+sketch256+qsr"
-name too.
+name too. Rows import what they are made of, and with it JAX, when they are made:
+`syncopate.ordering` and `syncopate.local_opt` are imported where they are first asked for.
 """
 
 import functools
@@ -10,24 +11,17 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
 from absl import flags
-from jaxtyping import Array, Int
 
-import local_opt
-import ordering
-import ordering.echo
+import syncopate
 from experiments.tasks.base import COUNT, Recipe, Task
 from experiments.training import config
 from experiments.training.config import EXAMPLES, UNITS, OrderSetting, RunConfig
-from local_opt.streaming import Event
 from syncopate.command import meant
 from syncopate.refusals import UserError
 
 POST_LOCAL_UNTIL, SWAP_UNTIL = 0.5, 0.8  # of T: where local steps, and SWAP's last round, begin
+WIRES = ("bfloat16", "float16", "int8", "int4", "top_k", "top_k_2bit")  # of `local_opt`
 # Rate and momentum of the outer optimizer; the first are those of DiLoCo.
 OUTER = (0.7, 0.9), (0.3, 0.9), (0.7, 0.5), (1.0, 0.5)
 
@@ -36,7 +30,7 @@ class Order(NamedTuple):
     """A row of ORDERS: which unit comes next."""
 
     label: str  # for people
-    make: Callable[..., ordering.Ordering]  # of an OrderSetting, and options of its own
+    make: Callable  # of an OrderSetting, and options of its own
     observes: bool = True  # False: it looks at no gradient, and is made beside the steps
     coordinated: bool = False  # its running sum is of all workers
     sketch: int | None = None  # numbers of the sketches that it looks at; None: at gradients
@@ -46,14 +40,30 @@ class Order(NamedTuple):
     takes: tuple[str, ...] = ()  # options, or single words of one
 
 
+def _rounds(name: str, inner, *, axis_name, fragments=None, **options):
+    """Rounds of the library, by name, or in turn; `options` make its own."""
+    made = {option: make() for option, make in options.items()}
+    if fragments is None:
+        return getattr(syncopate.local_opt, name)(inner, axis_name=axis_name, **made)
+    from experiments.study.fragments import in_turn
+
+    return in_turn(inner, axis_name=axis_name, fragments=fragments, **made)
+
+
+# Of local steps, which know their drift, and of gradients that are averaged or added up first.
+DRIFTING = functools.partial(_rounds, "local_rounds", drift=lambda: True)
+PARALLEL = functools.partial(_rounds, "parallel_rounds")
+ACCUMULATED = functools.partial(_rounds, "accumulated_rounds")
+
+
 class SyncRule(NamedTuple):
     """A row of SYNC_RULES: `plan` gives the SyncPlan, and `rounds` what a step and a sync do."""
 
     label: str
-    plan: Callable[..., local_opt.SyncPlan | None]  # of a RunConfig; options h_max, offset
+    plan: Callable  # of a RunConfig; options h_max, offset
     # (inner optimizer, axis_name=) -> Rounds
-    rounds: Callable = functools.partial(local_opt.local_rounds, drift=True)
-    wire: local_opt.Wire | None = None  # in which `rounds` sends changes
+    rounds: Callable = DRIFTING
+    wire: Callable | None = None  # makes that in which `rounds` sends changes
     fragments: int = 1  # of the parameters; a sync sends one
     takes: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()  # fields of the recipe, of `flags.OF_ROWS`, that it reads
@@ -85,40 +95,46 @@ class Option(NamedTuple):
 # Orders.
 
 
-def _cd_grab(s: OrderSetting, sketched=False, **options) -> ordering.Ordering:
+def _cd_grab(s: OrderSetting, sketched=False, rule=None, **options):
     gathers = s.gathers if sketched else None
-    return ordering.cd_grab(
+    options |= {} if rule is None else {"rule": rule()}
+    return syncopate.ordering.cd_grab(
         s.num_units, units_per_step=s.units_per_step, gathers=gathers, **options
     )
 
 
 ORDERS = {
     "rr": Order(
-        "D-RR", lambda s: ordering.random_reshuffling(s.num_units), observes=False,
+        "D-RR", lambda s: syncopate.ordering.random_reshuffling(s.num_units), observes=False,
         takes=("dealt", "cut"),
     ),
     "blocks": Order(
         "block reshuffling",
-        lambda s: ordering.block_reshuffling(s.num_units, block_size=min(8, s.num_units)),
+        lambda s: syncopate.ordering.block_reshuffling(s.num_units, block_size=min(8, s.num_units)),
         observes=False,
     ),
-    "unzip": Order("unzip control", lambda s: ordering.unzip(s.num_units), observes=False),
+    "unzip": Order(
+        "unzip control", lambda s: syncopate.ordering.unzip(s.num_units), observes=False
+    ),
     "id_mean": Order(
-        "independent mean", lambda s: ordering.grab(s.num_units, units_per_step=s.units_per_step)
+        "independent mean",
+        lambda s: syncopate.ordering.grab(s.num_units, units_per_step=s.units_per_step),
     ),
     "id_pair": Order(
         "independent pair",
-        lambda s: ordering.pair_balance(s.num_units, units_per_step=s.units_per_step),
+        lambda s: syncopate.ordering.pair_balance(s.num_units, units_per_step=s.units_per_step),
         takes=("sketch", "scale", "deal", "shifted"),
     ),
     "cd_grab": Order(
         "CD-GraB", _cd_grab, coordinated=True,
         takes=("sketch", "team", "scale", "signs", "deal", "shifted"),
     ),
-    "so": Order("shuffle once", lambda s: ordering.shuffle_once(s.num_units), observes=False),
+    "so": Order(
+        "shuffle once", lambda s: syncopate.ordering.shuffle_once(s.num_units), observes=False
+    ),
     "herding": Order(
         "greedy herding",
-        lambda s: ordering.greedy_herding(s.num_units, units_per_step=s.units_per_step),
+        lambda s: syncopate.ordering.greedy_herding(s.num_units, units_per_step=s.units_per_step),
     ),
 }  # fmt: skip
 
@@ -134,61 +150,65 @@ def _order(row: Order, *, sketch=None, team=None, scale=None, signs=None, deal=N
     make, deals = functools.partial(row.make, **own) if own else row.make, row.deals
     if deal and row.observes:  # units are given anew to all workers, of pairs in one order of all
         deals, inner = UNITS, make
-        make = lambda s: ordering.dealt(inner(s), s.num_units, how=deal, total=s.total)  # noqa: E731
+        make = lambda s: syncopate.ordering.dealt(inner(s), s.num_units, how=deal, total=s.total)  # noqa: E731
     elif deal or cut == "documents":  # nothing holds its units together: examples are dealt
         deals = EXAMPLES
-        make = lambda s: ordering.dealt_reshuffling(s.num_units, total=s.total)  # noqa: E731
+        make = lambda s: syncopate.ordering.dealt_reshuffling(s.num_units, total=s.total)  # noqa: E731
     return row._replace(make=make, sketch=sketch, scaled=scale, deals=deals, recut=cut)
 
 
 # Synchronisation rules.
 
 
-def _constant(config: RunConfig, **options) -> local_opt.SyncPlan:
-    return local_opt.constant(config.h_base, total_steps=config.total_steps, **options)
+def _constant(config: RunConfig, **options):
+    return syncopate.local_opt.constant(config.h_base, total_steps=config.total_steps, **options)
 
 
-def _matched(config: RunConfig, **options) -> local_opt.SyncPlan:
+def _matched(config: RunConfig, **options):
     """The least constant H of no more rounds than QSR."""
     period = -(-config.total_steps // _qsr(config).rounds)
-    return local_opt.constant(period, total_steps=config.total_steps, **options)
+    return syncopate.local_opt.constant(period, total_steps=config.total_steps, **options)
 
 
-def _every_factor(config: RunConfig) -> local_opt.SyncPlan:
-    return local_opt.constant(config.echo_factor, total_steps=config.total_steps)
+def _every_factor(config: RunConfig):
+    return syncopate.local_opt.constant(config.echo_factor, total_steps=config.total_steps)
 
 
-def _every_load(config: RunConfig) -> local_opt.SyncPlan | None:
+def _every_load(config: RunConfig):
     """None where loads are not known before the run."""
-    return None if config.fresh is None else local_opt.sync_every_load(config.fresh)
+    return None if config.fresh is None else syncopate.local_opt.sync_every_load(config.fresh)
 
 
-def _coins(config: RunConfig) -> local_opt.SyncPlan:
+def _coins(config: RunConfig):
+    import jax
+
     key = jax.random.fold_in(config.key, 1)
-    return local_opt.bernoulli(1 / config.echo_factor, total_steps=config.total_steps, key=key)
+    return syncopate.local_opt.bernoulli(
+        1 / config.echo_factor, total_steps=config.total_steps, key=key
+    )
 
 
-def _switching(rule: Callable, share: float) -> Callable:
-    return lambda config: rule(
+def _switching(rule: str, share: float) -> Callable:
+    return lambda config: getattr(syncopate.local_opt, rule)(
         config.h_base, switch_step=int(share * config.total_steps), total_steps=config.total_steps
     )
 
 
-def _power(config: RunConfig, power: float, alpha: float, **options) -> local_opt.SyncPlan:
-    return local_opt.power_rule(
+def _power(config: RunConfig, power: float, alpha: float, **options):
+    return syncopate.local_opt.power_rule(
         config.rates, total_steps=config.total_steps, alpha=alpha, h_base=config.h_base,
         power=power, warmup_steps=config.warmup_steps, **options,
     )  # fmt: skip
 
 
-def _qsr(config: RunConfig, **options) -> local_opt.SyncPlan:
+def _qsr(config: RunConfig, **options):
     return _power(config, 2, config.growth, **options)
 
 
 def _at_volume_of_qsr(power: float) -> Callable:
     """Another power, with the least alpha, found by bisection, of no more rounds than QSR."""
 
-    def plan(config: RunConfig) -> local_opt.SyncPlan:
+    def plan(config: RunConfig):
         wanted = _qsr(config).rounds
         low, high = 1e-3 * config.rates.max(), 1e3 * config.rates.max()
         for _ in range(30):
@@ -202,78 +222,15 @@ def _at_volume_of_qsr(power: float) -> Callable:
     return plan
 
 
-class TurnState(NamedTuple):
-    """The state of one worker whose fragments take turns."""
-
-    syncs: Int[Array, ""]  # so far
-    stream: Any
-
-
-def in_turn(inner, *, axis_name, fragments: int, **options) -> local_opt.Rounds:
-    """`streaming_rounds` without a delay, as rounds: fragment n mod F is merged at the n-th sync.
-
-    One program serves all plans: a sync computes every fragment's merge, and keeps that of one.
-    What the last sync does not merge is averaged where the model is evaluated.
-
-    Args:
-      fragments: F; options: of `streaming_rounds`.
-    """
-    stream = local_opt.streaming_rounds(
-        inner, axis_name=axis_name, fragments=fragments, mixing=0.0, **options
-    )
-    due = [[Event(action, f, False) for action in ("start", "finish")] for f in range(fragments)]
-
-    def init(params):
-        return TurnState(jnp.zeros((), jnp.int32), stream.init(params))
-
-    def update(grads, state, params=None, **extra):
-        updates, own = stream.update(grads, state.stream, params, **extra)
-        return updates, state._replace(stream=own)
-
-    def sync(params, state, **extra):
-        del extra
-        syncs = state.syncs + 1
-        found = [stream.communicate(params, state.stream, events) for events in due]
-        choose = lambda *leaves: jax.lax.select_n(syncs % fragments, *leaves)  # noqa: E731
-        params, own = jax.tree.map(choose, *found)
-        return params, TurnState(syncs, own)
-
-    return local_opt.Rounds(init, update, sync)
-
-
-def plans_in_turn(plan: Callable, config: RunConfig, fragments: int) -> list[local_opt.SyncPlan]:
-    """The plan of every fragment: those of `plan(config, offset=)` whose ends take turns."""
-    first = int(plan(config).ends[0])
-    plans = [plan(config, offset=f * first // fragments) for f in range(fragments)]
-    ends = [one.ends[:-1] for one in plans]  # all end with the run
-    whose = np.repeat(np.arange(fragments), [len(own) for own in ends])
-    steps = np.concatenate(ends)
-    order = np.argsort(steps)
-    turns = np.arange(1, len(order) + 1) % fragments
-    if len(np.unique(steps)) < len(steps) or (whose[order] != turns).any():
-        raise UserError(
-            f"{fragments} fragments cannot take turns in rounds of {first} steps and more: raise "
-            "--h_base, or leave the fragments out."
-        )
-    return plans
-
-
-def union(plans: list[local_opt.SyncPlan]) -> local_opt.SyncPlan:
-    """All syncs of these plans."""
-    ends = np.unique(np.concatenate([plan.ends for plan in plans]))
-    rule = f"{len(plans)} fragments in turn, each: {plans[0].rule}"
-    return local_opt.SyncPlan(np.append(0, ends[:-1]), plans[0].total_steps, rule)
-
-
 ROUNDS = ("wire", "correction", "outer")  # of local steps
 LOCAL = (*ROUNDS, "align")
 SYNC_RULES = {
     "parallel": SyncRule(
-        "parallel", lambda config: local_opt.every_step(config.total_steps),
-        local_opt.parallel_rounds,
+        "parallel", lambda config: syncopate.local_opt.every_step(config.total_steps),
+        PARALLEL,
     ),
     "accumulate": SyncRule(
-        "gradient accumulation", _constant, local_opt.accumulated_rounds, reads=("h_base",)
+        "gradient accumulation", _constant, ACCUMULATED, reads=("h_base",)
     ),
     "constant": SyncRule(
         "constant H", _constant, takes=(*LOCAL, "fragments"), reads=("h_base",)
@@ -283,11 +240,11 @@ SYNC_RULES = {
         reads=("h_base", "growth"),
     ),
     "post_local": SyncRule(
-        "post-local", _switching(local_opt.post_local, POST_LOCAL_UNTIL), takes=LOCAL,
+        "post-local", _switching("post_local", POST_LOCAL_UNTIL), takes=LOCAL,
         reads=("h_base",),
     ),
     "swap": SyncRule(
-        "SWAP", _switching(local_opt.swap, SWAP_UNTIL), takes=LOCAL, reads=("h_base",)
+        "SWAP", _switching("swap", SWAP_UNTIL), takes=LOCAL, reads=("h_base",)
     ),
     "inverse": SyncRule(
         "H ~ 1/η", _at_volume_of_qsr(1), takes=LOCAL, reads=("h_base", "growth")
@@ -302,7 +259,7 @@ SYNC_RULES = {
         "every e steps", _every_factor, takes=ROUNDS, reads=("echo_factor",)
     ),
     "accumulate_factor": SyncRule(
-        "gradient accumulation over e steps", _every_factor, local_opt.accumulated_rounds,
+        "gradient accumulation over e steps", _every_factor, ACCUMULATED,
         reads=("echo_factor",),
     ),
     "coins": SyncRule("coins of 1 / e", _coins, takes=ROUNDS, reads=("echo_factor",)),
@@ -317,9 +274,8 @@ def _sync_rule(row: SyncRule, *, h_max=None, fragments=None, align=None, **of_ro
     if fragments is not None:
         if "correction" in of_rounds:
             raise UserError("fragments have no correction of the drift: leave --correction out.")
-        own = plan
-        plan = lambda config: union(plans_in_turn(own, config, fragments))  # noqa: E731
-        rounds = functools.partial(in_turn, fragments=fragments, **of_rounds)
+        plan = functools.partial(_plan_in_turn, plan, fragments)
+        rounds = functools.partial(_rounds, "", fragments=fragments, **of_rounds)
     elif of_rounds:
         rounds = functools.partial(rounds, **of_rounds)
     if align is not None:
@@ -328,14 +284,20 @@ def _sync_rule(row: SyncRule, *, h_max=None, fragments=None, align=None, **of_ro
     return row._replace(plan=plan, rounds=rounds, wire=wire, fragments=fragments or 1)
 
 
+def _plan_in_turn(plan: Callable, count: int, config: RunConfig):
+    from experiments.study import fragments
+
+    return fragments.union(fragments.plans_in_turn(plan, config, count))
+
+
 def _aligned(plan: Callable, share: float) -> Callable:
     """The same rule, with rounds that end where a share of an epoch's loads is whole."""
 
-    def aligned(config: RunConfig) -> local_opt.SyncPlan:
+    def aligned(config: RunConfig):
         if config.loads_per_epoch is None:
             raise UserError(f"--align to {share:g} epochs needs an epoch's loads: use a study.")
         every = max(1, share * config.loads_per_epoch)
-        return local_opt.aligned(plan(config), every=every, fresh=config.fresh)
+        return syncopate.local_opt.aligned(plan(config), every=every, fresh=config.fresh)
 
     return aligned
 
@@ -343,7 +305,13 @@ def _aligned(plan: Callable, share: float) -> Callable:
 # Echo policies. p, the share of fresh batches, is 1 / e, or `p(1 / e, horizon)`.
 
 
-def _multistep(least: float, horizon: int) -> optax.Schedule:
+def _falling(how: str, least: float, horizon: int):
+    import optax
+
+    if how == "linear":
+        return optax.linear_schedule(1.0, least, horizon)
+    if how == "cosine":
+        return optax.cosine_decay_schedule(1.0, horizon, alpha=least)
     drops = {horizon // 3: least**0.5, 2 * horizon // 3: least**0.5}
     return optax.piecewise_constant_schedule(1.0, drops)
 
@@ -353,26 +321,34 @@ def _share(config: RunConfig, p: Callable | None):
     return p(least, config.horizon) if p else least
 
 
-def _fixed(config: RunConfig) -> ordering.echo.EchoPlan:
-    return ordering.echo.fixed(config.echo_factor, total_steps=config.total_steps)
+def _fixed(config: RunConfig):
+    return syncopate.ordering.echo.fixed(config.echo_factor, total_steps=config.total_steps)
 
 
-def _bernoulli(config: RunConfig, p: Callable | None = None) -> ordering.echo.EchoPlan:
+def _bernoulli(config: RunConfig, p: Callable | None = None):
+    import jax
+
     key = jax.random.fold_in(config.key, 0)
-    return ordering.echo.bernoulli(_share(config, p), total_steps=config.total_steps, key=key)
+    return syncopate.ordering.echo.bernoulli(
+        _share(config, p), total_steps=config.total_steps, key=key
+    )
 
 
-def _diffusion(config: RunConfig, p: Callable | None = None) -> ordering.echo.EchoPlan:
-    return ordering.echo.error_diffusion(_share(config, p), total_steps=config.total_steps)
+def _diffusion(config: RunConfig, p: Callable | None = None):
+    return syncopate.ordering.echo.error_diffusion(
+        _share(config, p), total_steps=config.total_steps
+    )
 
 
 def _measured(config: RunConfig):
-    return ordering.echo.measured(total_steps=config.total_steps, max_factor=4 * config.echo_factor)
+    return syncopate.ordering.echo.measured(
+        total_steps=config.total_steps, max_factor=4 * config.echo_factor
+    )
 
 
 ECHO_POLICIES = {
     "none": EchoPolicy(
-        "no echo", lambda config: ordering.echo.fixed(1, total_steps=config.total_steps)
+        "no echo", lambda config: syncopate.ordering.echo.fixed(1, total_steps=config.total_steps)
     ),
     "fixed": EchoPolicy("fixed factor", _fixed, reads=("echo_factor",)),
     "bernoulli": EchoPolicy("Bernoulli", _bernoulli, takes=("p",), reads=("echo_factor",)),
@@ -388,15 +364,22 @@ def _echo_policy(row: EchoPolicy, *, p: Callable) -> EchoPolicy:
 # Options.
 
 
-def _outer() -> dict[str, tuple[str, optax.GradientTransformation]]:
+def _nesterov(rate: float, momentum: float, *, normalized: bool):
+    import optax
+
+    outer = optax.sgd(rate, momentum, nesterov=True)
+    # It is linear, so that any h_base gives the same.
+    return syncopate.local_opt.normalize_by_period(outer, h_base=1) if normalized else outer
+
+
+def _outer() -> dict[str, tuple[str, Callable]]:
     """Nesterov outside, by rate and momentum: as it is, and with changes divided by the period."""
     found = {}
     for rate, momentum in OUTER:
         name, label = f"{rate:g}_{momentum:g}", f"{rate:g}, {momentum:g}"
-        outer = optax.sgd(rate, momentum, nesterov=True)
-        # It is linear, so that any h_base gives the same.
-        same = local_opt.normalize_by_period(outer, h_base=1)
-        found[f"nesterov{name}"] = f"Nesterov {label}", outer
+        made = functools.partial(_nesterov, rate, momentum)
+        found[f"nesterov{name}"] = f"Nesterov {label}", functools.partial(made, normalized=False)
+        same = functools.partial(made, normalized=True)
         found[f"normalized{name}"] = f"normalized Nesterov {label}", same
     return found
 
@@ -408,7 +391,7 @@ OPTIONS = {
         "scaled": ("scaled", 0.5), "root": ("scaled by the root", 0.25),
     }),
     "signs": Option("order", "who gives signs instead of the greedy rule", {
-        "walk": ("walk", ordering.self_balancing_walk())
+        "walk": ("walk", lambda: syncopate.ordering.self_balancing_walk())
     }),
     "deal": Option("order", "how units are given anew to all workers in every epoch", {
         "dealt": ("dealt", "round_robin"), "chunks": ("chunks", "chunks"),
@@ -417,12 +400,12 @@ OPTIONS = {
         "documents": ("documents permuted", "documents"), "shifted": ("shifted", "shifted"),
     }),
     "wire": Option("sync", "in which workers send their changes", {
-        name: (name, wire) for name, wire in local_opt.WIRES.items()
+        name: (name, lambda name=name: syncopate.local_opt.WIRES[name]) for name in WIRES
     }),
     "correction": Option("sync", "of the drift between two syncs", {
-        "control": ("control variates", local_opt.control_variates()),
-        "proximal": ("proximal 0.1", local_opt.proximal(0.1)),
-        "proximal1": ("proximal 1", local_opt.proximal(1.0)),
+        "control": ("control variates", lambda: syncopate.local_opt.control_variates()),
+        "proximal": ("proximal 0.1", lambda: syncopate.local_opt.proximal(0.1)),
+        "proximal1": ("proximal 1", lambda: syncopate.local_opt.proximal(1.0)),
     }),
     "outer": Option("sync", "outer optimizer: rate and momentum", _outer()),
     "h_max": Option("sync", "longest round", "H at most {}"),
@@ -433,9 +416,9 @@ OPTIONS = {
         "half": ("to the half epoch", 0.5), "epoch": ("to the epoch", 1),
     }),
     "p": Option("echo", "how the share of fresh batches falls from 1", {
-        "linear": ("linear p", lambda least, n: optax.linear_schedule(1.0, least, n)),
-        "multistep": ("multi-step p", _multistep),
-        "cosine": ("cosine p", lambda least, n: optax.cosine_decay_schedule(1.0, n, alpha=least)),
+        "linear": ("linear p", functools.partial(_falling, "linear")),
+        "multistep": ("multi-step p", functools.partial(_falling, "multistep")),
+        "cosine": ("cosine p", functools.partial(_falling, "cosine")),
     }),
 }  # fmt: skip
 TABLES = {"order": ORDERS, "sync": SYNC_RULES, "echo": ECHO_POLICIES}

@@ -5,12 +5,10 @@ import typing
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any, NamedTuple
 
-import jax
 import numpy as np
 
-from models import Model
-from syncopate.plans import inside
-from syncopate.refusals import UserError
+from experiments.tasks.metrics import METRICS
+from syncopate.refusals import UserError, inside
 
 
 class Range(NamedTuple):
@@ -59,10 +57,15 @@ class Recipe(NamedTuple):
     learning_rates: Annotated[tuple[float, ...], "peak rates; each arm takes its own best", RATE]
     epochs: Annotated[int | None, "epochs without echoing; or total_steps", COUNT] = None
     total_steps: Annotated[int | None, "number of steps, T; or epochs", COUNT] = None
-    optimizer: Annotated[str, "optimizer of every worker", None] = "momentum"
+    optimizer: Annotated[
+        str, "optimizer of every worker", ("momentum", "adamw", "muon", "muon_valley")
+    ] = "momentum"
     momentum: Annotated[float, "momentum of SGD, b1 of AdamW", MOMENTUM] = 0.9
     weight_decay: Annotated[float, "weight decay of the optimizer", DECAY] = 0.0
-    schedule: Annotated[str, "learning rate schedule after the warmup", None] = "constant"
+    schedule: Annotated[
+        str, "learning rate schedule after the warmup",
+        ("constant", "cosine", "linear", "step", "cycles"),
+    ] = "constant"  # fmt: skip
     warmup_steps: Annotated[int, "steps of learning rate warmup", FROM_ZERO] = 0
     floor: Annotated[float, "last rate / peak rate of cosine and linear", SHARE] = 0.0
     decay_every: Annotated[float, "epochs of a step schedule's steps, or of a cycle", EPOCHS] = 10.0
@@ -74,16 +77,20 @@ class Recipe(NamedTuple):
     evaluations: Annotated[int | None, "evaluations of a run; every epoch if unset", COUNT] = None
     evaluate_every: Annotated[int | None, "steps between them; or evaluations", COUNT] = None
     bound_every: Annotated[int, "epochs between herding bounds; 0 for none", FROM_ZERO] = 0
-    average: Annotated[tuple[str, ...], "averages of the weights, measured too", None] = ()
+    average: Annotated[
+        tuple[str, ...], "averages of the weights, measured too", ("epoch", "ema", "swa")
+    ] = ()
     ema_epochs: Annotated[
         tuple[float, ...], "time constants of --average=ema, one average each", EPOCHS
     ] = (0.5,)
-    metric: Annotated[str, "test metric of the target", None] = "accuracy"
+    metric: Annotated[str, "test metric of the target", tuple(METRICS)] = "accuracy"
     target: Annotated[float | None, "metric to reach on both test halves", FINITE] = None
-    run: Annotated[str, "vmap or turns: workers share a device; mesh: a device each", None] = "vmap"
+    run: Annotated[
+        str, "vmap or turns: workers share a device; mesh: a device each", ("vmap", "turns", "mesh")
+    ] = "vmap"
 
 
-FIELDS = {  # of a recipe: (type, what it is, range)
+FIELDS = {  # of a recipe: (type, what it is, its range or words)
     name: (hint.__origin__, *hint.__metadata__)
     for name, hint in typing.get_type_hints(Recipe, include_extras=True).items()
 }
@@ -103,7 +110,7 @@ class Task(NamedTuple):
     """
 
     name: str
-    model: Model
+    model: Any  # a `models.Model`
     train: dict
     test: dict
     recipe: Recipe
@@ -119,12 +126,28 @@ def check_recipe(recipe: Recipe) -> None:
     for name, (_, _, allowed) in FIELDS.items():
         value = getattr(recipe, name)
         for number in value if isinstance(value, tuple) else (value,):
-            if allowed is not None and number is not None:
+            if isinstance(allowed, Range) and number is not None:
                 allowed.check(name, number)
+
+
+def network(kind: str, **sizes):
+    """A model, by the name of its function in `models`, which needs JAX."""
+    import models
+
+    return getattr(models, kind)(**sizes)
+
+
+def minimum(model, train: dict) -> float:
+    """The minimum of a regression's training loss."""
+    import models
+
+    return models.optimum(model, train)
 
 
 def abstract_set(number: int, **fields) -> dict:
     """Shapes of `number` examples; each field is (shape of one example, dtype)."""
+    import jax
+
     return {
         name: jax.ShapeDtypeStruct((number, *shape), dtype)
         for name, (shape, dtype) in fields.items()
@@ -143,6 +166,7 @@ def check_model(task: str, model: str, known: Iterable[str]) -> None:
 
 def first_of(data: dict, number: int) -> dict:
     """The first `number` examples, of arrays or of their shapes."""
+    import jax
 
     def first(leaf):
         if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -177,7 +201,7 @@ def with_label_noise(task: Task, share: float) -> Task:
         raise UserError(
             f"label_noise needs class labels in memory, which {task.name} lacks: leave it out."
         )
-    if isinstance(y, jax.ShapeDtypeStruct) or not share:
+    if not isinstance(y, np.ndarray) or not share:  # shapes alone
         return task
     draw = np.random.default_rng(0)
     drawn = draw.integers(0, y.max() + 1, len(y)).astype(y.dtype)

@@ -8,12 +8,9 @@ so expect lower accuracies than theirs.
 
 from functools import cache, partial
 
-import models
-from experiments.tasks.base import Recipe, Task, abstract_sets, check_model
+from experiments.tasks.base import Recipe, Task, abstract_sets, check_model, network
 from experiments.tasks.images import Choice
 from experiments.tasks.sources import ImageSource, source
-from models.mobilenet import IMAGENET_STAGES
-from models.vit import SIZES
 
 SIDE = 224
 NUM_CLASSES = 1000
@@ -36,24 +33,31 @@ MOBILENET = RESNET._replace(epochs=150, weight_decay=4e-5)
 
 
 def _resnet(depth, norm="batch"):
-    return cache(partial(models.resnet, depth=depth, norm=norm))
+    return cache(partial(network, "resnet", depth=depth, norm=norm))
 
 
-def _vit(name):
-    return cache(partial(models.vit, pool="class", gelu="exact", **SIZES[name]))
+@cache
+def _vit(name, **sizes):
+    from models.vit import SIZES
+
+    return network("vit", pool="class", gelu="exact", **SIZES[name], **sizes)
 
 
-_mobilenet_v2 = partial(
-    models.mobilenet_v2, stages=IMAGENET_STAGES, stem_channels=32, stem_stride=2, head_channels=1280
-)
+@cache
+def _mobilenet_v2(**sizes):
+    from models.mobilenet import IMAGENET_STAGES
+
+    own = {"stem_channels": 32, "stem_stride": 2, "head_channels": 1280}
+    return network("mobilenet_v2", stages=IMAGENET_STAGES, **own, **sizes)
+
 
 CHOICES = {
     "resnet50": Choice(_resnet(50), RESNET._replace(epochs=90)),
     "resnet152": Choice(_resnet(152), RESNET),
     "resnet152_gn": Choice(_resnet(152, norm="group"), RESNET),
-    "vit_b": Choice(_vit("base"), VIT),
-    "vit_s": Choice(_vit("small"), VIT),
-    "vit_ti": Choice(_vit("tiny"), VIT),
+    "vit_b": Choice(partial(_vit, "base"), VIT),
+    "vit_s": Choice(partial(_vit, "small"), VIT),
+    "vit_ti": Choice(partial(_vit, "tiny"), VIT),
     "mobilenet_v2": Choice(_mobilenet_v2, MOBILENET),
 }
 

@@ -11,10 +11,9 @@ from typing import Annotated, NamedTuple
 
 import numpy as np
 
-import models
+from experiments.tasks import base
 from experiments.tasks.base import COUNT, DECAY, Recipe, Task, abstract_sets, check_model, split
 from experiments.tasks.sources import as_arrays, check_number, source, subset
-from models.mobilenet import IMAGENET_STAGES
 from syncopate.refusals import UserError
 
 DIGITS, DIGITS_FEATURES, DIGITS_SIDE = 1797, 64, 8
@@ -54,18 +53,20 @@ def digits(
     shape = (DIGITS_SIDE, DIGITS_SIDE, 1) if model == "resnet" else (DIGITS_FEATURES,)
     if model == "mlp":
         hidden = (width,) * depth
-        net = models.mlp(num_features=DIGITS_FEATURES, hidden=hidden, num_classes=10)
+        net = base.network("mlp", num_features=DIGITS_FEATURES, hidden=hidden, num_classes=10)
     elif model == "resnet":
         net = _resnet8(image_shape=shape, num_classes=10, width=8, norm="group")
     else:
-        net = models.softmax_regression(num_features=DIGITS_FEATURES, num_classes=10, l2=l2)
+        net = base.network(
+            "softmax_regression", num_features=DIGITS_FEATURES, num_classes=10, l2=l2
+        )
     if abstract:
         train, test = abstract_sets((num_train, DIGITS - num_train), shape)
         return Task("digits", net, train, test, DIGITS_RECIPE)
     table = _digits_table()
     x = (table[:, :-1] / 16).astype(np.float32).reshape(-1, *shape)
     train, test = split(x, table[:, -1].astype(np.int32), num_train=num_train)
-    optimum = None if model != "softmax" else lambda: models.optimum(net, train)
+    optimum = None if model != "softmax" else lambda: base.minimum(net, train)
     return Task("digits", net, train, test, DIGITS_RECIPE, optimum)
 
 
@@ -113,12 +114,12 @@ def mnist(
         train, test = (as_arrays(read.__getitems__(range(len(read)))) for read in sets)
     optimum = None
     if model == "lenet":
-        net = models.lenet()
+        net = base.network("lenet")
     elif model == "mlp":
-        net = models.mlp(num_features=784, hidden=(width,), num_classes=10)
+        net = base.network("mlp", num_features=784, hidden=(width,), num_classes=10)
     else:
-        net = models.softmax_regression(num_features=784, num_classes=10, l2=1e-4)
-        optimum = None if abstract else lambda: models.optimum(net, train)
+        net = base.network("softmax_regression", num_features=784, num_classes=10, l2=1e-4)
+        optimum = None if abstract else lambda: base.minimum(net, train)
     return Task("mnist", net, train, test, MNIST_RECIPES[model], optimum)
 
 
@@ -136,11 +137,6 @@ LENET = Recipe(
 )  # fmt: skip
 # The usual setting for networks of full size; the papers on orders and syncs have none.
 FULL = SMALL._replace(epochs=200, weight_decay=5e-4, schedule="cosine")
-# The published network reduces 224 pixels 32 times. Here the stem and the second stage keep the
-# size, so that 32 pixels are reduced only 8 times.
-MOBILENET_STAGES = tuple(
-    (t, c, n, 1 if stage == 1 else s) for stage, (t, c, n, s) in enumerate(IMAGENET_STAGES)
-)
 
 
 class Choice(NamedTuple):
@@ -152,21 +148,32 @@ class Choice(NamedTuple):
 
 
 # Convolutions as matrix products, faster when every worker has its own parameters.
-_resnet18 = partial(models.resnet, depth=18, stem="cifar", products=True)
-_resnet8 = partial(models.resnet, depth=8, stem="cifar", products=True)
-_mobilenet_v2 = partial(
-    models.mobilenet_v2, stages=MOBILENET_STAGES, stem_channels=32, stem_stride=1,
-    head_channels=1280,
-)  # fmt: skip
+_resnet18 = partial(base.network, "resnet", depth=18, stem="cifar", products=True)
+_resnet8 = partial(base.network, "resnet", depth=8, stem="cifar", products=True)
+
+
+def mobilenet_stages() -> tuple:
+    """The published network reduces 224 pixels 32 times. Here the stem and the second stage keep
+    the size, so that 32 pixels are reduced only 8 times.
+    """
+    from models.mobilenet import IMAGENET_STAGES
+
+    return tuple((*of, 1 if at == 1 else s) for at, (*of, s) in enumerate(IMAGENET_STAGES))
+
+
+def _mobilenet_v2(**sizes):
+    own = {"stages": mobilenet_stages(), "stem_channels": 32, "stem_stride": 1}
+    return base.network("mobilenet_v2", head_channels=1280, **own, **sizes)
+
 
 CHOICES = {
     "resnet": Choice(partial(_resnet8, width=16), SMALL, SIDE // 2),
     "resnet8": Choice(partial(_resnet8, width=8), SMALL, SIDE // 2),
     "resnet8_gn": Choice(partial(_resnet8, width=8, norm="group"), SMALL, SIDE // 2),
-    "mobilenet": Choice(models.mobilenet_v2, SMALL, SIDE // 2),
-    "vit": Choice(models.vit, SMALL_VIT, SIDE // 2),
-    "small_vit": Choice(partial(models.vit, width=48, depth=3), SMALL_VIT, SIDE // 2),
-    "lenet": Choice(models.lenet, LENET),
+    "mobilenet": Choice(partial(base.network, "mobilenet_v2"), SMALL, SIDE // 2),
+    "vit": Choice(partial(base.network, "vit"), SMALL_VIT, SIDE // 2),
+    "small_vit": Choice(partial(base.network, "vit", width=48, depth=3), SMALL_VIT, SIDE // 2),
+    "lenet": Choice(partial(base.network, "lenet"), LENET),
     "resnet18": Choice(_resnet18, FULL),
     "resnet18_gn": Choice(partial(_resnet18, norm="group"), FULL),
     "mobilenet_v2": Choice(_mobilenet_v2, FULL),

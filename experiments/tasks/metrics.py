@@ -4,12 +4,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
-
-from syncopate.mesh import platform
 
 CHUNK = 500  # examples, or tokens, evaluated at once
 # Input numbers that a CPU evaluates at once, to fit its caches: evaluating convolutions this way
@@ -49,6 +44,7 @@ def _perplexity(nats: float) -> float:
 
 def _smape(model):
     """100 mean |y - f| / ((|y| + |f|) / 2), with forecasts f rolled out over y."""
+    import jax.numpy as jnp
 
     def measure(params, statistics, batch):
         predict = predicting(model, params, statistics)
@@ -70,6 +66,7 @@ def _smape(model):
 
 def _loss(model):
     """Cross-entropy of the predictions, without penalties."""
+    import optax
 
     def measure(params, statistics, batch):
         predict = predicting(model, params, statistics)
@@ -95,16 +92,23 @@ def predicting(model, params, statistics) -> Callable:
 
 def hits(logits, y):
     """Number of correct logits [n, C]; for [n, L, V], the sum of the examples' correct shares."""
+    import jax.numpy as jnp
+
     return sum_examples((jnp.argmax(logits, axis=-1) == y).astype(jnp.float32))
 
 
 def sum_examples(values):
     """The sum of values [n] over examples, or of values [n, L] averaged over tokens."""
+    import jax.numpy as jnp
+
     return jnp.sum(jnp.mean(values, axis=tuple(range(1, values.ndim))))
 
 
 def sum_chunks(function, batch):
     """The sum of `function` over chunks of the batch, divided by the batch's size."""
+    import jax
+    import jax.numpy as jnp
+
     size = jax.tree.leaves(batch)[0].shape[0]
     chunk = _chunk(batch)
     whole = size // chunk * chunk
@@ -123,8 +127,10 @@ def sum_chunks(function, batch):
 
 def _chunk(batch):
     """Examples per chunk: the logits of a token take as much memory as those of an example."""
+    from syncopate.mesh import platform
+
     x, y = batch["x"], batch["y"]
-    if y.ndim > 1 and jnp.issubdtype(y.dtype, jnp.integer):
+    if y.ndim > 1 and np.issubdtype(y.dtype, np.integer):
         return max(1, CHUNK // y.shape[1])
     if platform() != "cpu":
         return CHUNK

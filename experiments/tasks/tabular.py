@@ -18,14 +18,15 @@ import zipfile
 
 import numpy as np
 
-import models
 from experiments.tasks.base import (
     Recipe,
     Task,
     abstract_set,
     abstract_sets,
     check_model,
+    minimum,
     need_file,
+    network,
     split,
 )
 from experiments.tasks.sources import check_unpacked, reading
@@ -69,8 +70,8 @@ def hmda(
         columns, actions = read_hmda(data_dir, state)
         y = (actions != DENIED).astype(np.int32)
         train, test = _standardise(*split(_varying(columns), y, num_train=len(y) * 4 // 5))
-    regression = models.logistic_regression(num_features=train["x"].shape[1])
-    optimum = None if abstract else lambda: models.optimum(regression, train)
+    regression = network("logistic_regression", num_features=train["x"].shape[1])
+    optimum = None if abstract else lambda: minimum(regression, train)
     return Task("hmda", regression, train, test, HMDA_RECIPE, optimum)
 
 
@@ -153,7 +154,7 @@ def m4_weekly(data_dir: str | None = None, model: str = "mlp", *, abstract: bool
     else:
         past, future = read_m4(data_dir)
         train, test = training_windows(past), test_windows(past, future)
-    forecaster = models.forecaster(lags=LAGS, horizon=HORIZON, hidden=(64, 64, 64))
+    forecaster = network("forecaster", lags=LAGS, horizon=HORIZON, hidden=(64, 64, 64))
     return Task("m4_weekly", forecaster, train, test, M4_RECIPE, metric="smape")
 
 

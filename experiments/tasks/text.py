@@ -19,9 +19,8 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-import models
 from experiments.tasks import base
-from experiments.tasks.base import COUNT, Recipe, Task, check_model, need_file
+from experiments.tasks.base import COUNT, Recipe, Task, check_model, need_file, network
 from experiments.tasks.sources import check_unpacked, reading
 from syncopate.refusals import UserError
 
@@ -175,7 +174,7 @@ def tinyshakespeare(
         characters, tokens = np.unique(_read(data_dir), return_inverse=True)
         cut, vocab_size = len(tokens) * 9 // 10, len(characters)
         train, test = windows(tokens[:cut], length), windows(tokens[cut:], length)
-    decoder = models.gpt2(vocab_size=vocab_size, context=length, width=64, depth=2, heads=4)
+    decoder = network("gpt2", vocab_size=vocab_size, context=length, width=64, depth=2, heads=4)
     return Task("tinyshakespeare", decoder, train, test, SHAKESPEARE_RECIPE)
 
 
@@ -230,7 +229,7 @@ def sst2(
         (texts, y), (test_texts, test_y) = (sentences(data_dir, part) for part in ("train", "dev"))
         x, test_x = features(texts, test_texts, num_features=num_features or 256)
         train, test = {"x": x, "y": y}, {"x": test_x, "y": test_y}
-    head = models.mlp(num_features=train["x"].shape[1], hidden=(), num_classes=2)
+    head = network("mlp", num_features=train["x"].shape[1], hidden=(), num_classes=2)
     return Task("sst2", head, train, test, SST2_RECIPE)
 
 

@@ -17,8 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-import models
-from experiments.tasks.base import Recipe, Task, check_model, need_file
+from experiments.tasks.base import Recipe, Task, check_model, need_file, network
 from experiments.tasks.sources import reading
 from experiments.tasks.text import (
     END,
@@ -164,10 +163,10 @@ def load(
         recut = Recut(train, starts, length)
         train, test = windows(train, length), windows(test, length)
     if model == "lstm":
-        net = models.lstm(vocab_size=vocab_size, width=size.width, depth=size.depth)
+        net = network("lstm", vocab_size=vocab_size, width=size.width, depth=size.depth)
     else:
-        net = models.gpt2(
-            vocab_size=vocab_size, context=length, width=size.width, depth=size.depth,
+        net = network(
+            "gpt2", vocab_size=vocab_size, context=length, width=size.width, depth=size.depth,
             heads=size.heads, dtype=size.dtype,
         )  # fmt: skip
     return Task(corpus, net, train, test, RECIPES[model], metric=size.metric, recut=recut)

@@ -7,15 +7,10 @@ import functools
 import hashlib
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
-import local_opt
 from experiments.tasks.base import SEED, Recipe, Task, check_recipe
-from experiments.training import optimizers
-from syncopate.plans import MOST_STEPS
 from syncopate.refusals import UserError
-from syncopate.schedules import evaluate_schedule
 
 EXAMPLES, UNITS = "examples", "units"  # of the whole training set
 
@@ -58,8 +53,10 @@ class RunConfig(NamedTuple):
     loads_per_epoch: int | None = None  # for rules that follow the epochs; None: not known
 
     @property
-    def key(self) -> jax.Array:
+    def key(self):
         """Of the coins, for the rules that toss any."""
+        import jax
+
         return jax.random.fold_in(jax.random.key(self.seed), 3)
 
     @property
@@ -70,7 +67,7 @@ class RunConfig(NamedTuple):
 class Plans(NamedTuple):
     """The decisions of a run, all of one length T."""
 
-    sync: local_opt.SyncPlan | None  # None: before every load but the first, and at the end
+    sync: Any  # a SyncPlan; None: before every load but the first, and at the end
     echo: Any  # an EchoPlan, or what decides online
     rates: np.ndarray  # float64[T], learning rates
 
@@ -80,6 +77,8 @@ class Plans(NamedTuple):
 
     def check(self) -> None:
         """Raises ValueError where the lengths differ, or another process has other plans."""
+        import local_opt
+
         for plan in [self.echo] if self.sync is None else [self.sync, self.echo]:
             if plan.total_steps != self.total_steps:
                 raise UserError(
@@ -137,12 +136,14 @@ def left_out(task: Task, sizes: Sizes, *, deals: str | None = None) -> str:
 
 def size_of(data) -> int:
     """Examples of arrays, of their shapes, or of a random-access source."""
-    return jax.tree.leaves(data)[0].shape[0] if isinstance(data, dict) else len(data)
+    return next(iter(data.values())).shape[0] if isinstance(data, dict) else len(data)
 
 
 @functools.lru_cache(maxsize=8)  # a large model takes seconds to trace, and every arm asks
 def num_params(model) -> int:
     """D, without making any."""
+    import jax
+
     params = jax.eval_shape(lambda: model.init(jax.random.key(0)))
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
@@ -168,6 +169,10 @@ def config_of(recipe: Recipe, sizes: Sizes, *, seed: int, speed: float | None = 
         and 2 where no echo is free; at a larger factor the run has more steps, for echoed ones are
         shorter.
     """
+    from experiments.training import optimizers
+    from syncopate.plans import MOST_STEPS
+    from syncopate.schedules import evaluate_schedule
+
     check_recipe(recipe)
     total, factor = total_steps_of(recipe, sizes), recipe.echo_factor
     if speed is not None:

@@ -65,7 +65,11 @@ def test_a_run_is_noted_whenever_the_host_looks_at_it(tmp_path, monkeypatch, cap
 
 
 def test_a_command_says_that_it_loads_before_it_imports_jax():
-    code = "import sys; sys.argv = ['-m', *sys.argv[1:]]; import experiments; print(*sys.modules)"
+    code = (
+        "import sys; from absl import flags; from experiments.cluster import entry\n"
+        "def define(v): flags.DEFINE_integer('process_id', None, '', flag_values=v)\n"
+        "entry.check_jax = lambda: print(*sys.modules)\nentry.main(define, lambda values: None)"
+    )
     for flags, said in ([], "Loading JAX and the experiment\n"), (["--process_id=1"], ""):
         command = [sys.executable, "-c", code, *flags]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

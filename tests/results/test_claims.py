@@ -18,7 +18,7 @@ from experiments.claims import Claim, Effect, effect_of, ratio, verdict
 from experiments.results import archive, statistics
 from experiments.results.frame import frame, paired
 from experiments.results.statistics import LOSS, Criterion, compare
-from experiments.study import recipes, study
+from experiments.study import recipes, search
 
 # Records of runs that were never trained.
 LABELS = {
@@ -306,10 +306,10 @@ def trained(chosen, name, arms, *, speeds=(), **fields):
     recipe, arms = recipe._replace(**fields), {arm: chosen.arms[arm] for arm in arms}
     criterion = chosen.criterion._replace(target=recipe.target)
     chosen = chosen._replace(arms=arms, speeds=speeds, criterion=criterion)
-    trains = study.Trainer(chosen, task, recipe, step_seconds=1e-4)
-    found, _ = study.search(chosen, trains, seeds=5)
+    trains = search.Trainer(chosen, task, recipe, step_seconds=1e-4)
+    found, _ = search.search(chosen, trains, seeds=5)
     labels = {name: arm.label for name, arm in arms.items()}
-    plans = {} if speeds else study.sync_plans(arms, task, recipe)
+    plans = {} if speeds else search.sync_plans(arms, task, recipe)
     return statistics.compare(found, labels, criterion, plans)
 
 

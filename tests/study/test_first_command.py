@@ -4,7 +4,7 @@ import pytest
 
 from experiments import cd_grab
 from experiments.results import tables
-from experiments.study import flags, recipes, study
+from experiments.study import flags, recipes, search
 from experiments.training import measure
 from tests import commands
 from tests.compiled_runs import compilations
@@ -20,7 +20,7 @@ def asked(*arguments):
     _, recipe = flags.setting_from_flags(values)
     chosen = cd_grab.STUDY.fit(cd_grab.STUDY, None, recipe, values)
     arms = values.arms or chosen.arms
-    return chosen, len(arms) * study.planned(
+    return chosen, len(arms) * search.planned(
         len(recipe.learning_rates), values.seeds, chosen.finalists, None
     )
 
@@ -46,7 +46,7 @@ def test_the_comparison_is_short_only_where_no_flag_says_what_is_compared(argume
 ])  # fmt: skip
 def test_one_arm_is_compared_with_the_baseline(given, arms, tmp_path, monkeypatch):
     run = []
-    monkeypatch.setattr(study, "_carry_out", lambda *known: run.append([*known[1].arms]))
+    monkeypatch.setattr(search, "_carry_out", lambda *known: run.append([*known[1].arms]))
     commands.study_run(cd_grab, [f"--arms={given}", "--seeds=1"], tmp_path)
     assert run == [arms]
 
@@ -69,12 +69,12 @@ def test_programs_are_compiled_before_the_runs_and_bounds_once_for_all_orders(mo
     monkeypatch.setattr(
         measure, "order_bounds", lambda *a, **k: made.append(bounds(*a, **k)) or made[-1]
     )
-    trains = study.Trainer(cd_grab.STUDY, task, recipe)
+    trains = search.Trainer(cd_grab.STUDY, task, recipe)
     arms = ("rr", "id_pair", "cd_grab")
     trains.prepare((arm, None) for arm in arms)
     with compilations() as compiled:
         for arm in arms:
             for seed in range(2):
-                trains.train(study.Run(arm, None, 0.1, seed, "run"), [], records.append)
+                trains.train(search.Run(arm, None, 0.1, seed, "run"), [], records.append)
     assert not compiled and len(made) == 1 and made[0]._cache_size() == 1
     assert all("bound/linf" in record for record in records)

@@ -6,11 +6,15 @@ import sys
 import pytest
 from absl import flags as absl_flags
 
+import local_opt
 from experiments import cd_grab, combined, echoing, qsr, train
-from experiments.study import flags, recipes
+from experiments.study import flags, recipes, tables
 from experiments.tasks import TASKS, Recipe, base
 from experiments.tasks.base import check_recipe
+from experiments.training import optimizers
+from experiments.training.averages import AVERAGES
 from experiments.training.config import num_params, sizes_of, total_steps_of
+from local_opt import resize
 from syncopate import command
 from tests.commands import flags_of, parsed
 from tests.refused import refuses
@@ -30,6 +34,15 @@ def test_every_field_of_a_recipe_is_a_flag_with_help():
     shown = {flag.name for flag in values.get_key_flags_for_module(sys.argv[0])}
     assert shown == set(values)
     assert {"order", "workers", "track", "coordinator_address"} < shown
+
+
+@pytest.mark.parametrize("words,table", [
+    (base.FIELDS["optimizer"][2], optimizers.OPTIMIZERS),
+    (base.FIELDS["schedule"][2], optimizers.SCHEDULES), (base.FIELDS["average"][2], AVERAGES),
+    (tables.WIRES, local_opt.WIRES), (train.POLICIES, resize.POLICIES),
+])  # fmt: skip
+def test_the_words_that_flags_take_are_those_of_the_tables(words, table):
+    assert [*words] == [*table]
 
 
 @pytest.mark.parametrize("given,told", [

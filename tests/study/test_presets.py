@@ -11,7 +11,7 @@ import pytest
 
 from experiments import cd_grab, echoing, qsr, slowrun
 from experiments.results import records
-from experiments.study import flags, recipes, study
+from experiments.study import flags, recipes, search, study
 from experiments.training import config
 from tests import commands
 
@@ -119,7 +119,7 @@ def test_a_preset_has_the_published_network_and_batch_and_a_smaller_tiny_variant
 @functools.cache
 def plan_of(name):
     task, recipe = full(name)
-    return study.sync_plans({"qsr": qsr.STUDY.arms["qsr"]}, task, recipe)["qsr"]
+    return search.sync_plans({"qsr": qsr.STUDY.arms["qsr"]}, task, recipe)["qsr"]
 
 
 PUBLISHED_ROUNDS = {"qsr_vit_b_4096": 9711, "qsr_resnet152_4096": 24_792}

@@ -8,8 +8,9 @@ import pytest
 
 from experiments.results import statistics
 from experiments.results.statistics import Criterion
-from experiments.study import study
-from experiments.study.study import Arm, Run, Study
+from experiments.study import search
+from experiments.study.search import Run
+from experiments.study.study import Arm, Study
 from experiments.tasks import TASKS
 from experiments.training import checkpoint, measure
 
@@ -43,7 +44,7 @@ def searched(accuracy, *, diverges=lambda run: False, of=None, **options):
             })  # fmt: skip
         return 0
 
-    found, stopped = study.search(
+    found, stopped = search.search(
         of or asked(), trainer_of(go), on_record=written.append, **options
     )
     assert not stopped and len(set(trained)) == len(trained), "no run is trained twice"
@@ -52,9 +53,9 @@ def searched(accuracy, *, diverges=lambda run: False, of=None, **options):
 
 def test_the_next_run_of_many_seeds_is_found_without_a_list_of_all():
     own = {"seeds": 10**9, "widen": 0}
-    assert study.next_run(asked(), "a", None, RATES, [], **own).learning_rate == RATES[0]
+    assert search.next_run(asked(), "a", None, RATES, [], **own).learning_rate == RATES[0]
     _, found, _ = searched(rate_of, seeds=2)
-    assert study.next_run(asked(), "a", None, RATES, found, **own).seed == 2
+    assert search.next_run(asked(), "a", None, RATES, found, **own).seed == 2
 
 
 def rate_of(run):
@@ -64,10 +65,10 @@ def rate_of(run):
 def test_rates_of_an_earlier_call_get_no_further_seeds():
     of, own = asked(finalists=None), {"seeds": 2, "widen": 0}
     _, found, _ = searched(rate_of, of=of, seeds=1)
-    following = study.next_run(of, "a", None, [0.2], found, **own)
+    following = search.next_run(of, "a", None, [0.2], found, **own)
     assert (following.learning_rate, following.seed) == (0.2, 1)
     second = [r | {"seed": 1} for r in found if r["learning_rate"] == 0.2]
-    assert study.next_run(of, "a", None, [0.2], found + second, **own) is None
+    assert search.next_run(of, "a", None, [0.2], found + second, **own) is None
 
 
 def near(rate):
@@ -77,9 +78,9 @@ def near(rate):
 def test_progress_counts_runs_that_are_asked_for(monkeypatch):
     _, found, _ = searched(rate_of, seeds=2)
     more = [r | change for r in found for change in ({"seed": 7}, {"learning_rate": 0.8})]
-    bar = study.progress.bar
+    bar = search.progress.bar
     begun = []
-    monkeypatch.setattr(study.progress, "bar", lambda **of: (begun.append(of), bar(**of))[1])
+    monkeypatch.setattr(search.progress, "bar", lambda **of: (begun.append(of), bar(**of))[1])
     searched(rate_of, seeds=2, done=[*found, *more, *[r | {"arm": "c"} for r in found]])
     assert begun[0]["initial"] == begun[0]["total"] == 2 * (3 + 2) * 10
 
@@ -90,7 +91,7 @@ def test_all_rates_run_once_then_two_finalists_with_all_seeds_and_it_resumes():
     for arm in ARMS:
         own = {(run.learning_rate, run.seed) for run in trained if run.arm == arm}
         assert own == {(r, 0) for r in RATES} | {(r, s) for r in (0.2, 0.4) for s in (1, 2)}
-    assert len(trained) == 2 * study.planned(3, 3, 2, None)
+    assert len(trained) == 2 * search.planned(3, 3, 2, None)
     first = found[0]
     assert (first["study"], first["order"], first["sync"], first["speed"], first["phase"]) == (
         "fake", "rr+dealt", "parallel", None, "run",
@@ -121,7 +122,7 @@ def test_slow_input_is_tuned_and_then_reported_with_all_seeds_at_the_best_rate()
     assert {(r.arm, r.speed, r.learning_rate, r.seed) for r in reported} == {
         (arm, speed, 0.2, seed) for arm in ARMS for speed in (2, 8) for seed in range(3)
     }
-    assert len(trained) == 4 * study.planned(3, 3, 2, 2)
+    assert len(trained) == 4 * search.planned(3, 3, 2, 2)
 
     def reported_and_best(run):
         return run.phase == "report" and run.learning_rate == 0.2
@@ -155,7 +156,7 @@ def test_a_grid_widens_and_finalists_train_for_averaged_weights_too():
         on_record({"step": 10, "seconds": 1.0, "ended": True, "diverged": None} | scalars)
         return 0
 
-    found, _ = study.search(asked(finalists=1), trainer_of(go), seeds=2, widen=2)
+    found, _ = search.search(asked(finalists=1), trainer_of(go), seeds=2, widen=2)
     tried = {(r["learning_rate"], r["seed"]) for r in found if r["arm"] == "a"}
     assert {rate for rate, _ in tried} == {0.05, *RATES, 0.8, 1.6}
     assert {rate for rate, seed in tried if seed == 1} == {0.1, 0.8}
@@ -163,17 +164,17 @@ def test_a_grid_widens_and_finalists_train_for_averaged_weights_too():
 
 def test_a_signal_stops_a_search_and_a_killed_one_is_cleaned_up(tmp_path, monkeypatch):
     stopping = trainer_of(lambda *_: signal.SIGTERM)
-    assert study.search(asked(), stopping, seeds=2) == ([], signal.SIGTERM)
+    assert search.search(asked(), stopping, seeds=2) == ([], signal.SIGTERM)
     ended, cut = Run("a", None, 0.1, 0, "run"), Run("a", None, 0.1, 1, "run")
     whole = [{**ended._asdict(), "step": 9, "ended": True}]
     rest = [{**cut._asdict(), "step": step, "ended": False} for step in (0, 4, 6)]
-    assert study.kept_records(str(tmp_path), whole + rest) == whole
+    assert search.kept_records(str(tmp_path), whole + rest) == whole
     for run in (ended, cut):
         (tmp_path / "checkpoints" / run.name / "4").mkdir(parents=True)
     monkeypatch.setattr(checkpoint, "damage", lambda path: None)
     known = {"evaluation": {"records": 2}}
     monkeypatch.setattr(checkpoint, "read_known", lambda path: known)
-    assert study.kept_records(str(tmp_path), whole + rest) == whole + rest[:2]
+    assert search.kept_records(str(tmp_path), whole + rest) == whole + rest[:2]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [cut.name]
 
 
@@ -181,10 +182,10 @@ def test_a_run_ends_once_both_halves_reach_the_target():
     criterion = Criterion("valid/accuracy", False, "target", 0.5)
     first = {"step": 1, "valid/accuracy": 0.6, "test/accuracy": 0.4}
     later = {"step": 2, "valid/accuracy": 0.4, "test/accuracy": 0.5}
-    ends = study.ends_at(criterion)
+    ends = search.ends_at(criterion)
     assert not ends(first) and ends(later)
-    assert study.ends_at(criterion, [first])(later)
-    assert not study.ends_at(Criterion())(later)
+    assert search.ends_at(criterion, [first])(later)
+    assert not search.ends_at(Criterion())(later)
 
 
 def test_a_run_is_evaluated_as_the_recipe_says():

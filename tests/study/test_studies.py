@@ -9,7 +9,7 @@ import pytest
 
 from experiments import cd_grab, combined, echoing, qsr
 from experiments.results import records
-from experiments.study import study
+from experiments.study import search
 from local_opt import SyncPlan
 from tests.commands import LENGTH, SHORT, SMALL, study_run, train_run
 
@@ -79,7 +79,7 @@ def test_a_stopped_study_resumes_with_the_same_results(name, tmp_path, monkeypat
 
     if name != "echoing":
         return
-    seen, real = [], study.search
+    seen, real = [], search.search
 
     def stopped(*args, on_record, **options):
         def record_and_stop(record):
@@ -91,7 +91,7 @@ def test_a_stopped_study_resumes_with_the_same_results(name, tmp_path, monkeypat
         return real(*args, on_record=record_and_stop, **options)
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as exit_code:
-        patch.setattr(study, "search", stopped)
+        patch.setattr(search, "search", stopped)
         study_run(module, [*SMALL, *arguments], cut)
     assert exit_code.value.code == 128 + signal.SIGTERM
     assert not (cut / "table.md").exists()

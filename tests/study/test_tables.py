@@ -10,7 +10,7 @@ import pytest
 
 import local_opt
 import ordering
-from experiments.study import tables
+from experiments.study import fragments, tables
 from experiments.study.tables import TABLES, Arm, arm_of, row_of
 from experiments.tasks import TASKS
 from experiments.training import config
@@ -166,7 +166,7 @@ RATES = np.cos(np.linspace(0, 1.55, 120))  # falling to a fiftieth
 def test_a_run_in_turn_equals_streaming_by_segments(name):
     given = RunConfig(RATES, seed=0)
     rule = row_of("sync", f"{name}+nesterov0.7_0.9+fragments2")
-    plans = tables.plans_in_turn(row_of("sync", name).plan, given, 2)
+    plans = fragments.plans_in_turn(row_of("sync", name).plan, given, 2)
     whole = rule.plan(given)
     ends = {e for plan in plans for e in plan.ends.tolist()}
     assert set(whole.ends.tolist()) == ends and rule.fragments == 2

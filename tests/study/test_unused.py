@@ -5,15 +5,14 @@ import importlib
 
 import pytest
 
-from experiments import train
-from experiments.study import study
+from experiments.study import one_run, search
 from tests.commands import parsed
 from tests.refused import refuses
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_forecast(monkeypatch):
-    for module in (study, train):
+    for module in (search, one_run):
         monkeypatch.setattr(module, "dry_run", lambda *args: "")
 
 
@@ -22,7 +21,7 @@ def run(name, *arguments):
     module = importlib.import_module(f"experiments.{name}")
     values = parsed(module, *arguments)
     if hasattr(module, "STUDY"):
-        return study.run(module.STUDY, values)
+        return search.run(module.STUDY, values)
     return (getattr(module, "run", None) if name in ("train", "advise") else module.main)(values)
 
 

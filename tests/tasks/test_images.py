@@ -40,7 +40,7 @@ def test_models_of_cifar_have_the_published_widths_and_a_logit_for_every_class(m
         task = TASKS["cifar10"](model=model, abstract=True)
         assert num_params(task.model) == SIZES[model] and logits_of(task) == (2, 10)
     # The image is reduced eight times.
-    assert [s for *_, s in images.MOBILENET_STAGES] == [1, 1, 2, 2, 1, 2, 1]
+    assert [s for *_, s in images.mobilenet_stages()] == [1, 1, 2, 2, 1, 2, 1]
 
 
 @pytest.mark.parametrize(

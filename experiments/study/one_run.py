@@ -1,0 +1,128 @@
+"""One run with the parsed flags of `experiments.train`: its folder, its program and its files."""
+
+import functools
+import os
+import sys
+
+from absl import flags as absl_flags
+
+from experiments.cluster import agree, lock, processes, progress
+from experiments.cluster.agree import data_hash
+from experiments.results import records
+from experiments.study import flags, tables
+from experiments.study.cost import assumed, dry_run, traffic
+from experiments.study.search import go_on
+from experiments.study.study import Study
+from experiments.training import checkpoint, config, input, measure, program, resize
+from experiments.training import run as training_run
+from experiments.training.step import worker_of
+from ordering.echo import EchoPlan
+
+
+def run(values: absl_flags.FlagValues) -> None:
+    """Trains with parsed flags, from the last checkpoint of --output_dir on.
+
+    Raises:
+      SystemExit: 128 + n if signal n stopped it; with the reason if it diverged; `lock.BUSY` if
+        another run has the folder.
+    """
+    processes.start(values)
+    task, recipe = flags.setting_from_flags(values)
+    rates = recipe.learning_rates
+    rate = rates[len(rates) // 2] if values.learning_rate is None else values.learning_rate
+    recipe = recipe._replace(learning_rates=(rate,))
+    arm = tables.arm_from_flags(values, "run")
+    flags.check_used(values, recipe, [arm])
+    if values.dry_run:
+        only = Study("train", {"run": arm}, values.task, None, (), ())
+        return processes.say(dry_run(task, recipe, only, assumed(values)))
+    agree.check_data(task)
+    config.sizes_of(task, recipe, deals=arm.rows[0].deals)  # before there is a folder
+    folder = values.output_dir or os.path.join("results", f"train_{values.task}")
+    settings = {**flags.settings(values, recipe), **arm.words, "data": data_hash(task)}
+    settings |= {"seed": values.seed, "learning_rate": rate}
+    with lock.held(folder):
+        done, known = [], None
+        if not values.overwrite:
+            done = records.found(folder)
+            known = resize.newest(folder, settings, values.elastic, [r["step"] for r in done])
+        built, plans, begun = _prepared(task, recipe, arm.rows, values, known)
+        outcome = _train(task, recipe, arm, built, plans, values, folder, settings, begun, done)
+        _finish(outcome, built, plans, folder, values)
+
+
+def _prepared(task, recipe, rows, values, known):
+    """(program, plans, where the run goes on if with other workers)."""
+    order, rule, policy = rows
+    sizes = resize.sizes_of(task, recipe, known, deals=order.deals)
+    own = config.config_of(recipe, sizes, seed=values.seed)
+    plans = config.plans_of(own, rule, policy, rate=recipe.learning_rates[0])
+    begun, units = None, None
+    if known:
+        of_sizes = functools.partial(
+            worker_of, task, recipe, order, rule.rounds, in_turn=recipe.run == "turns"
+        )
+        begun, units = resize.begun(
+            known, of_sizes, plans, sizes, policy=values.elastic, seed=values.seed,
+            traffic=functools.partial(traffic, task, order, rule),
+        )  # fmt: skip
+    reads = None if values.input == "device" else values.input
+    built = program.build(
+        task, recipe, order, rule.rounds, sizes=sizes, units=units,
+        mesh=processes.mesh_of(recipe.run, recipe.workers),
+        reads="thread" if policy.online and reads is None else reads,
+    )  # fmt: skip
+    if text := config.left_out(task, sizes, deals=order.deals):
+        processes.say(text)
+    return built, plans, begun
+
+
+def _train(task, recipe, arm, built, plans, values, folder, settings, begun, done):
+    records.open_folder(folder, settings, overwrite=values.overwrite)
+    checkpoints = os.path.join(folder, "checkpoints")
+    at = checkpoint.newest(checkpoints)
+    kept = [r for r in done if r["step"] <= at] if at else []
+    fixed = {name: settings[name] for name in ("order", "sync", "echo", "seed", "learning_rate")}
+    identity = {"study": "train", "arm": "run", "speed": None, "phase": "run", **fixed}
+    saving = training_run.Saving(checkpoints, values.checkpoint_every, at_end=True, about=settings)
+    if begun is None:  # settled by `resize.newest`; with --overwrite there is none
+        begun = checkpoint.restore(checkpoints, at, plans, built.shapes, settings)
+    scalars = measure.scalars_of(task, recipe)(built, arm.rows[0])
+    labels = " + ".join(row.label for row in arm.rows)
+    left = f"{plans.total_steps - at:,} steps of {recipe.workers} workers"
+    processes.say(f"Compiling {labels}: {left}", file=sys.stderr)
+    with (
+        progress.bar(total=plans.total_steps, initial=at, unit="step") as bar,
+        records.writing(
+            folder, trackers=values.track, keep=kept,
+            console=None if bar.disable else bar.write,
+        ) as write,
+    ):  # fmt: skip
+
+        def on_record(record):
+            write(identity | record)
+            progress.note(bar, record, examples=built.sizes.examples_per_step)
+
+        watch = training_run.Watch(
+            on_record, scalars, on_step=lambda step: bar.update(step - bar.n),
+            traffic=traffic(task, *arm.rows[:2], built.sizes, built.sync_in_step),
+        )  # fmt: skip
+        return training_run.train(built, plans, watch, seed=values.seed, begun=begun, saving=saving)
+
+
+def _finish(outcome, built, plans, folder, values):
+    """What is written beside the records; SystemExit where the run has not come to its end."""
+    # What was decided online is a plan too, as far as the run has come.
+    echo = EchoPlan(list(outcome.decided), "measured") if plans.echo.online else plans.echo
+    for name, plan in {"sync_plan": plans.sync, "echo_plan": echo}.items():
+        if plan is not None and processes.is_first():
+            plan.save(os.path.join(folder, f"{name}.json"))
+    if not outcome.ended:
+        place = f"at step {outcome.step} of {plans.total_steps}"
+        processes.say(f"Stopped and saved {place}: {go_on(values)} continues.")
+        sys.exit(128 + outcome.stopped)
+    if outcome.diverged:
+        sys.exit(outcome.diverged)
+    checkpoint.export(folder, input.on_host(built.mean_params(outcome.state)))
+    processes.say(f"This took {training_run.told(outcome.seconds)}.")
+    processes.say(f"Written to {folder}: metrics, plans, checkpoints, model")
