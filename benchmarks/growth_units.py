@@ -63,7 +63,7 @@ def lifted(order: ordering.Ordering, workers: int, numbers: int) -> tuple[Callab
         return order.next_epoch(state)
 
     words = {init: "key", observe: "owned split", next_epoch: "owned"}
-    calls = [local_opt.lift(f, workers, inputs=words[f], outputs="owned") for f in words]
+    calls = [local_opt.lift(f, workers, f"{words[f]} -> owned") for f in words]
     return jax.jit(calls[0]), *(jax.jit(call, donate_argnums=0) for call in calls[1:])
 
 

@@ -65,11 +65,11 @@ def rounds(job: Job, outer, mesh) -> Worker:
     workers = mesh or WORKERS
     made = local_opt.local_rounds(INNER, outer=outer)
     lift = functools.partial(local_opt.lift, workers=workers)
-    step = lift(step_of(made.update), inputs="owned " * 4, outputs="owned owned")
-    sync = lift(made.sync, inputs="owned owned", outputs="owned owned")
+    step = lift(step_of(made.update), roles="owned owned owned owned -> owned owned")
+    sync = lift(made.sync, roles="owned owned -> owned owned")
     step, sync = (jax.jit(call, donate_argnums=(0, 1)) for call in (step, sync))
     params = local_opt.owned([jnp.asarray(x) for x in local_problem.start(job.widths)], workers)
-    held = [params, jax.jit(lift(made.init, inputs="owned", outputs="owned"))(params)]
+    held = [params, jax.jit(lift(made.init, roles="owned -> owned"))(params)]
     plain, other = plain_of(job)
     sharding = owned_sharding(mesh)
 

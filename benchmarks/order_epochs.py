@@ -77,8 +77,8 @@ def ours(problem: Problem, name: str) -> Callable:
         return params, velocity, order.next_epoch(orders)
 
     lift = functools.partial(local_opt.lift, workers=workers)
-    orders = lift(begin, inputs="key", outputs="owned")(jax.random.key(0))
-    words = {"inputs": "shared shared owned owned owned", "outputs": "shared shared owned"}
+    orders = lift(begin, roles="key -> owned")(jax.random.key(0))
+    words = {"roles": "shared shared owned owned owned -> shared shared owned"}
     run = jax.jit(lift(train, **words), donate_argnums=(1, 2))
     state = (params, jax.tree.map(jnp.zeros_like, params), orders)
     call = timing.carry_on(lambda state, x, y: run(*state, x, y), state)

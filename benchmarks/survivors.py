@@ -60,7 +60,7 @@ def train(process, count, address, folder, long):
         updates, state = rounds.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    step = local_opt.lift(step, here, inputs="owned owned shared shared", outputs="owned owned")
+    step = local_opt.lift(step, here, roles="owned owned shared shared -> owned owned")
     step, start, (x, y) = jax.jit(step), 0, data_of(process)
     first = jnp.zeros(SIZE)
     trees = local_opt.owned((first, rounds.init(first)), here)
@@ -92,9 +92,9 @@ def cost(process, count, address, size, turns=40):
     """Prints the milliseconds of a sync of all processes, and of the same without `Survivors`."""
     import jax
     import jax.numpy as jnp
-    from jax.experimental import multihost_utils
 
     import local_opt
+    from syncopate.unstable import multihost_utils
 
     jax.config.update("jax_enable_recoverability", True)
     jax.distributed.initialize(address, count, process, coordinator_bind_address=address)
@@ -102,7 +102,7 @@ def cost(process, count, address, size, turns=40):
     survivors, x, times = local_opt.Survivors(sync), jnp.ones((1, size)), {True: [], False: []}
     (x,) = survivors(0, x)
     mesh = survivors.met.mesh
-    plain = jax.jit(local_opt.lift(sync, mesh, inputs="owned", outputs=("owned",)))
+    plain = jax.jit(local_opt.lift(sync, mesh, in_roles=("owned",), out_roles=("owned",)))
     whole = multihost_utils.host_local_array_to_global_array(x, mesh, jax.P("worker"))
     for turn in range(2 * turns):
         begun = time.perf_counter()

@@ -63,7 +63,7 @@ def memory_rows(chip_name: str, model_name: str) -> Iterator[dict]:
 
     for name, init, program in programs_of():
         args = owned(params), owned(jax.eval_shape(init, params))
-        run = local_opt.lift(program, mesh, inputs="owned owned", outputs="owned owned")
+        run = local_opt.lift(program, mesh, "owned owned -> owned owned")
         found = compile_or_refuse(jax.jit(run, donate_argnums=(0, 1)).lower(*args), chip)
         row = {"chip": chip_name, "model": model_name, "parameters": show_bytes(size), "sync": name}
         if isinstance(found, Refused):

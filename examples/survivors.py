@@ -49,7 +49,7 @@ def train(process, address):
         return optax.apply_updates(params, updates), state, loss
 
     step = jax.jit(local_opt.lift(
-        step, here, inputs="owned owned shared shared", outputs="owned owned owned"
+        step, here, roles="owned owned shared shared -> owned owned owned"
     ))  # fmt: skip
     params, state = local_opt.owned((jnp.zeros(4), rounds.init(jnp.zeros(4))), here)
     for t in range(STEPS):

@@ -57,11 +57,11 @@ def main():
     w = {name: jax.random.normal(next(keys), s) * s[0] ** -0.5 for name, s in SHAPES.items()}
     with jax.set_mesh(jax.make_mesh((WORKERS, 4), ("worker", "data"))):
         run = jax.jit(
-            local_opt.lift(step, inputs="owned owned owned split", outputs="owned owned owned mean")
+            local_opt.lift(step, roles="owned owned owned split -> owned owned owned mean")
         )
-        sync = jax.jit(local_opt.lift(rounds.sync, inputs="owned owned", outputs="owned owned"))
-        following = jax.jit(local_opt.lift(order.next_epoch, inputs="owned", outputs="owned"))
-        init = local_opt.lift(order.init, inputs="key shared", outputs="owned")
+        sync = jax.jit(local_opt.lift(rounds.sync, roles="owned owned -> owned owned"))
+        following = jax.jit(local_opt.lift(order.next_epoch, roles="owned -> owned"))
+        init = local_opt.lift(order.init, roles="key shared -> owned")
         orders = init(jax.random.key(1), w)
         w, state = local_opt.owned((w, rounds.init(w)))
         for t in range(STEPS):

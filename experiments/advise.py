@@ -225,7 +225,7 @@ def measured_sync(mesh, parameters: int) -> float:
 
     owned = owned_sharding(mesh)
     meet = lambda x: jax.lax.pmean(x, AXIS)  # noqa: E731
-    mean = jax.jit(local_opt.lift(meet, mesh, inputs="owned", outputs="owned"))
+    mean = jax.jit(local_opt.lift(meet, mesh, "owned -> owned"))
     shape = mesh.devices.size, parameters
     zeros = jax.jit(lambda: jnp.zeros(shape), out_shardings=owned)()
     return timing.medians({"sync": lambda: mean(zeros)}, REPEATS)["sync"]

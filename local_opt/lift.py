@@ -28,9 +28,10 @@ KEYS = (None, "fold", "copy")
 def lift(
     function: Callable,
     workers: int | Mesh | None = None,
+    roles: str | None = None,
     *,
-    inputs: str | Sequence[str],
-    outputs: str | Sequence[str],
+    in_roles: Sequence[PyTree] | None = None,
+    out_roles: PyTree | None = None,
     axis_name: str | None = AXIS,
     in_turn: bool = False,
 ) -> Callable:
@@ -65,11 +66,13 @@ def lift(
         per position on it, by `jax.shard_map`; None for the mesh that is in scope when the result
         is called or traced, as by `jax.set_mesh`. Other axes of the mesh are left to the compiler,
         or explicit: a worker may span several devices.
-      inputs: a word for every parameter, in the order of the signature and however it is given:
-        "owned split", or ("owned", "split"). Keyword-only parameters without a word are shared, and
-        a default that is not overridden needs none.
-      outputs: a word for every result of a tuple; "owned" alone is for a single result, ("owned",)
-        for a tuple of one.
+      roles: a word for every parameter, in the order of the signature and however it is given, an
+        arrow, and a word for every result of a tuple, or one for a single result:
+        "owned split -> owned mean". Keyword-only parameters without a word are shared, and a
+        default that is not overridden needs none.
+      in_roles, out_roles: instead of the text, prefix trees of words, as specs of `jax.shard_map`:
+        in_roles=({"params": "owned", "step": "shared"}, "split"). A tuple of out_roles is for a
+        tuple of results, ("owned",) for a tuple of one.
       axis_name: the workers' axis; None for a mesh's only one, or "worker" without a mesh.
       in_turn: whether simulated workers run one after another, which is faster for convolutions on
         CPUs; for functions without collectives.
@@ -93,7 +96,7 @@ def lift(
       ...     update, state = optimizer.update(grad, state, x)
       ...     return x + update, state, loss
       >>> step = jax.jit(local_opt.lift(
-      ...     step, 2, inputs="owned owned split", outputs="owned owned mean"))
+      ...     step, 2, "owned owned split -> owned owned mean"))
       >>> x, state = local_opt.owned((jnp.zeros(()), optimizer.init(jnp.zeros(()))), 2)
       >>> x, state, loss = step(x, state, jnp.array([1.0, 3.0]))
       >>> x.tolist(), float(loss)
@@ -104,44 +107,57 @@ def lift(
       https://arxiv.org/abs/2310.14423
     """
     fixed = None if workers is None else count_of(workers, axis_name)
-    single = isinstance(outputs, str) and len(outputs.split()) == 1
-    inputs = _checked_words(inputs, INPUTS, "inputs")
-    results = _checked_words(outputs, OUTPUTS, "outputs")
+    inputs, outputs = _trees(roles, in_roles, out_roles)
+    single = type(outputs) not in (tuple, list)
+    outputs = (outputs,) if single else tuple(outputs)
+    kinds = [_words(prefix) for prefix in outputs]
+    results = [word for words in kinds for word in words]
+    places = [
+        f"result {i}" if word == "shared" else None
+        for i, words in enumerate(kinds)
+        for word in words
+    ]
     if in_turn and (fixed is None or fixed[2] is not None):
         raise ValueError("in_turn is for simulated workers: pass their number, not a mesh.")
     if in_turn and "shared" in results:
-        raise ValueError(f"outputs are {results}: with in_turn no result is shared; take owned.")
+        raise ValueError(f"out_roles are {outputs}: with in_turn no result is shared; take owned.")
     bind = _binding(function, inputs)
 
     @functools.wraps(function, updated=())
     def lifted(*args, **kwargs):
         count, axis, mesh = fixed or count_of(None, axis_name)
-        values, words, call = bind(args, kwargs)
-        parts, said = [parted(value) for value in values], []
-        given = [arrays for arrays, _ in parts]
-        for arrays, value, word in zip(given, values, words, strict=True):
-            if word == "key" and not jax.tree.leaves(arrays):
+        values, prefixes, call = bind(args, kwargs)
+        given, words, rests, said = [], [], [], []
+        for i, (value, prefix) in enumerate(zip(values, prefixes, strict=True)):
+            arrays, rest = parted(value)
+            if prefix == "key" and not jax.tree.leaves(arrays):
                 raise ValueError(f"key is {value!r}: pass one typed key, as jax.random.key(0).")
+            given += _by_word(arrays, prefix, f"in_roles[{i}]")
+            words += _words(prefix)
+            rests.append((rest, len(_words(prefix))))
         own = [x for x, word in zip(given, words, strict=True) if word != "shared"]
         if mesh is None and not jax.tree.leaves(own):
-            raise ValueError(f"inputs are {inputs}, and no argument holds an array to map over.")
+            raise ValueError(f"in_roles are {inputs}, and no argument holds an array to map over.")
 
         def one(*arrays):
-            found = call([joined(x, rest) for x, (_, rest) in zip(arrays, parts, strict=True)])
+            found = call(_whole(arrays, rests))
             found = (found,) if single else found
-            if not isinstance(found, tuple | list) or len(found) != len(results):
+            if not isinstance(found, tuple | list) or len(found) != len(outputs):
                 many = isinstance(found, tuple | list)
                 count = f"{len(found)} results" if many else f"a {type(found).__name__} as result"
                 raise ValueError(
-                    f"the function has {count} and outputs are {results}: give one word for each "
+                    f"the function has {count} and out_roles are {outputs}: give one word for each "
                     "of a tuple, or one word, not in a tuple, for a single result."
                 )
-            pairs = [parted(x, word in OVER) for x, word in zip(found, results, strict=True)]
-            said[:] = [rest for _, rest in pairs]
-            for (rows, _), word in zip(pairs, results, strict=True):
+            parts, said[:] = [], []
+            for i, (x, prefix, of_it) in enumerate(zip(found, outputs, kinds, strict=True)):
+                arrays, rest = parted(x, not OVER.keys().isdisjoint(of_it))
+                parts += _by_word(arrays, prefix, f"out_roles[{i}]")
+                said.append((rest, len(of_it)))
+            for rows, word in zip(parts, results, strict=True):
                 if word == "split" and any(not jnp.ndim(x) for x in jax.tree.leaves(rows)):
                     raise ValueError("a split result is a number, without rows: take 'owned'.")
-            return tuple(arrays for arrays, _ in pairs)
+            return tuple(parts)
 
         if mesh is not None:
             run = _on_mesh(one, mesh, axis, words, results)
@@ -153,12 +169,13 @@ def lift(
         else:
             run = jax.vmap(one, _sides(words, None, 0), _sides(results, None, 0), axis)
         if "shared" in results:
-            _check_shared(one, given, words, results, mesh, count, axis)
+            _check_shared(one, given, words, places, mesh, count, axis)
         entered = _entered(given, words, mesh, count, axis)
         left = [
-            joined(_left(arrays, word, mesh is not None), rest)
-            for arrays, word, rest in zip(run(*entered), results, said, strict=True)
+            _left(arrays, word, mesh is not None)
+            for arrays, word in zip(run(*entered), results, strict=True)
         ]
+        left = _whole(left, said)
         return left[0] if single else tuple(left)
 
     return lifted
@@ -179,8 +196,8 @@ def _binding(function, inputs) -> Callable:
         named += [name for name, kind in kinds.items() if kind == Parameter.KEYWORD_ONLY]
         if len(inputs) > len(named):
             raise ValueError(
-                f"inputs has {len(inputs)} words and the function takes {signature}: give one word "
-                "for each of its parameters, in their order."
+                f"in_roles has {len(inputs)} words and the function takes {signature}: give one "
+                "word for each of its parameters, in their order."
             )
     words_of = dict.fromkeys(by_position) | dict(zip(named, inputs, strict=False))
 
@@ -191,7 +208,7 @@ def _binding(function, inputs) -> Callable:
         words += [words_of.get(name, "shared") for name in bound.kwargs]
         if None in words:
             raise ValueError(
-                f"{len(values)} arguments came for {signature} and inputs are {inputs}: give one "
+                f"{len(values)} arguments came for {signature} and in_roles are {inputs}: give one "
                 "word for every parameter that may be given by position."
             )
 
@@ -241,7 +258,7 @@ def _on_mesh(function, mesh, axis_name, inputs, results):
     )  # fmt: skip
 
 
-def _check_shared(function, given, words, results, mesh, count, axis_name):
+def _check_shared(function, given, words, places, mesh, count, axis_name):
     """Raises ValueError for a shared result that depends on the worker, while a call is traced.
 
     On a mesh nobody would see it: one worker's would stand for all. `jax.vmap` knows it.
@@ -263,8 +280,8 @@ def _check_shared(function, given, words, results, mesh, count, axis_name):
 
     def noted(*arrays):
         return [
-            jax.tree_util.tree_map_with_path(functools.partial(note, f"result {i}"), x)
-            for i, x in enumerate(function(*arrays)) if results[i] == "shared"
+            jax.tree_util.tree_map_with_path(functools.partial(note, place), x)
+            for place, x in zip(places, function(*arrays), strict=True) if place
         ]  # fmt: skip
 
     def enter(*given):
@@ -350,11 +367,46 @@ def _left(arrays, word, on_mesh):
     return arrays
 
 
-def _checked_words(words, known, name) -> tuple[str, ...]:
-    found = words.split() if isinstance(words, str) else words
-    if not isinstance(found, tuple | list) or not all(str(word) in known for word in found):
-        raise ValueError(f"{name} are {words!r}: pass some of {', '.join(known)}.")
-    return tuple(found)
+def _trees(roles, in_roles, out_roles) -> tuple[tuple, PyTree]:
+    """A prefix tree of words for each argument, and that of the results."""
+    if (roles is None) == (in_roles is None and out_roles is None):
+        raise ValueError("pass roles, as 'owned split -> owned mean', or in_roles and out_roles.")
+    if roles is not None:
+        sides = roles.split("->") if isinstance(roles, str) else ()
+        if len(sides) != 2:
+            raise ValueError(f"roles is {roles!r}: pass words, one arrow ->, and words.")
+        in_roles, out_roles = (tuple(side.split()) for side in sides)
+        out_roles = out_roles[0] if len(out_roles) == 1 else out_roles
+    if type(in_roles) not in (tuple, list):
+        raise ValueError(f"in_roles are {in_roles!r}: pass a tuple, one entry per parameter.")
+    for name, tree, known in ("in_roles", in_roles, INPUTS), ("out_roles", out_roles, OUTPUTS):
+        leaves = jax.tree.leaves(tree, is_leaf=lambda x: x is None)
+        if not all(isinstance(word, str) and word in known for word in leaves):
+            raise ValueError(f"{name} are {tree!r}: pass some of {', '.join(known)}.")
+    return tuple(in_roles), out_roles
+
+
+def _words(prefix) -> list[str]:
+    return sorted(set(jax.tree.leaves(prefix)))
+
+
+def _by_word(arrays, prefix, name) -> list[PyTree]:
+    """The tree once for each word of its prefix, with None where a leaf has another."""
+    try:
+        full = jax.tree.broadcast(prefix, arrays)
+    except ValueError as error:
+        raise ValueError(f"{name} is no prefix of the tree it is for: {error}") from error
+    pick = lambda word: jax.tree.map(lambda x, own: x if own == word else None, arrays, full)  # noqa: E731
+    return [pick(word) for word in _words(prefix)]
+
+
+def _whole(parts, rests) -> list[PyTree]:
+    """The inverse of `_by_word` for several trees, each with its other leaves and its count."""
+    left = iter(parts)
+    return [
+        functools.reduce(lambda tree, _: joined(next(left), tree), range(count), rest)
+        for rest, count in rests
+    ]
 
 
 @jax.transfer_guard("allow")

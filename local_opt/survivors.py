@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
@@ -20,6 +19,7 @@ from local_opt.lift import lift
 from local_opt.workers import AXIS
 from syncopate.mesh import is_key
 from syncopate.plans import check_number
+from syncopate.unstable import coordination_client, multihost_utils
 
 PLACES = "local_opt/survivors"  # keys of each process in the coordinator's store
 RECOVERS = "jax_enable_recoverability"
@@ -101,7 +101,7 @@ class Survivors:
         """
         place = BACK if self.came_back and self._known is None else step
         found, places = {}, {}
-        if (client := _client()) is None:
+        if (client := coordination_client()) is None:
             found, places = {0: 0}, {0: step}
         else:
             own = f"{PLACES}/{jax.process_index()}"
@@ -145,7 +145,7 @@ class Survivors:
                 trees = taken_over(trees, new) if any(new) else trees
                 return tuple(self._sync(*trees, **({} if weight is None else {"weight": weight})))
 
-            lifted = lift(one, met.mesh, inputs="owned owned", outputs="owned")
+            lifted = lift(one, met.mesh, roles="owned owned -> owned")
             self.compiled[key] = jax.jit(lifted)
         across = multihost_utils.host_local_array_to_global_array
         given = across((trees, weight), met.mesh, jax.P(AXIS))
@@ -156,7 +156,7 @@ class Survivors:
     def leave(self, step: int) -> None:
         """At the end of a run, instead of JAX's own shutdown, which would wait for the dead."""
         self.meet(step)
-        if (client := _client()) is not None:
+        if (client := coordination_client()) is not None:
             if not jax.process_index():  # last, as the others cannot leave without the service
                 everyone = list(range(jax.process_count()))
                 self._waited(lambda: client.get_live_nodes(everyone), step)
@@ -211,15 +211,7 @@ def taken_over(trees: PyTree, new: list[bool], axis_name: str = AXIS) -> PyTree:
     return jax.tree.map(take, trees)
 
 
-def _client() -> Any:
-    # `multihost_utils.live_devices`, the public way, asks at the end of its block who lives, and
-    # believes it at the next one.
-    from jax._src.distributed import global_state
-
-    return global_state.client
-
-
 def _places() -> dict[int, int]:
     """{process: the step of its last meeting}."""
-    found = () if (client := _client()) is None else client.key_value_dir_get(PLACES)
+    found = () if (client := coordination_client()) is None else client.key_value_dir_get(PLACES)
     return {int(key.rpartition("/")[2]): int(step) for key, step in found}

@@ -243,9 +243,9 @@ CALLS |= {
     "lift": call(
         traced(lambda function, workers, x, **args: local_opt.lift(function, workers, **args)(*x)),
         function=Arg(step, FUNCTIONS), workers=also("workers", W, 3), x=Arg(ARGS, GIVEN),
-        inputs=Arg("owned split", INPUTS), outputs=Arg("owned mean", OUTPUTS),
+        in_roles=Arg(("owned", "split"), INPUTS), out_roles=Arg(("owned", "mean"), OUTPUTS),
         axis_name=Arg("worker", ["data", 3])),
     "lift, key": call(
-        traced(lambda key: local_opt.lift(jax.random.key_data, W, inputs="key", outputs="owned")(
+        traced(lambda key: local_opt.lift(jax.random.key_data, W, "key -> owned")(
             key)), key=Arg(KEY, [k for k in KEYS if not isinstance(k, list)])),
 }  # fmt: skip

@@ -18,13 +18,13 @@ def train_step(workload, params, model_state, adam, batch, rate, rng):
         return plain.train_step(workload, params, model_state, adam, batch, rate, rng)
 
     lifted = local_opt.lift(
-        of_one, WORKERS, inputs="owned owned owned split shared shared", outputs="owned owned owned"
+        of_one, WORKERS, "owned owned owned split shared shared -> owned owned owned"
     )
     return lifted(params, model_state, adam, batch, rate, rng)
 
 
 @jax.jit
-@functools.partial(local_opt.lift, workers=WORKERS, inputs="owned", outputs="owned")
+@functools.partial(local_opt.lift, workers=WORKERS, roles="owned -> owned")
 def sync(params):
     return local_opt.synchronize(params)
 

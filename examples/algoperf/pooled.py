@@ -48,7 +48,7 @@ def submission(order_of):
             return jax.lax.pmean(grads, "worker"), orders, model_state
 
         lifted = local_opt.lift(
-            of_one, WORKERS, inputs="shared shared owned split key", outputs="shared owned mean"
+            of_one, WORKERS, "shared shared owned split key -> shared owned mean"
         )
         grads, orders, model_state = lifted(params, model_state, orders, batch, rng)
         return *plain.moved(params, adam, grads, rate), orders, model_state
@@ -62,7 +62,7 @@ def submission(order_of):
             workload, model_params, model_state, hyperparameters, rng
         )
         units = workload.num_train_examples // plain.BATCH
-        init = local_opt.lift(order_of(units).init, WORKERS, inputs="key shared", outputs="owned")
+        init = local_opt.lift(order_of(units).init, WORKERS, "key shared -> owned")
         orders = init(jax.random.wrap_key_data(jnp.asarray(rng)), model_params)
         return state | {"orders": orders}, {"ids": np.asarray(orders.current), "pool": None}
 

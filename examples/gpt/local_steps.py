@@ -38,7 +38,7 @@ def loss_fn(params, apply_fn, batch):
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-@functools.partial(local_opt.lift, workers=WORKERS, inputs="owned split", outputs="owned mean")
+@functools.partial(local_opt.lift, workers=WORKERS, roles="owned split -> owned mean")
 def train_step(state, batch):
     loss, grads = jax.value_and_grad(loss_fn)(state.params, state.apply_fn, batch)
     return state.apply_gradients(grads=grads), {"loss": loss}

@@ -33,7 +33,7 @@ def loss_fn(model, batch):
 
 
 @functools.partial(jax.jit, donate_argnames="state")
-@functools.partial(local_opt.lift, workers=4, inputs="shared owned split", outputs="owned mean")
+@functools.partial(local_opt.lift, workers=4, roles="shared owned split -> owned mean")
 def train_step(graph, state, batch):
     model, optimizer = nnx.merge(graph, state)
     grad_fn = nnx.value_and_grad(loss_fn)

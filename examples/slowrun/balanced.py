@@ -50,10 +50,10 @@ class BalancedLoader:
         self.total_tokens = self.units.size * T
 
         order = ordering.cd_grab(units, units_per_step=units_per_step)
-        owned = {"inputs": "owned owned", "outputs": "owned"}
+        owned = {"roles": "owned owned -> owned"}
         self._observe = jax.jit(local_opt.lift(order.observe, world_size, **owned))
         self._next_epoch = jax.jit(jax.vmap(order.next_epoch))
-        init = local_opt.lift(order.init, world_size, inputs="key shared", outputs="owned")
+        init = local_opt.lift(order.init, world_size, "key shared -> owned")
         self.orders = init(jax.random.key(seed), jnp.zeros(size))  # of all ranks, equal on all
 
         self.epoch, self.signs, self.rows, self.before = 0, None, [], 0.0

@@ -311,7 +311,7 @@ def order_bounds(model, over, *, num_units: int) -> Callable:
         of_unit = lambda point, unit: jnp.mean(model.loss(point, unit, jax.random.key(0)))  # noqa: E731
         return jnp.sum(jax.vmap(of_unit)(points, jax.tree.map(lambda x: x[units], data)))
 
-    lifted = local_opt.lift(losses, over, inputs="shared owned owned shared", outputs="owned")
+    lifted = local_opt.lift(losses, over, "shared owned owned shared -> owned")
 
     def bounds(params, orders, data):
         size = tree_size(params)

@@ -149,12 +149,12 @@ def lifted(worker: Worker, over, function: Callable, *more: str, in_turn=False) 
     fields = len(TrainState._fields)
     mapped = local_opt.lift(
         lambda *a: tuple(function(TrainState(*a[:fields]), *a[fields:])),
-        over, inputs=(*worker.sides, *more), outputs=worker.sides, in_turn=in_turn,
+        over, in_roles=(*worker.sides, *more), out_roles=tuple(worker.sides), in_turn=in_turn,
     )  # fmt: skip
     return jax.jit(lambda state, *rest: TrainState(*mapped(*state, *rest)), donate_argnums=0)
 
 
-_of_all = functools.partial(local_opt.lift, inputs="owned", outputs="owned")
+_of_all = functools.partial(local_opt.lift, roles="owned -> owned")
 
 
 def steps_of(worker: Worker, over, *, reads: bool, in_turn=False) -> Callable:
@@ -181,7 +181,7 @@ def start_of(worker: Worker, over) -> Callable:
         return params, opt_state, orders, key, step.zero_stats(worker), means, scale
 
     words = (worker.sides.params, "owned", "owned")
-    started = local_opt.lift(start, over, inputs=words, outputs=worker.sides)
+    started = local_opt.lift(start, over, in_roles=words, out_roles=tuple(worker.sides))
     # Called once in a run: on a CPU its optimisation takes half of its compilation.
     options = {"xla_backend_optimization_level": 0} if platform() == "cpu" else None
 

@@ -68,7 +68,7 @@ def test_a_loop_of_one_worker_is_a_loop_of_all(way, axis):
         return {"x": x, "opt": opt, "step": state["step"] + 1}, {"loss": loss}
 
     lifted = local_opt.lift(
-        step, workers, inputs="owned split shared", outputs="owned mean",
+        step, workers, "owned split shared -> owned mean",
         axis_name=axis,
     )  # fmt: skip
     run = jax.jit(lifted, donate_argnums=0)
@@ -94,8 +94,7 @@ def test_words_of_arguments_and_results(way):
         return own + shared, shared * 2, rows + own, jax.random.normal(key), own
 
     run = local_opt.lift(
-        one, workers, inputs="owned shared split key",
-        outputs="owned shared split owned mean",
+        one, workers, "owned shared split key -> owned shared split owned mean",
     )  # fmt: skip
     key = jax.random.key(3)
     found = jax.jit(run)(jnp.arange(W), 10, jnp.zeros((2 * W, 1)), key)
@@ -115,7 +114,7 @@ def test_leaves_that_are_not_arrays_pass_through():
     def one(model, x):
         return {**model, "w": model["w"] + x}, model["act"](x)
 
-    run = local_opt.lift(one, W, inputs="owned shared", outputs="owned mean")
+    run = local_opt.lift(one, W, "owned shared -> owned mean")
     left, y = run(own, 0.5)
     assert left["act"] is jnp.tanh and left["name"] == "net" and left["flag"] is True
     np.testing.assert_allclose(y, np.tanh(0.5), rtol=1e-6)
@@ -148,8 +147,7 @@ def test_arrays_that_are_split_inside_a_worker_stay_split(way):
 def test_no_collective_is_added():
     mesh = mesh_of(AxisType.Auto)
     run = local_opt.lift(
-        lambda x, rows: (x + rows.sum(), rows.mean()), mesh, inputs="owned split",
-        outputs="owned owned",
+        lambda x, rows: (x + rows.sum(), rows.mean()), mesh, "owned split -> owned owned",
     )  # fmt: skip
     place = jax.NamedSharding(mesh, jax.P("worker"))
     shapes = [jax.ShapeDtypeStruct((n,), jnp.float32, sharding=place) for n in (W, 2 * W)]
@@ -157,8 +155,8 @@ def test_no_collective_is_added():
     assert not any(name in text for name in ("all-reduce", "all-gather", "all-to-all", "permute"))
 
 
-def lifted(*args, workers=W, inputs="owned", outputs="owned"):
-    return local_opt.lift(lambda x: x, workers, inputs=inputs, outputs=outputs)(*args)
+def lifted(*args, workers=W, roles="owned -> owned"):
+    return local_opt.lift(lambda x: x, workers, roles)(*args)
 
 
 ROWS, SIX = np.ones((W, 3)), np.ones(6)
@@ -172,22 +170,24 @@ test_arguments_and_words_that_do_not_fit_are_refused = refuses({
         lambda: lifted(np.ones(3)),
         r"leaf \(the argument\) has the shape \(3,\) and there are 4 workers: make it by local_opt",
     ),
-    "split": (lambda: lifted(SIX, inputs=("split",)), "a multiple of the 4 workers"),
-    "key": (lambda: lifted(SIX, inputs=("key",)), "pass one typed key"),
+    "split": (lambda: lifted(SIX, roles="split -> owned"), "a multiple of the 4 workers"),
+    "key": (lambda: lifted(SIX, roles="key -> owned"), "pass one typed key"),
     "turns": (
         lambda: local_opt.lift(
-            len, mesh_of(AxisType.Auto), inputs="owned", outputs="owned", in_turn=True
+            len, mesh_of(AxisType.Auto), "owned -> owned", in_turn=True
         ),
         "in_turn is for simulated workers",
     ),
     "turns, shared": (
-        lambda: local_opt.lift(len, W, inputs="owned", outputs="shared", in_turn=True),
+        lambda: local_opt.lift(len, W, "owned -> shared", in_turn=True),
         "with in_turn no result is shared",
     ),
-    "too many": (lambda: lifted(inputs="owned split"), r"has 2 words and the function takes \(x\)"),
+    "too many": (
+        lambda: lifted(roles="owned split -> owned"), r"has 2 words and the function takes \(x\)"
+    ),
     "too few": (
         lambda: local_opt.lift(step, W, **WORDS)(*start(), 2.0),
-        r"3 arguments came for \(state, batch, scale.* and inputs are .*: give one word",
+        r"3 arguments came for \(state, batch, scale.* and in_roles are .*: give one word",
     ),
     "by keyword": (
         lambda: local_opt.lift(step, W, **WORDS)(*start(), scale=2.0), "3 arguments came for"
@@ -197,7 +197,7 @@ test_arguments_and_words_that_do_not_fit_are_refused = refuses({
         r"\['rate'\] is one number .*by jnp.asarray, before",
     ),
     "legacy keys": (
-        lambda: lifted(jax.random.split(jax.random.PRNGKey(0)), inputs="key"),
+        lambda: lifted(jax.random.split(jax.random.PRNGKey(0)), roles="key -> owned"),
         r"the key \(the argument\) is uint32\[2, 2\]: pass one typed key",
     ),
     "to fold": (
@@ -205,12 +205,14 @@ test_arguments_and_words_that_do_not_fit_are_refused = refuses({
         r"leaf \['rng'\] is uint32\[2\], a legacy key or any two numbers: .*wrap_key_data",
     ),
     "a result": (
-        lambda: lifted(jax.random.split(jax.random.key(0), W), outputs="sum"),
+        lambda: lifted(jax.random.split(jax.random.key(0), W), roles="owned -> sum"),
         r"a key has no sum, as the result \(the result\) should",
     ),
     **{
         f"{word} of keys": (
-            lambda word=word: lifted({"key": jax.random.split(jax.random.key(0), W)}, outputs=word),
+            lambda word=word: lifted(
+                {"key": jax.random.split(jax.random.key(0), W)}, roles=f"owned -> {word}"
+            ),
             rf"a key has no {word}, as the result .*'key'.* take 'owned'",
         )
         for word in ("mean", "sum")
@@ -247,7 +249,7 @@ DIFFERENT = {  # (function, its inputs and outputs, arguments, the name of what 
 def test_a_shared_result_that_differs_is_refused_on_one_device_and_on_meshes(
     function, inputs, outputs, args, name, jit, way
 ):
-    lifted = local_opt.lift(function, WAYS[way]("worker"), inputs=inputs, outputs=outputs)
+    lifted = local_opt.lift(function, WAYS[way]("worker"), f"{inputs} -> {outputs}")
     with pytest.raises(ValueError, match=f"{name} is said to be shared and differs between"):
         (jax.jit(lifted) if jit else lifted)(*args)
 
@@ -264,8 +266,7 @@ def test_shared_results_that_are_equal_pass(way, jit):
         return w + updates, state, count + 1, rows, jax.random.key(3)
 
     lifted = local_opt.lift(
-        step, WAYS[way]("worker"), inputs="shared shared split shared",
-        outputs="shared shared shared shared shared",
+        step, WAYS[way]("worker"), "shared shared split shared -> " + "shared " * 5,
     )  # fmt: skip
     w = jnp.zeros(())
     args = w, rounds.init(w), ROWS, jnp.zeros((), jnp.int32)
@@ -280,8 +281,7 @@ def test_a_collective_that_only_a_mesh_has_may_make_a_shared_result():
         return jax.lax.psum(x, "worker", axis_index_groups=[[0, 1], [2, 3]])
 
     lifted = local_opt.lift(
-        lambda x: jax.lax.psum(halves(x), "worker"), mesh_of(AxisType.Auto), inputs="owned",
-        outputs="shared",
+        lambda x: jax.lax.psum(halves(x), "worker"), mesh_of(AxisType.Auto), "owned -> shared",
     )  # fmt: skip
     assert jax.jit(lifted)(ROWS[:4]) == 12
 
@@ -293,7 +293,7 @@ CALLED = {
     "vmap": {"workers": W}, "mesh": {"workers": MESH}, "turns": {"workers": W, "in_turn": True}
 }  # fmt: skip
 by_call = pytest.mark.parametrize("way", CALLED)
-WORDS = {"inputs": "owned split", "outputs": "owned mean"}
+WORDS = {"roles": "owned split -> owned mean"}
 
 
 def step(state, batch, scale=1.0, *, power: int = 1, train: bool = True):
@@ -324,7 +324,7 @@ def test_arguments_are_given_by_keyword_and_words_belong_to_parameters(way):
         np.testing.assert_allclose(found[0], MEANS)
         np.testing.assert_allclose(found[1], MEANS.mean())
     np.testing.assert_allclose(lifted(state, batch, power=2)[0], MEANS**2)
-    lifted = local_opt.lift(step, **CALLED[way], inputs="owned split owned", outputs="owned mean")
+    lifted = local_opt.lift(step, **CALLED[way], roles="owned split owned -> owned mean")
     scale = jnp.arange(float(W))
     np.testing.assert_allclose(lifted(state, batch)[0], MEANS)
     np.testing.assert_allclose(lifted(state, scale=scale, batch=batch)[0], scale * MEANS)
@@ -347,7 +347,7 @@ def test_functions_of_any_number_of_arguments_take_words_by_position():
     def total(*rows, offset=0):
         return sum(rows) + offset
 
-    lifted = local_opt.lift(total, W, inputs="owned shared owned", outputs="owned")
+    lifted = local_opt.lift(total, W, "owned shared owned -> owned")
     ones = jnp.ones(W)
     assert lifted(ones, 2.0, ones, offset=jnp.arange(2)).tolist() == [[4, 5]] * W
     partial = functools.partial(step, power=2)
@@ -370,15 +370,13 @@ def test_sums_and_means_are_over_all_workers_and_of_whole_numbers_too(way):
         narrow = jnp.full((), 100, jnp.int8) + shift.astype(jnp.int8)
         return {"right": rows > 3, "count": rows.size, "narrow": narrow}, rows
 
-    lifted = local_opt.lift(right, **CALLED[way], inputs="owned split", outputs="sum sum")
+    lifted = local_opt.lift(right, **CALLED[way], roles="owned split -> sum sum")
     counts, rows = jax.jit(lifted)(jnp.zeros(W), jnp.arange(2.0 * W))
     assert counts["right"].tolist() == [2, 2] and counts["right"].dtype == jnp.int32
     assert counts["narrow"].tolist() == 400, "not in eight bits"
     assert counts["count"].tolist() == 2 * W, "numbers of Python are every worker's"
     np.testing.assert_allclose(rows, [12, 16])
-    lifted = local_opt.lift(
-        lambda x: (x, x > 1), **CALLED[way], inputs="owned", outputs="mean mean"
-    )
+    lifted = local_opt.lift(lambda x: (x, x > 1), **CALLED[way], roles="owned -> mean mean")
     mean, share = jax.jit(lifted)(jnp.arange(W))
     assert float(mean) == 1.5 and float(share) == 0.5
 
@@ -407,7 +405,7 @@ def dropped(workers, **options):
         model = nnx.merge(graph, state)
         return nnx.state(model), model(x) == 0
 
-    run = jax.jit(local_opt.lift(step, workers, inputs="owned shared", outputs="owned owned"))
+    run = jax.jit(local_opt.lift(step, workers, "owned shared -> owned owned"))
     state, found = local_opt.owned(state, workers, **options), []
     for _ in range(2):
         state, zeros = run(state, jnp.ones((5, 3)))
@@ -441,7 +439,7 @@ def test_the_key_of_a_worker_is_folded_with_its_number(workers):
 @by_way
 def test_a_legacy_key_is_the_typed_one_of_its_numbers(way):
     workers = WAYS[way]("worker")
-    draw = local_opt.lift(jax.random.normal, workers, inputs="key", outputs="owned")
+    draw = local_opt.lift(jax.random.normal, workers, "key -> owned")
     found = [jax.jit(draw)(key) for key in (jax.random.PRNGKey(5), jax.random.key(5))]
     alone = [jax.random.normal(jax.random.fold_in(jax.random.key(5), w)) for w in range(W)]
     np.testing.assert_array_equal(found[0], alone)
@@ -462,8 +460,8 @@ def test_legacy_keys_in_a_state_are_copied_with_a_warning(way):
 @pytest.mark.parametrize("jit", [True, False])
 def test_two_numbers_owned_by_two_workers_are_never_a_key(jit):
     """A legacy key that was not made owned: each worker has a number, of which JAX makes no key."""
-    both = local_opt.lift(lambda x: x + 1, 2, inputs="owned", outputs="owned")
-    draw = local_opt.lift(jax.random.normal, 2, inputs="owned", outputs="owned")
+    both = local_opt.lift(lambda x: x + 1, 2, "owned -> owned")
+    draw = local_opt.lift(jax.random.normal, 2, "owned -> owned")
     numbers = jax.random.PRNGKey(5)
     np.testing.assert_array_equal((jax.jit(both) if jit else both)(numbers), np.array(numbers) + 1)
     with pytest.raises((TypeError, ValueError), match="key"):
@@ -474,7 +472,7 @@ def test_two_numbers_owned_by_two_workers_are_never_a_key(jit):
 def test_an_order_starts_and_a_count_is_read_outside_of_jit(way):
     """JAX refuses x[0] along an explicit axis, which `jax.make_mesh` makes."""
     workers, order = WAYS[way]("worker"), ordering.grab(8)
-    start = local_opt.lift(order.init, workers, inputs="key shared", outputs="owned")
+    start = local_opt.lift(order.init, workers, "key shared -> owned")
     state, key = start(jax.random.key(0), jnp.zeros(4)), jax.random.key(0)
     alone = [order.init(jax.random.fold_in(key, w), jnp.zeros(4)).current for w in range(W)]
     np.testing.assert_array_equal(state.current, alone)
@@ -489,7 +487,7 @@ def test_the_mesh_may_be_the_one_in_scope_where_a_step_is_called(way):
     def step(x, rows, key):
         return x + rows.sum(), jax.random.normal(key), jax.lax.pmean(x, "worker")
 
-    lifted = local_opt.lift(step, inputs="owned split key", outputs="owned owned shared")
+    lifted = local_opt.lift(step, roles="owned split key -> owned owned shared")
     rows, key, run = jnp.arange(2.0 * W), jax.random.key(3), jax.jit(lifted)
     for call in (run, lifted, lambda *_: local_opt.owned(key, keys="copy")):
         with pytest.raises(ValueError, match=r"no mesh is in scope: enter one, .*jax.set_mesh"):

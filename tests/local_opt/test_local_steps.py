@@ -171,11 +171,9 @@ def test_a_shared_step_decides_when_workers_synchronise(workers):
         updates, state = opt.update(grads, state, x, step=t)
         return x + updates, state
 
-    words = {"inputs": "owned owned owned shared", "outputs": "owned owned"}
+    words = {"roles": "owned owned owned shared -> owned owned"}
     run = jax.jit(local_opt.lift(step, workers, **words))
-    own = jax.jit(local_opt.lift(lambda *a: step(*a, None), W, inputs=("owned",) * 3, **{
-        "outputs": "owned owned"
-    }))  # fmt: skip
+    own = jax.jit(local_opt.lift(lambda *a: step(*a, None), W, "owned owned owned -> owned owned"))
     grads = jax.random.normal(jax.random.key(0), (8, W))
     for miscounted in (0, 1):
         x, state = local_opt.owned((jnp.zeros(()), opt.init(jnp.zeros(()))), workers)
@@ -197,7 +195,7 @@ def test_under_vmap_a_shared_step_leaves_the_conditional():
         def step(x, state, *t):
             return opt.update(x, state, x, **({"step": t[0]} if t else {}))
 
-        run = local_opt.lift(step, W, inputs=inputs, outputs="owned owned")
+        run = local_opt.lift(step, W, in_roles=inputs, out_roles=("owned", "owned"))
         x, state = local_opt.owned((jnp.zeros(()), opt.init(jnp.zeros(()))), W)
         return str(jax.make_jaxpr(run)(x, state, *([0] if "shared" in inputs else [])))
 

@@ -40,8 +40,8 @@ class Run(NamedTuple):
     def inside(self):
         return () if self.mesh is None else self.mesh.axis_names[1:]
 
-    def lift(self, function, inputs, outputs):
-        return jax.jit(local_opt.lift(function, self.workers, inputs=inputs, outputs=outputs))
+    def lift(self, function, roles):
+        return jax.jit(local_opt.lift(function, self.workers, roles))
 
     def owned(self, tree, specs=None, **how):
         if specs and self.inside:
@@ -69,7 +69,7 @@ def words(run):
     def one(own, shared, rows, key):
         return own + shared, shared * 2, rows + own, jax.random.normal(key), own, own
 
-    lifted = run.lift(one, "owned shared split key", "owned shared split owned mean sum")
+    lifted = run.lift(one, "owned shared split key -> owned shared split owned mean sum")
     return lifted(jnp.arange(W), 10, jnp.zeros((4 * W, 3)), jax.random.key(3))
 
 
@@ -77,7 +77,7 @@ def start(run):
     tree = {"w": jnp.arange(8.0), "n": 3, "key": jax.random.key(0), "b": jnp.ones(4, jnp.bfloat16)}
     own = run.owned(tree, keys="fold")
     local_opt.check_synced(own["w"], ulps=0)
-    move = run.lift(lambda w: w + 2.0 * jax.lax.axis_index("worker"), "owned", "owned")
+    move = run.lift(lambda w: w + 2.0 * jax.lax.axis_index("worker"), "owned -> owned")
     with pytest.raises(ValueError, match=r"parameters are 2 apart .*worker 1 from worker 0"):
         local_opt.check_synced(move(own["w"]))
     one = local_opt.consolidate(own | {"w": move(own["w"])})
@@ -99,9 +99,9 @@ def trained(run, rounds, specs=None, weighed=False):
     def sync(w, state, weight):
         return rounds.sync(w, state, weight=weight if weighed else None)
 
-    step = run.lift(step, "owned owned split", "owned owned mean")
-    sync = run.lift(sync, "owned owned owned", "owned owned")
-    init = run.lift(rounds.init, "owned", "owned")
+    step = run.lift(step, "owned owned split -> owned owned mean")
+    sync = run.lift(sync, "owned owned owned -> owned owned")
+    init = run.lift(rounds.init, "owned -> owned")
     w = run.owned(WEIGHTS, specs)
     state, found = init(w), []
     for t in range(STEPS):
@@ -157,11 +157,11 @@ def ordered(
         w = jax.tree.map(lambda w, g: w - 0.05 * g, w, grads)
         return w, order.observe(orders, of_rows(rows)), value.mean()
 
-    step = run.lift(step, "owned owned split shared", "owned owned mean")
-    next_epoch = run.lift(lambda s: order.next_epoch(order.sync(s)), "owned", "owned")
+    step = run.lift(step, "owned owned split shared -> owned owned mean")
+    next_epoch = run.lift(lambda s: order.next_epoch(order.sync(s)), "owned -> owned")
     w, orders = (
         run.owned(WEIGHTS),
-        run.lift(order.init, "key shared", "owned")(jax.random.key(2), start),
+        run.lift(order.init, "key shared -> owned")(jax.random.key(2), start),
     )
     found = []
     for _ in range(3):

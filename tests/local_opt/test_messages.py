@@ -35,8 +35,8 @@ def updated(grads=X, params=X, state=None, opt=None):
     return lambda: jax.vmap(opt.update, axis_name="worker")(grads, state, params)
 
 
-def lifted(function, *args, inputs="owned", outputs="owned owned"):
-    return local_opt.lift(function, 2, inputs=inputs, outputs=outputs)(*args)
+def lifted(function, *args, roles="owned -> owned owned"):
+    return local_opt.lift(function, 2, roles)(*args)
 
 
 SPECS, INT8, TOP_K = jax.P("model"), local_opt.WIRES["int8"], local_opt.WIRES["top_k"]
@@ -70,17 +70,17 @@ test_what_does_not_fit_is_named = refuses({
     "state": (updated(state=local_opt.local_rounds(optax.adam(0.1))), "state.* in init.params"),
     "no rounds": (updated(state=SGD), "state.* in init.params|averages parameters"),
     "a dict of results": (
-        lambda: lifted(lambda x: {"a": x, "b": x}, X), "has a dict as result and outputs are"
+        lambda: lifted(lambda x: {"a": x, "b": x}, X), "has a dict as result and out_roles are"
     ),
-    "rows as results": (lambda: lifted(lambda x: x, jnp.zeros((2, 2))), "as result and outputs"),
+    "rows as results": (lambda: lifted(lambda x: x, jnp.zeros((2, 2))), "as result and out_roles"),
     "no result": (lambda: lifted(lambda x: None, X), "has a NoneType as result"),
-    "three results": (lambda: lifted(lambda x: (x, x, x), X), "has 3 results and outputs are"),
+    "three results": (lambda: lifted(lambda x: (x, x, x), X), "has 3 results and out_roles are"),
     "no rows": (
-        lambda: lifted(lambda x: (x, x[0]), X, outputs="owned split"), "number, without rows"
+        lambda: lifted(lambda x: (x, x[0]), X, roles="owned -> owned split"), "number, without rows"
     ),
-    "words": (lambda: lifted(len, X, outputs=None), "outputs are None: pass some of owned"),
+    "words": (lambda: local_opt.lift(len, 2, "owned -> a"), "are 'a': pass some of owned"),
     "axes": (
-        lambda: local_opt.lift(len, 2, inputs="owned", outputs="owned", axis_name=["dp"]),
+        lambda: local_opt.lift(len, 2, "owned -> owned", axis_name=["dp"]),
         r"axis_name is \['dp'\]: pass one name",
     ),
     "uneven, consolidate": (lambda: local_opt.consolidate(UNEVEN), r"\['w'\] has the shape .2, 3"),
@@ -153,7 +153,7 @@ SYNCED = {  # by the name of an axis
 def test_an_axis_that_is_not_in_scope_is_named(name):
     """The workers' axis is "worker" here, and was said to be "dp"."""
     synced = SYNCED[name]("dp")
-    lifted = local_opt.lift(synced, 2, inputs="owned", outputs=("owned",) * 2)
+    lifted = local_opt.lift(synced, 2, "owned -> owned owned")
     vmapped = jax.vmap(synced, axis_name="worker")
     for call in (synced, lifted, vmapped, jax.jit(vmapped)):
         with pytest.raises(ValueError, match="axis 'dp' is not in scope.* pass it as axis_name="):
@@ -197,7 +197,7 @@ def test_none_of_a_mesh_of_several_axes_is_refused():
     mesh = jax.make_mesh((2, 2), ("worker", "model"), devices=jax.devices()[:4])
     mean = functools.partial(local_opt.synchronize, axis_name=None)
     by = jax.shard_map(mean, mesh=mesh, in_specs=SPECS, out_specs=SPECS, check_vma=False)
-    words = dict(inputs="owned", outputs="owned", axis_name=None)
+    words = dict(roles="owned -> owned", axis_name=None)
     for call in (
         lambda: by(jax.device_put(jnp.ones(2), jax.NamedSharding(mesh, SPECS))),
         lambda: local_opt.owned(X, mesh, axis_name=None),

@@ -97,7 +97,7 @@ def test_one_process_meets_itself_as_a_plain_sync_would():
     weight = jnp.arange(1.0, count + 1)
     plain = local_opt.lift(
         lambda *own: rounds.sync(*own[:2], weight=own[2]), count,
-        inputs=3 * ("owned",), outputs="owned owned",
+        roles="owned owned owned -> owned owned",
     )  # fmt: skip
     for step in (20, 40):
         found = survivors(step, *own, weight=weight)

@@ -36,7 +36,7 @@ HOST = {
     "every_step": lambda: local_opt.every_step(9).describe(),
     "from_function": lambda: local_opt.from_function(lambda t: 2, total_steps=9),
     "lift": lambda: local_opt.lift(
-        local_opt.local_steps(SGD, PLAN).init, 2, inputs="owned", outputs="owned")(X),
+        local_opt.local_steps(SGD, PLAN).init, 2, "owned -> owned")(X),
     "local_rounds": lambda: local_opt.local_rounds(SGD, wire=local_opt.WIRES["top_k"]).init(X),
     "local_steps": lambda: local_opt.local_steps(SGD, PLAN, outer=SGD).init(X),
     "muloco": lambda: local_opt.muloco(FALL, PLAN).init(X),

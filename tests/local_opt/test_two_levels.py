@@ -47,9 +47,9 @@ def step_of(rounds, mean_loss=mean_loss):
 
 def by_compiler(rounds, workers):
     """(step, sync): `workers` is a mesh, or the number of those on one device."""
-    lift = functools.partial(local_opt.lift, workers=workers, outputs="owned owned")
-    step = lift(step_of(rounds), inputs="owned owned split split")
-    return jax.jit(step), jax.jit(lift(rounds.sync, inputs="owned owned"))
+    lift = functools.partial(local_opt.lift, workers=workers)
+    step = lift(step_of(rounds), roles="owned owned split split -> owned owned")
+    return jax.jit(step), jax.jit(lift(rounds.sync, roles="owned owned -> owned owned"))
 
 
 def by_hand(rounds, mesh):

@@ -232,7 +232,7 @@ def test_a_weight_counts_on_all_devices_of_a_worker(kind, wire):
         def one(x, w, rounds=rounds):
             return rounds.sync(x, rounds.init(jax.tree.map(jnp.zeros_like, x)), weight=w)[0]
 
-        run = local_opt.lift(one, workers, inputs="owned owned", outputs="owned")
+        run = local_opt.lift(one, workers, "owned owned -> owned")
         own = placed(x, specs, mesh) if workers is mesh else x
         found.append(jax.jit(run)(own, jnp.array([3, 1])))
     # Shards have other rows of 128 numbers, and scales of their own.

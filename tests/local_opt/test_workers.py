@@ -200,7 +200,7 @@ def test_means_of_every_floating_type(kind, strict):
             mean = RUNS[run](local_opt.synchronize)(jnp.asarray(x))
             np.testing.assert_array_equal(np.asarray(mean), np.stack([expected] * 4))
         np.testing.assert_array_equal(np.asarray(local_opt.consolidate(jnp.asarray(x))), expected)
-        lifted = local_opt.lift(lambda x: x, 4, inputs="owned", outputs="mean")
+        lifted = local_opt.lift(lambda x: x, 4, "owned -> mean")
         np.testing.assert_array_equal(np.asarray(lifted(jnp.asarray(x))), expected)
 
 
@@ -318,7 +318,7 @@ def test_the_mean_of_averages_is_the_average_of_means(way, workers):
         return x, state, optax.incremental_update(x, ema, 1 - DECAY)
 
     run = jax.jit(local_opt.lift(
-        step, workers, inputs="owned owned owned split", outputs="owned owned owned"
+        step, workers, "owned owned owned split -> owned owned owned"
     ))  # fmt: skip
     start = jnp.zeros(3)
     x, state, ema = local_opt.owned((start, optimizer.init(start), start), workers)

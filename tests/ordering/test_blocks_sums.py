@@ -110,7 +110,7 @@ def lifted(function):
 
     def run(*args):
         outputs = "owned" if function is add_batch else ("owned", "owned")
-        return local_opt.lift(function, 2, inputs=["owned"] * len(args), outputs=outputs)(*args)
+        return local_opt.lift(function, 2, in_roles=["owned"] * len(args), out_roles=outputs)(*args)
 
     return jax.jit(run)
 

@@ -32,8 +32,8 @@ def observed(name, units, workers):
     def observe(state, rows):
         return order.observe(state, rows)
 
-    init = local_opt.lift(init, workers, inputs="key", outputs="owned")
-    observe = local_opt.lift(observe, workers, inputs="owned split", outputs="owned")
+    init = local_opt.lift(init, workers, "key -> owned")
+    observe = local_opt.lift(observe, workers, "owned split -> owned")
     state = jax.eval_shape(init, jax.random.key(0))
     rows = jax.ShapeDtypeStruct((workers * PER_STEP, NUMBERS), jnp.float32)
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))

@@ -145,7 +145,7 @@ def test_gradients_of_convolutions_inside_lift_with_split_batches(maker):
         _, mean, rows = _tree(MAKERS[maker](loss)(w, x, KEY))
         return mean, rows
 
-    lifted = local_opt.lift(step, mesh, inputs="owned split", outputs="owned owned")
+    lifted = local_opt.lift(step, mesh, "owned split -> owned owned")
     split = jax.device_put(x, NamedSharding(mesh, jax.P(("worker", "data"))))
     mean, rows = jax.jit(lifted)(local_opt.owned(w, mesh), split)
     each = [jax.jit(step)(w, x[:4]), jax.jit(step)(w, x[4:])]

@@ -223,7 +223,7 @@ LIFTS = {
 
 
 def lifted(workers):
-    words = {"inputs": "owned owned", "outputs": "owned"}
+    words = {"roles": "owned owned -> owned"}
     return lambda function: local_opt.lift(function, workers, **words)
 
 

@@ -41,7 +41,7 @@ def collectives(jaxpr):
 def over_mesh(function, inputs):
     """A worker's function over devices, with owned inputs and outputs."""
     mesh = worker_mesh(WORKERS)
-    return local_opt.lift(function, mesh, inputs=inputs, outputs="owned")
+    return local_opt.lift(function, mesh, f"{inputs} -> owned")
 
 
 @pytest.mark.parametrize("per_step,size", [(1, 1), (2, 2), (3, 3), (3, 2), (4, 4), (4, 3), (4, 1)])
@@ -198,7 +198,7 @@ def test_collectives_of_a_step_are_counted():
     rows = local_opt.owned(jnp.ones(3), worker_mesh(WORKERS))
     assert count(step) == {"all-reduce": 3, "all-gather": 1, "collective-permute": 1}
     assert count(jnp.sin) == {}
-    simulated = local_opt.lift(step, WORKERS, inputs="owned", outputs="owned")
+    simulated = local_opt.lift(step, WORKERS, "owned -> owned")
     assert local_opt.count_collectives(jax.jit(simulated), jnp.ones((WORKERS, 3))) == {}
     rounds = local_opt.local_rounds(optax.sgd(0.1))
     assert count(lambda x: rounds.update(x, rounds.init(x), x)[0]) == {}

@@ -213,7 +213,7 @@ def test_blocks_of_pairs_are_those_of_the_target_chip():
         return x
 
     mesh, _ = slice_of(FOUR["v5e"], WORKERS)
-    run = local_opt.lift(worker, mesh, inputs="owned", outputs="owned")
+    run = local_opt.lift(worker, mesh, "owned -> owned")
     jax.eval_shape(run, jax.ShapeDtypeStruct((WORKERS, 2), np.float32))
     assert found == [ordering.kernel.BLOCK]
     assert ordering.kernel.block_size_of() == 1, "JAX uses the CPU"
@@ -283,7 +283,7 @@ def test_a_wire_takes_memory_for_a_group_and_sends_the_bytes_of_all(monkeypatch)
     for group in (2**22, 2**19):
         monkeypatch.setattr(exchange, "GROUP", group)
         monkeypatch.setattr(exchange, "GROUPS", 2**30)
-        sync = local_opt.lift(rounds.sync, mesh, inputs="owned owned", outputs="owned owned")
+        sync = local_opt.lift(rounds.sync, mesh, "owned owned -> owned owned")
         lowered = jax.jit(sync, donate_argnums=(0, 1)).lower(*args)
         found.append(compile_or_refuse(lowered, chip))
     sent = local_opt.sync_bytes(2**22, num_workers=WORKERS, wire=wire) * WORKERS / (WORKERS - 1)
