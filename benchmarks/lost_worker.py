@@ -53,8 +53,8 @@ def run(task, workers, share, seed):
     def sync(params, state, weight):
         return rounds.sync(params, state, weight=weight)
 
-    words = {"inputs": "owned owned owned", "outputs": "owned owned"}
-    step, sync = (jax.jit(local_opt.lift(f, workers, **words)) for f in (step, sync))
+    roles = "owned owned owned -> owned owned"
+    step, sync = (jax.jit(local_opt.lift(f, workers, roles)) for f in (step, sync))
     first = model.init(jax.random.key(seed))
     own = local_opt.owned((first, rounds.init(first)), workers)
     weight = jnp.ones(workers)
