@@ -8,9 +8,9 @@ sketches (benchmarks/host_loops.py); `signs`, the loop over signs as a scan and 
 give the same signs; `gradients`, sketched gradients of single examples beside plain steps, optax'
 `micro_grad` and others (benchmarks/single_examples.py); `gpt2_small`, the same of GPT-2 with 124
 million parameters, 8 windows of 1,024 tokens; `sync` and `local_steps`, those of `bench`.
-Every row is printed with the name of the device. On an H100 all should take under ten minutes, most
-of it compilation: an estimate, for the script has not been run on one. With --toy everything is
-small enough for the tests on a CPU.
+Every row is printed with the name of the device. On an H200 `gpt2_small` took under three minutes,
+`gradients` more than two, most of it compilation, the others a minute each; docs/results/orders.md
+has what was measured. With --toy everything is small enough for the tests on a CPU.
 """
 
 import functools
