@@ -18,7 +18,7 @@ from jaxtyping import PyTree
 from local_opt.lift import lift
 from local_opt.workers import AXIS
 from syncopate.mesh import is_key
-from syncopate.plans import check_number
+from syncopate.plans import check_function, check_number
 from syncopate.unstable import coordination_client, multihost_utils
 
 PLACES = "local_opt/survivors"  # keys of each process in the coordinator's store
@@ -82,6 +82,7 @@ class Survivors:
     """
 
     def __init__(self, sync: Callable, *, patience: float = 600.0):
+        check_function("sync", sync, "params", "state")
         check_number("patience", patience, "(0, inf)")
         if jax.process_count() > 1 and not getattr(jax.config, RECOVERS):
             raise ValueError(

@@ -5,7 +5,7 @@
 """
 
 from ordering import blocks, echo, input
-from ordering.base import Ordering
+from ordering.base import Ordering, start
 from ordering.dealing import dealt, dealt_reshuffling
 from ordering.grab import grab
 from ordering.gradients import check_separable, grouped, microbatch, per_example
@@ -50,5 +50,6 @@ __all__ = [
     "sketch_size",
     "sketched",
     "sketched_parameters",
+    "start",
     "unzip",
 ]

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Int, Key, PyTree, UInt32
 
 from ordering import trees
@@ -51,6 +52,71 @@ class Ordering(NamedTuple):
     observe: Callable[[State, PyTree], State]
     next_epoch: Callable[[State], State]
     sync: Callable[[State], State] = lambda state: state
+
+
+def start(
+    order: Ordering,
+    key: Key[Array, ""],
+    gradients: Callable | None = None,
+    args: tuple = (),
+    *,
+    workers: int | Mesh | None = None,
+    axis_name: str = "worker",
+) -> State:
+    """The states of all workers before their first step, with the sizes that they will observe.
+
+    s_w = init(fold_in(key, w), row) for w = 0 .. W - 1, where row has the shapes of one unit of
+    `gradients(*args)`, which is not computed.
+
+    Args:
+      order: an order of one worker's units.
+      key: one key, typed or legacy.
+      gradients: what a step calls, as `per_example(loss)` or `sketched(loss, key)`; None for an
+        order that looks at no gradients.
+      args: what it is called with by one worker, or their shapes; the batch may have any size.
+      workers: W >= 1; or a mesh, on whose devices they are put; None for one, without an axis.
+      axis_name: the workers' axis, which coordinated orders and the mesh have.
+
+    Returns:
+      A state with leaves [W, ...]; for `workers=None` that of `order.init(key, row)`.
+
+    Raises:
+      ValueError: if `gradients` has no rows, or there are no such workers.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, ordering
+      >>> order = ordering.cd_grab(8, units_per_step=2)
+      >>> gradients = ordering.sketched(lambda w, x, key: (x @ w) ** 2, jax.random.key(0), size=64)
+      >>> args = jnp.ones(500), jnp.ones((2, 500)), jax.random.key(1)
+      >>> ordering.start(order, jax.random.key(2), gradients, args, workers=4).current.shape
+      (4, 8)
+    """
+    key = check_key(key)
+
+    def of_one(key):
+        if gradients is None:
+            return order.init(key, None)
+        found = jax.eval_shape(gradients, *args) if callable(gradients) else None
+        if not isinstance(found, tuple) or len(found) != 3:
+            raise ValueError(
+                f"gradients is {gradients!r}: pass a function that returns (losses, mean, rows), "
+                "as ordering.per_example(loss)."
+            )
+        return order.init(key, jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), found[2]))
+
+    if workers is None:
+        return of_one(key)
+    on_mesh = isinstance(workers, Mesh)
+    if on_mesh and axis_name not in workers.shape:
+        raise ValueError(
+            f"the mesh has the axes {workers.axis_names} and axis_name is {axis_name!r}: name the "
+            "workers' axis."
+        )
+    count = workers.shape[axis_name] if on_mesh else plans.check_whole("workers", workers, 1)
+    of_all = jax.vmap(of_one, axis_name=axis_name)
+    if on_mesh:
+        of_all = jax.jit(of_all, out_shardings=NamedSharding(workers, PartitionSpec(axis_name)))
+    return of_all(jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(count)))
 
 
 def checked(

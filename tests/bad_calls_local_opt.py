@@ -236,6 +236,9 @@ CALLS |= {
     "consolidate": call(local_opt.consolidate, tree=Arg(ALL, UNSTACKED)),
     "check_synced": call(local_opt.check_synced, tree=Arg(ALL, UNSTACKED),
                          ulps=Arg(1.0, [v for v in real() if v is not INF])),
+    "Survivors": call(
+        local_opt.Survivors, sync=Arg(lambda x, y: (x, y), [None, 3, "text", THING, {}]),
+        patience=Arg(60.0, real(0))),
     "owned": call(lambda **args: local_opt.owned(X, **args), workers=W, keys=None),
     "reestimate": call(
         local_opt.reestimate, params=Arg(X, []), batches=Arg(BATCHES, NO_BATCHES),

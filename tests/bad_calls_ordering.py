@@ -213,6 +213,10 @@ CALLS |= {
     "sketched, key": call(
         lambda key: gradients(lambda loss: ordering.sketched(loss, key, size=2))(
             loss=loss_of, params=X, batch=jnp.ones((4, 3))), key=KEY),
+    "start": call(
+        lambda **args: ordering.start(GRAB, args=(X, jnp.ones((4, 3)), KEY), **args), key=KEY,
+        gradients=Arg(ordering.per_example(loss_of), [3, "text", THING, {}, lambda *args: args[0]]),
+        workers=W),
     "check_separable": call(
         lambda **args: ordering.check_separable(**args, key=KEY),
         **{name: arg for name, arg in OF_LOSS.items() if name != "key"}),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import AxisType
 
 import ordering
 from ordering import base
@@ -271,3 +272,54 @@ def test_a_random_order_is_the_permutation_that_jax_draws(size, key):
 def test_the_argsort_is_stable():
     numbers = np.random.default_rng(0).integers(0, 5, 1000).astype(np.uint32) << 15
     assert np.array_equal(base._argsort(jnp.asarray(numbers)), np.argsort(numbers, kind="stable"))
+
+
+MESHES = {
+    "simulated": 4, "a mesh": (4,),
+    "auto": (4, 2, AxisType.Auto), "explicit": (4, 2, AxisType.Explicit),
+}  # fmt: skip
+STARTS = {
+    "coordinated": lambda: ordering.cd_grab(6, units_per_step=2),
+    "dealt": lambda: ordering.dealt(ordering.cd_grab(6, units_per_step=2), 6),
+    "of one": lambda: ordering.grab(6),
+    "random": lambda: ordering.dealt_reshuffling(6),
+}
+
+
+@pytest.mark.parametrize("where", MESHES)
+@pytest.mark.parametrize("name", STARTS)
+def test_all_workers_start_as_each_would_with_the_sizes_that_it_observes(name, where):
+    order, workers, key = STARTS[name](), MESHES[where], jax.random.key(3)
+    if workers != 4:
+        shape, (kind,) = (
+            workers[:2] if len(workers) > 1 else workers,
+            workers[2:] or (AxisType.Auto,),
+        )
+        axes = ("worker", "data")[: len(shape)]
+        workers = jax.make_mesh(shape, axes, axis_types=(kind,) * len(shape))
+    gradients = ordering.sketched(lambda w, x, key: (x @ w) ** 2, key, size=8)
+    args = (jnp.ones(40), jnp.ones((2, 40)), key) if name != "random" else ()
+    given = (gradients, args) if args else ()
+    found = ordering.start(order, key, *given, workers=workers)
+    keys = jnp.stack([jax.random.fold_in(key, w) for w in range(4)])
+    init = jax.vmap(order.init, (0, None), axis_name="worker")
+    expected = init(keys, jnp.zeros(8) if args else None)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x, y = map(jax.random.key_data, (x, y))
+        np.testing.assert_array_equal(x, y)
+    assert where == "simulated" or found.current.sharding.spec == jax.P("worker")
+    if name in ("of one",):
+        alone = ordering.start(order, key, *given)
+        np.testing.assert_array_equal(alone.current, order.init(key, jnp.zeros(8)).current)
+
+
+def test_a_start_without_rows_or_workers_is_refused():
+    order, key, mesh = ordering.grab(4), jax.random.key(0), jax.make_mesh((2,), ("data",))
+    rows = ordering.per_example(lambda w, x, key: x @ w), (jnp.ones(2), jnp.ones((2, 2)), key)
+    with pytest.raises(ValueError, match=r"pass a function that returns \(losses, mean, rows\)"):
+        ordering.start(order, key, jax.grad(lambda w: w @ w), (jnp.ones(2),))
+    with pytest.raises(ValueError, match="workers is 0: pass a whole number of at least 1"):
+        ordering.start(order, key, *rows, workers=0)
+    with pytest.raises(ValueError, match=r"the mesh has the axes \('data',\)"):
+        ordering.start(order, key, *rows, workers=mesh)

@@ -74,8 +74,8 @@ def test_help_shows_every_argument(function):
     assert inspect.Parameter.VAR_KEYWORD not in kinds
 
 
-# (a state that is usually there, a second argument of an accessor)
-ALLOWED = ("front", "backend", "units", "workers")
+# (a state that is usually there, a second argument of an accessor, what a function is called with)
+ALLOWED = ("front", "backend", "units", "workers", "roles", "gradients", "args")
 
 
 @pytest.mark.parametrize("name", CITED)

@@ -23,13 +23,13 @@ LONGEST_FUNCTION = 60
 # Lines of a folder's Python, at most; who adds says what it made unnecessary. Behind them is what
 # they are to become: lower a number whenever the folder has.
 SUMS = {
-    "ordering": 8_430,  # 5,400
+    "ordering": 8_520,  # 5,400
     "local_opt": 4_320,  # 3,200
     "syncopate": 795,  # 550
     "models": 1_500,  # 1,520
     "experiments": 12_240,  # 8,500
     "benchmarks": 5_500,  # 5,200
-    "tests": 28_250,  # 17,500
+    "tests": 28_320,  # 17,500
 }
 
 
