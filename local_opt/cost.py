@@ -65,7 +65,7 @@ def sync_bytes(num_params: int, *, num_workers: int, wire: Wire | None = None) -
       ValueError: for values out of range.
 
     Examples:
-      >>> import local_opt
+      >>> from syncopate import local_opt
       >>> local_opt.sync_bytes(1000, num_workers=4)
       6000.0
       >>> wires = (local_opt.WIRES[name] for name in ("bfloat16", "int8", "int4", "top_k"))
@@ -113,7 +113,7 @@ def sync_seconds(
       ValueError: for values out of range.
 
     Examples:
-      >>> import local_opt
+      >>> from syncopate import local_opt
       >>> sync = local_opt.sync_seconds(10**9, num_workers=2, gigabits_per_second=32)
       >>> plan = local_opt.constant(4, total_steps=100)
       >>> sync, plan.total_steps * 0.5 + plan.rounds * sync

@@ -147,7 +147,7 @@ def from_function(
       ValueError: if a period is not a whole number >= 1, or the offset is out of range.
 
     Examples:
-      >>> import local_opt
+      >>> from syncopate import local_opt
       >>> local_opt.from_function(lambda t: 1 + t, total_steps=10).periods.tolist()
       [1, 2, 4, 3]
     """
@@ -182,7 +182,7 @@ def sync_every_load(fresh: np.ndarray) -> SyncPlan:
       ValueError: without steps, if the first is not fresh, or for anything but booleans.
 
     Examples:
-      >>> import local_opt
+      >>> from syncopate import local_opt
       >>> local_opt.sync_every_load([True, False, False, True, False]).periods.tolist()
       [3, 2]
     """
@@ -214,7 +214,7 @@ def aligned(plan: SyncPlan, *, every: float, fresh: np.ndarray | None = None) ->
       ValueError: for `every` below 1 or not finite, or a `fresh` of another length.
 
     Examples:
-      >>> import local_opt
+      >>> from syncopate import local_opt
       >>> plan = local_opt.constant(5, total_steps=24)
       >>> local_opt.aligned(plan, every=6).ends.tolist()
       [6, 12, 18, 24]

@@ -24,7 +24,7 @@ def every_step(total_steps: int) -> SyncPlan:
       The plan.
 
     Examples:
-      >>> import local_opt
+      >>> from syncopate import local_opt
       >>> local_opt.every_step(10).volume
       1.0
     """
@@ -46,7 +46,7 @@ def constant(period: int, *, total_steps: int, offset: int = 0) -> SyncPlan:
       ValueError: for values out of range.
 
     Examples:
-      >>> import local_opt
+      >>> from syncopate import local_opt
       >>> local_opt.constant(4, total_steps=10).periods.tolist()
       [4, 4, 2]
 
@@ -77,7 +77,7 @@ def post_local(period: int, *, switch_step: int, total_steps: int) -> SyncPlan:
       ValueError: for values out of range.
 
     Examples:
-      >>> import local_opt
+      >>> from syncopate import local_opt
       >>> local_opt.post_local(4, switch_step=3, total_steps=10).periods.tolist()
       [1, 1, 1, 4, 3]
 
@@ -109,7 +109,7 @@ def swap(period: int, *, switch_step: int, total_steps: int) -> SyncPlan:
       ValueError: for values out of range.
 
     Examples:
-      >>> import local_opt
+      >>> from syncopate import local_opt
       >>> local_opt.swap(2, switch_step=4, total_steps=10).periods.tolist()
       [2, 2, 6]
 

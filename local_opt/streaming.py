@@ -287,7 +287,7 @@ def stream_segments(
         than a fragment's first and last), a start out of range, or other fragments before.
 
     Examples:
-      >>> import local_opt
+      >>> from syncopate import local_opt
       >>> turns = {f: local_opt.constant(4, total_steps=9, offset=2 * f) for f in range(2)}
       >>> for begin, end, due in local_opt.stream_segments(turns, delay=1)[:4]:
       ...     print(begin, end, [event[:2] for event in due])

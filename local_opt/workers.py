@@ -188,7 +188,7 @@ def check_same_plan(plan: Plan, *, gather: Callable | None = None) -> None:
       ValueError: with the processes whose plan differs from that of process 0.
 
     Examples:
-      >>> import local_opt
+      >>> from syncopate import local_opt
       >>> local_opt.check_same_plan(local_opt.constant(4, total_steps=100))
     """
     if not isinstance(plan, Plan):

@@ -99,7 +99,7 @@ def greedy_herding(num_units: int, *, units_per_step: int = 1) -> Ordering:
         gradients than of a step.
 
     Examples:
-      >>> import ordering
+      >>> from syncopate import ordering
       >>> order = ordering.greedy_herding(16, units_per_step=4)
 
     References:

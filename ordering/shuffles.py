@@ -61,7 +61,7 @@ def shuffle_once(num_units: int) -> Ordering:
       ValueError: if num_units is below 1.
 
     Examples:
-      >>> import ordering
+      >>> from syncopate import ordering
       >>> order = ordering.shuffle_once(8)
 
     References:
@@ -85,7 +85,7 @@ def flip_flop(num_units: int) -> Ordering:
       ValueError: if num_units is below 1.
 
     Examples:
-      >>> import ordering
+      >>> from syncopate import ordering
       >>> order = ordering.flip_flop(8)
 
     References:
@@ -115,7 +115,7 @@ def block_reshuffling(num_units: int, *, block_size: int, paired_reversal: bool 
       ValueError: if a size is out of range.
 
     Examples:
-      >>> import ordering
+      >>> from syncopate import ordering
       >>> order = ordering.block_reshuffling(100, block_size=10)
 
     References:

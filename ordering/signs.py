@@ -53,7 +53,7 @@ def greedy() -> SignRule:
       A deterministic `SignRule` without state.
 
     Examples:
-      >>> import ordering
+      >>> from syncopate import ordering
       >>> float(ordering.greedy().sign((), 0.5, 1.0, 0.0)[1])
       -1.0
 
@@ -87,7 +87,7 @@ def self_balancing_walk(*, bound: float = 30.0) -> SignRule:
       ValueError: if bound is not positive and finite.
 
     Examples:
-      >>> import ordering
+      >>> from syncopate import ordering
       >>> rule = ordering.self_balancing_walk(bound=30.0)
 
     References:
@@ -139,7 +139,7 @@ def kernel_halving(*, num_epochs: int, num_pairs: int, delta: float = 0.5) -> Si
       ValueError: for arguments out of range.
 
     Examples:
-      >>> import ordering
+      >>> from syncopate import ordering
       >>> rule = ordering.kernel_halving(num_epochs=10, num_pairs=500)
 
     References:

@@ -182,7 +182,7 @@ def shares(weights: Mapping[str, float], *, batch_size: int) -> dict[str, int]:
       ValueError: for weights that are not above 0, or so small that a source gets no record.
 
     Examples:
-      >>> import ordering
+      >>> from syncopate import ordering
       >>> ordering.blocks.shares({"web": 0.7, "code": 0.2, "books": 0.1}, batch_size=32)
       {'web': 23, 'code': 6, 'books': 3}
     """

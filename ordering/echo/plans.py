@@ -31,7 +31,7 @@ class EchoPlan(plans.Plan):
       ValueError: if there is no step, or the first is not fresh.
 
     Examples:
-      >>> import ordering
+      >>> from syncopate import ordering
       >>> plan = ordering.echo.EchoPlan([True, False, True, False, False])
       >>> plan.loads, plan.share, plan.uses.tolist()
       (2, 0.4, [2, 3])
@@ -130,7 +130,7 @@ def fixed(factor: int, *, total_steps: int) -> EchoPlan:
       ValueError: for a factor that is not whole or below 1.
 
     Examples:
-      >>> import ordering
+      >>> from syncopate import ordering
       >>> ordering.echo.fixed(4, total_steps=10).uses.tolist()
       [4, 4, 2]
 
@@ -196,7 +196,7 @@ def error_diffusion(p: optax.Schedule | float | np.ndarray, *, total_steps: int)
       ValueError: if a rate is outside (0, 1].
 
     Examples:
-      >>> import ordering
+      >>> from syncopate import ordering
       >>> ordering.echo.error_diffusion(0.4, total_steps=10).uses.tolist()
       [3, 2, 3, 2]
     """

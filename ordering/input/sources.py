@@ -226,7 +226,7 @@ def step_indices(
       ValueError: if units are out of range or named twice, or a size does not fit.
 
     Examples:
-      >>> import ordering
+      >>> from syncopate import ordering
       >>> indices, batch_size = ordering.input.step_indices(
       ...     [[2, 0, 1], [1, 0, 2]], units_per_step=2
       ... )

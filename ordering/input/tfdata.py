@@ -55,7 +55,7 @@ def batches(
 
     Examples:
       >>> import numpy as np
-      >>> import ordering
+      >>> from syncopate import ordering
       >>> source = {"x": np.arange(5), "y": np.arange(5) ** 2}
       >>> for batch in ordering.input.batches(source, [4, 0, 3], batch_size=2):
       ...     print(batch["x"], batch["y"])

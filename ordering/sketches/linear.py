@@ -49,7 +49,7 @@ def sketch_size(num_prefixes: int, *, error: float = 0.3) -> int:
       ValueError: for other values.
 
     Examples:
-      >>> import ordering
+      >>> from syncopate import ordering
       >>> ordering.sketch_size(10**4), ordering.sketch_size(10**6)
       (1024, 1536)
 
