@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-import local_opt
-import ordering
+from syncopate import local_opt, ordering
 
 WORKERS, UNITS, STEPS = 2, 32, 48  # every worker has 32 units of 8 sequences
 text = np.frombuffer(("to be or not to be that is the question " * 900).encode(), np.uint8)

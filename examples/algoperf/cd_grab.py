@@ -3,6 +3,6 @@
 import pooled
 from plain import get_batch_size, prepare_for_eval  # noqa: F401
 
-import ordering
+from syncopate import ordering
 
 init_optimizer_state, update_params, data_selection = pooled.submission(ordering.cd_grab)

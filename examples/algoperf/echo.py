@@ -3,14 +3,14 @@
 import plain
 from plain import get_batch_size, prepare_for_eval  # noqa: F401
 
-from ordering.echo import error_diffusion
+from syncopate import ordering
 
 LOADS_PER_STEP = 1 / 2
 
 
 def init_optimizer_state(workload, model_params, model_state, hyperparameters, rng):
     state, _ = plain.init_optimizer_state(workload, model_params, model_state, hyperparameters, rng)
-    plan = error_diffusion(LOADS_PER_STEP, total_steps=workload.step_hint)
+    plan = ordering.echo.error_diffusion(LOADS_PER_STEP, total_steps=workload.step_hint)
     return state, {"plan": plan, "batch": None}
 
 

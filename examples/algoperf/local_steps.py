@@ -7,7 +7,7 @@ import numpy as np
 import plain
 from plain import data_selection, get_batch_size  # noqa: F401
 
-import local_opt
+from syncopate import local_opt
 
 WORKERS = 4  # simulated, or on devices: local_opt.lift takes a mesh
 

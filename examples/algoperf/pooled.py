@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import plain
 
-import local_opt
+from syncopate import local_opt
 
 WORKERS = 4  # simulated, or on devices: local_opt.lift takes a mesh
 UNIT = plain.BATCH // WORKERS

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from sklearn import datasets
 
-import ordering
+from syncopate import ordering
 
 STEPS, BATCH, SECONDS = 600, 64, 0.01  # of a load: storage, decoding, augmentation
 

@@ -10,7 +10,7 @@ import optax
 from flax.training.train_state import TrainState
 from model import Decoder, sequences
 
-import local_opt
+from syncopate import local_opt
 
 WORKERS = 4  # simulated; or jax.sharding.Mesh(jax.devices(), ("worker",)), one per device
 

@@ -26,7 +26,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import checkouts  # noqa: E402
 import measure  # noqa: E402
 
-import local_opt  # noqa: E402
+from syncopate import local_opt  # noqa: E402
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("nanodo", None, "checkout of github.com/google-deepmind/nanodo")

@@ -9,7 +9,7 @@ import optax
 from flax import nnx
 from sklearn import datasets
 
-import local_opt
+from syncopate import local_opt
 
 EPOCHS, BATCH, TRAIN = 10, 32, 1437
 

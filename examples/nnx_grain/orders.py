@@ -9,7 +9,7 @@ import optax
 from flax import nnx
 from sklearn import datasets
 
-import ordering
+from syncopate import ordering
 
 EPOCHS, BATCH, TRAIN = 10, 32, 1437
 ORDER = ordering.pair_balance(TRAIN, units_per_step=BATCH)

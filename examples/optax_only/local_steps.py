@@ -8,7 +8,7 @@ import numpy as np
 import optax
 from sklearn import datasets, preprocessing
 
-import local_opt
+from syncopate import local_opt
 
 STEPS, BATCH = 400, 32
 

@@ -15,8 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-import local_opt
-import ordering
+from syncopate import local_opt, ordering
 
 
 class BalancedLoader:

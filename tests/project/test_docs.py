@@ -28,7 +28,7 @@ def test_every_public_name_is_used_in_the_page_of_names():
     page = (ROOT / "docs" / "reference" / "names.md").read_text()
     code = "\n".join(blocks(page))
     exec(compile(code, "docs/reference/names.md", "exec"), {})
-    used = set(re.findall(r"\b(ordering|local_opt|blocks|echo|input)\.(\w+)", code))
+    used = set(re.findall(r"\b(?:ordering\.)?(ordering|local_opt|blocks|echo|input)\.(\w+)", code))
     known = {
         (package.__name__.rpartition(".")[2], name)
         for package in (ordering, ordering.blocks, ordering.echo, ordering.input, local_opt)
@@ -49,6 +49,16 @@ def test_linked_files_are_there(page):
 
 
 WRITTEN = [*ROOT.glob("*.md"), *ROOT.glob("examples/**/*.md"), *PAGES]
+
+
+def test_programs_for_users_import_from_syncopate():
+    """The only name of ours that a file of a user's own will hardly hide."""
+    found = {p: re.findall(r"```(?:python|diff)\n(.*?)```", p.read_text(), re.S) for p in WRITTEN}
+    scripts = (p for top in ("examples", "notebooks") for p in (ROOT / top).rglob("*.*"))
+    found |= {p: [p.read_text()] for p in scripts if p.suffix in (".py", ".diff", ".ipynb")}
+    other = r'^[ +"]*(import (.*[ ,])?(ordering|local_opt)\b|from (ordering\b|local_opt import))'
+    for path, programs in found.items():
+        assert not [p for p in programs if re.search(other, p, re.M)], path
 
 
 @pytest.mark.parametrize("page", WRITTEN, ids=lambda page: str(page.relative_to(ROOT)))

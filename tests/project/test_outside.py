@@ -94,7 +94,7 @@ def test_every_pass_visits_every_example_once_in_an_order_of_its_own(submission,
 def test_an_echoed_step_uses_the_batch_that_the_plan_says(submission):
     echo = submission("echo")
     seen = [names for names, _ in steps_of(echo, 44)[0]]
-    plan = echo.error_diffusion(echo.LOADS_PER_STEP, total_steps=40)
+    plan = echo.ordering.echo.error_diffusion(echo.LOADS_PER_STEP, total_steps=40)
     loads = np.cumsum(np.concatenate([plan.fresh, np.ones(4, bool)])) - 1
     np.testing.assert_array_equal([names[0] // 64 for names in seen], loads)
     assert plan.loads == 20 and loads[-1] == 23, "past its end every step loads"
