@@ -21,6 +21,7 @@ from syncopate.mesh import is_key, is_legacy, name_of, typed_key
 INPUTS = ("owned", "shared", "split", "key")
 OVER = {"mean": jnp.mean, "sum": jnp.sum}  # the workers
 OUTPUTS = ("owned", "shared", "split", *OVER)
+ARRAYS, NUMBERS = jax.Array | np.ndarray | np.generic, int | float | complex
 BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 KEYS = (None, "fold", "copy")
 
@@ -71,8 +72,8 @@ def lift(
         "owned split -> owned mean". Keyword-only parameters without a word are shared, and a
         default that is not overridden needs none.
       in_roles, out_roles: instead of the text, prefix trees of words, as specs of `jax.shard_map`:
-        in_roles=({"params": "owned", "step": "shared"}, "split"). A tuple of out_roles is for a
-        tuple of results, ("owned",) for a tuple of one.
+        in_roles=({"params": "owned", "step": "shared"}, "split"). A word stands for all leaves
+        below it. A tuple of out_roles is for a tuple of results, ("owned",) for a tuple of one.
       axis_name: the workers' axis; None for a mesh's only one, or "worker" without a mesh.
       in_turn: whether simulated workers run one after another, which is faster for convolutions on
         CPUs; for functions without collectives.
@@ -83,9 +84,9 @@ def lift(
 
     Raises:
       ValueError: at construction for an unknown word, more words than parameters, or a mesh without
-        the axis; from a call for a parameter without a word, another number of results, leaves
-        whose leading axis does not fit, a shared result that differs between workers, or no mesh
-        in scope.
+        the axis; from a call for a parameter or a leaf without a word, another number of results,
+        leaves whose leading axis does not fit, a shared result that differs between workers, or no
+        mesh in scope.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax, local_opt
@@ -110,13 +111,8 @@ def lift(
     inputs, outputs = _trees(roles, in_roles, out_roles)
     single = type(outputs) not in (tuple, list)
     outputs = (outputs,) if single else tuple(outputs)
-    kinds = [_words(prefix) for prefix in outputs]
-    results = [word for words in kinds for word in words]
-    places = [
-        f"result {i}" if word == "shared" else None
-        for i, words in enumerate(kinds)
-        for word in words
-    ]
+    results = set(jax.tree.leaves(outputs))
+    names = ["out_roles"] if single else [f"out_roles[{i}]" for i in range(len(outputs))]
     if in_turn and (fixed is None or fixed[2] is not None):
         raise ValueError("in_turn is for simulated workers: pass their number, not a mesh.")
     if in_turn and "shared" in results:
@@ -127,20 +123,18 @@ def lift(
     def lifted(*args, **kwargs):
         count, axis, mesh = fixed or count_of(None, axis_name)
         values, prefixes, call = bind(args, kwargs)
-        given, words, rests, said = [], [], [], []
-        for i, (value, prefix) in enumerate(zip(values, prefixes, strict=True)):
-            arrays, rest = parted(value)
-            if prefix == "key" and not jax.tree.leaves(arrays):
+        for value, prefix in zip(values, prefixes, strict=True):
+            if prefix == "key" and not jax.tree.leaves(parted(value)[0]):
                 raise ValueError(f"key is {value!r}: pass one typed key, as jax.random.key(0).")
-            given += _by_word(arrays, prefix, f"in_roles[{i}]")
-            words += _words(prefix)
-            rests.append((rest, len(_words(prefix))))
-        own = [x for x, word in zip(given, words, strict=True) if word != "shared"]
+        places = [f"in_roles[{i}]" for i in range(len(values))]
+        given, arguments = _by_word(values, prefixes, places, "argument")
+        own = [arrays for word, arrays in given.items() if word != "shared"]
         if mesh is None and not jax.tree.leaves(own):
             raise ValueError(f"in_roles are {inputs}, and no argument holds an array to map over.")
+        whole = []  # makes the results from their arrays, once the function is traced
 
-        def one(*arrays):
-            found = call(_whole(arrays, rests))
+        def one(given):
+            found = call(arguments(given))
             found = (found,) if single else found
             if not isinstance(found, tuple | list) or len(found) != len(outputs):
                 many = isinstance(found, tuple | list)
@@ -149,33 +143,25 @@ def lift(
                     f"the function has {count} and out_roles are {outputs}: give one word for each "
                     "of a tuple, or one word, not in a tuple, for a single result."
                 )
-            parts, said[:] = [], []
-            for i, (x, prefix, of_it) in enumerate(zip(found, outputs, kinds, strict=True)):
-                arrays, rest = parted(x, not OVER.keys().isdisjoint(of_it))
-                parts += _by_word(arrays, prefix, f"out_roles[{i}]")
-                said.append((rest, len(of_it)))
-            for rows, word in zip(parts, results, strict=True):
-                if word == "split" and any(not jnp.ndim(x) for x in jax.tree.leaves(rows)):
-                    raise ValueError("a split result is a number, without rows: take 'owned'.")
-            return tuple(parts)
+            arrays, results_of = _by_word(found, outputs, names, "result")
+            whole[:] = [results_of]
+            if any(not jnp.ndim(x) for x in arrays.get("split", {}).values()):
+                raise ValueError("a split result is a number, without rows: take 'owned'.")
+            return arrays
 
         if mesh is not None:
-            run = _on_mesh(one, mesh, axis, words, results)
+            run = _on_mesh(one, mesh, axis, given, results)
             traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(given))
             if len(mesh.shape) > 1 and not traced:
                 run = jax.jit(run)  # JAX 0.10 leaves axes to the compiler there alone
         elif in_turn:
-            run = _in_turn(one, words)
+            run = _in_turn(one)
         else:
-            run = jax.vmap(one, _sides(words, None, 0), _sides(results, None, 0), axis)
+            run = jax.vmap(one, (_sides(given, None, 0),), _sides(results, None, 0), axis)
         if "shared" in results:
-            _check_shared(one, given, words, places, mesh, count, axis)
-        entered = _entered(given, words, mesh, count, axis)
-        left = [
-            _left(arrays, word, mesh is not None)
-            for arrays, word in zip(run(*entered), results, strict=True)
-        ]
-        left = _whole(left, said)
+            _check_shared(one, given, mesh, count, axis)
+        found = run(_entered(given, mesh, count, axis))
+        left = whole[0](_left(found, mesh is not None))
         return left[0] if single else tuple(left)
 
     return lifted
@@ -221,51 +207,48 @@ def _binding(function, inputs) -> Callable:
     return bind
 
 
-def _sides(words, shared, owned) -> tuple:
-    return tuple(shared if word == "shared" else owned for word in words)
+def _sides(words, shared, owned) -> dict:
+    return {word: shared if word == "shared" else owned for word in words}
 
 
-def _in_turn(function, inputs):
+def _in_turn(function):
     """Workers one after another: vmap makes grouped convolutions, which are slow on CPUs."""
 
-    def run(*args):
-        def one(owned):
-            return function(*(owned.get(i, x) for i, x in enumerate(args)))
-
-        return jax.lax.map(one, {i: x for i, x in enumerate(args) if inputs[i] != "shared"})
+    def run(given):
+        own = {word: arrays for word, arrays in given.items() if word != "shared"}
+        return jax.lax.map(lambda own: function(given | own), own)
 
     return run
 
 
-def _on_mesh(function, mesh, axis_name, inputs, results):
+def _on_mesh(function, mesh, axis_name, words, results):
     """One worker per position on an axis of a mesh; other axes are left to the compiler."""
 
-    def each(trees, words, change):
-        pairs = zip(trees, words, strict=True)
+    def each(given, change):
         alone = ("shared", "split")  # without a worker axis
-        return tuple(x if word in alone else jax.tree.map(change, x) for x, word in pairs)
+        return {w: x if w in alone else jax.tree.map(change, x) for w, x in given.items()}
 
-    def per_device(*args):
-        found = function(*each(args, inputs, lambda x: x[0]))
-        return each(found, results, lambda x: jnp.expand_dims(x, 0))
+    def per_device(given):
+        found = function(each(given, lambda x: x[0]))
+        return each(found, lambda x: jnp.expand_dims(x, 0))
 
     whole, rows = PartitionSpec(), PartitionSpec(axis_name)
     # With check_vma=True JAX refuses scans of one worker that start from zeros, and shared results
     # that it cannot prove equal, and adds up gradients of shared parameters over the workers.
     return jax.shard_map(
         per_device, mesh=mesh, axis_names={axis_name}, check_vma=False,
-        in_specs=_sides(inputs, whole, rows), out_specs=_sides(results, whole, rows),
+        in_specs=(_sides(words, whole, rows),), out_specs=_sides(results, whole, rows),
     )  # fmt: skip
 
 
-def _check_shared(function, given, words, places, mesh, count, axis_name):
+def _check_shared(function, given, mesh, count, axis_name):
     """Raises ValueError for a shared result that depends on the worker, while a call is traced.
 
     On a mesh nobody would see it: one worker's would stand for all. `jax.vmap` knows it.
     """
     differ = []
 
-    def note(place, path, x):
+    def note(name, x):
         @jax.custom_batching.custom_vmap
         def same(x):
             return x
@@ -273,29 +256,26 @@ def _check_shared(function, given, words, places, mesh, count, axis_name):
         @same.def_vmap
         def of_workers(size, mapped, x):
             del size
-            differ.append(f"{place}{jax.tree_util.keystr(path)}")
+            differ.append(name)
             return x, mapped[0]
 
         return same(x)
 
-    def noted(*arrays):
-        return [
-            jax.tree_util.tree_map_with_path(functools.partial(note, place), x)
-            for place, x in zip(places, function(*arrays), strict=True) if place
-        ]  # fmt: skip
+    def noted(given):
+        return [note(name, x) for (_, name), x in function(given)["shared"].items()]
 
-    def enter(*given):
-        return _entered(given, words, None, count, axis_name)
+    def enter(given):
+        return _entered(given, None, count, axis_name)
 
     # Without their shardings: explicit ones differ between leaves, and vmap would refuse them.
     plain = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type)  # noqa: E731
-    shapes = jax.tree.map(plain, jax.eval_shape(enter, *given))
+    shapes = jax.tree.map(plain, jax.eval_shape(enter, given))
     scope = contextlib.nullcontext()
     if mesh is not None:
         scope = jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
     with scope:
         try:
-            jax.eval_shape(jax.vmap(noted, _sides(words, None, 0), 0, axis_name), *shapes)
+            jax.eval_shape(jax.vmap(noted, (_sides(given, None, 0),), 0, axis_name), shapes)
         except Exception:  # the call itself fails, too, and says why; or it needs the mesh
             return
     if differ:
@@ -305,34 +285,34 @@ def _check_shared(function, given, words, places, mesh, count, axis_name):
         )
 
 
-def _entered(given, words, mesh, count, axis_name):
+def _entered(given, mesh, count, axis_name):
     """The arrays of all arguments, as they are mapped over."""
 
-    def enter(word, path, x):
+    def enter(word, name, x):
         x = typed_key(x) if word == "key" else x
-        name, shape = name_of(path, "(the argument)"), jnp.shape(x)
+        shape = jnp.shape(x)
         if word == "key":
             if not is_key(x) or shape:
                 raise ValueError(
-                    f"the key {name} is {jnp.result_type(x)}{list(shape)}: "
+                    f"the key, {name}, is {jnp.result_type(x)}{list(shape)}: "
                     "pass one typed key, as of jax.random.key(0), or keys of all workers as owned."
                 )
             x = folded(jnp.broadcast_to(x, (count,)))
         if word == "owned" and not shape:
             raise ValueError(
-                f"an owned leaf {name} is one number and there are {count} workers: owned leaves "
+                f"{name} is owned, a single number, and there are {count} workers: owned leaves "
                 "numbers of Python as they are, and jax.jit makes arrays of them. Make it an "
                 "array, by jnp.asarray, before local_opt.owned, or share it."
             )
         if word == "owned" and shape[:1] != (count,):
             raise ValueError(
-                f"an owned leaf {name} has the shape {shape} and there are {count} workers: "
+                f"{name} is owned and has the shape {shape}, and there are {count} workers: "
                 "make it by local_opt.owned(tree, workers), or say that it is shared or split."
             )
         if word == "split":
             if not shape or not shape[0] or shape[0] % count:
                 raise ValueError(
-                    f"a split leaf {name} has the shape {shape}: its rows must be a multiple of "
+                    f"{name} is split and has the shape {shape}: its rows must be a multiple of "
                     f"the {count} workers. Take another batch size, or share it."
                 )
             x = jnp.reshape(x, (count, shape[0] // count, *shape[1:])) if mesh is None else x
@@ -342,71 +322,93 @@ def _entered(given, words, mesh, count, axis_name):
         spec = PartitionSpec(*first, *spec_of(x)[len(first) :])
         return jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
-    return [
-        jax.tree_util.tree_map_with_path(functools.partial(enter, word), arrays)
-        for arrays, word in zip(given, words, strict=True)
-    ]
+    return {
+        word: {(i, name): enter(word, name, x) for (i, name), x in arrays.items()}
+        for word, arrays in given.items()
+    }
 
 
-def _left(arrays, word, on_mesh):
-    """The arrays of a result."""
+def _left(found, on_mesh):
+    """The arrays of the results, as they leave."""
 
-    def over_workers(path, x):
+    def over_workers(word, name, x):
         if is_key(x):
-            name = name_of(path, "(the result)")
-            raise ValueError(f"a key has no {word}, as the result {name} should: take 'owned'.")
+            raise ValueError(f"a key has no {word}, as {name} should: take 'owned'.")
         # Floating leaves are added up in float32 and keep their type; others are as in `jnp`.
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return OVER[word](x, axis=0)
         return OVER[word](x.astype(wide_type(x.dtype)), axis=0).astype(x.dtype)
 
-    if word in OVER:
-        return jax.tree_util.tree_map_with_path(over_workers, arrays)
-    if word == "split" and not on_mesh:
-        return jax.tree.map(lambda x: jnp.reshape(x, (-1, *x.shape[2:])), arrays)
-    return arrays
+    def leave(word, name, x):
+        if word in OVER:
+            return over_workers(word, name, x)
+        return jnp.reshape(x, (-1, *x.shape[2:])) if word == "split" and not on_mesh else x
+
+    return {
+        word: {(i, name): leave(word, name, x) for (i, name), x in arrays.items()}
+        for word, arrays in found.items()
+    }
 
 
 def _trees(roles, in_roles, out_roles) -> tuple[tuple, PyTree]:
     """A prefix tree of words for each argument, and that of the results."""
-    if (roles is None) == (in_roles is None and out_roles is None):
+    names = "in_roles", "out_roles"
+    if {in_roles is None, out_roles is None} != {roles is not None}:
         raise ValueError("pass roles, as 'owned split -> owned mean', or in_roles and out_roles.")
     if roles is not None:
-        sides = roles.split("->") if isinstance(roles, str) else ()
-        if len(sides) != 2:
+        names = "a word before the arrow of roles", "a word after the arrow of roles"
+        sides = [side.split() for side in roles.split("->")] if isinstance(roles, str) else []
+        if len(sides) != 2 or not sides[1]:
             raise ValueError(f"roles is {roles!r}: pass words, one arrow ->, and words.")
-        in_roles, out_roles = (tuple(side.split()) for side in sides)
+        in_roles, out_roles = sides
         out_roles = out_roles[0] if len(out_roles) == 1 else out_roles
     if type(in_roles) not in (tuple, list):
         raise ValueError(f"in_roles are {in_roles!r}: pass a tuple, one entry per parameter.")
-    for name, tree, known in ("in_roles", in_roles, INPUTS), ("out_roles", out_roles, OUTPUTS):
-        leaves = jax.tree.leaves(tree, is_leaf=lambda x: x is None)
-        if not all(isinstance(word, str) and word in known for word in leaves):
-            raise ValueError(f"{name} are {tree!r}: pass some of {', '.join(known)}.")
+    for name, tree, known in zip(names, (in_roles, out_roles), (INPUTS, OUTPUTS), strict=True):
+        for path, word in jax.tree_util.tree_leaves_with_path(tree):
+            if not isinstance(word, str) or word not in known:
+                place = name if roles is not None else name + jax.tree_util.keystr(path)
+                raise ValueError(f"{place} is {word!r}: pass one of {', '.join(known)}.")
     return tuple(in_roles), out_roles
 
 
-def _words(prefix) -> list[str]:
-    return sorted(set(jax.tree.leaves(prefix)))
+def _by_word(trees, prefixes, places, what) -> tuple[dict, Callable]:
+    """{word: {(number, name): array}} of the leaves of trees, and what makes trees of it again."""
+    found, rest, order = {word: {} for word in jax.tree.leaves(prefixes)}, {}, []
+    for i, (tree, prefix) in enumerate(zip(trees, prefixes, strict=True)):
+        try:
+            words = jax.tree.leaves(jax.tree.broadcast(prefix, tree))
+        except ValueError:
+            raise ValueError(_misfit(prefix, tree, places[i])) from None
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        for (path, x), word in zip(leaves, words, strict=True):
+            leaf = len(order), f"{what} {i}{jax.tree_util.keystr(path)}"
+            order.append(leaf)
+            kinds = ARRAYS | NUMBERS if word in OVER else ARRAYS
+            (found[word] if isinstance(x, kinds) else rest)[leaf] = x
+    structure = jax.tree.structure(list(trees))
+
+    def whole(found):
+        leaves = functools.reduce(dict.__or__, found.values(), rest)
+        return structure.unflatten(leaves[leaf] for leaf in order)
+
+    return found, whole
 
 
-def _by_word(arrays, prefix, name) -> list[PyTree]:
-    """The tree once for each word of its prefix, with None where a leaf has another."""
-    try:
-        full = jax.tree.broadcast(prefix, arrays)
-    except ValueError as error:
-        raise ValueError(f"{name} is no prefix of the tree it is for: {error}") from error
-    pick = lambda word: jax.tree.map(lambda x, own: x if own == word else None, arrays, full)  # noqa: E731
-    return [pick(word) for word in _words(prefix)]
-
-
-def _whole(parts, rests) -> list[PyTree]:
-    """The inverse of `_by_word` for several trees, each with its other leaves and its count."""
-    left = iter(parts)
-    return [
-        functools.reduce(lambda tree, _: joined(next(left), tree), range(count), rest)
-        for rest, count in rests
-    ]
+def _misfit(prefix, tree, place) -> str:
+    """Why a prefix tree does not fit."""
+    keystr = jax.tree_util.keystr
+    said = [path for path, _ in jax.tree_util.tree_leaves_with_path(prefix)]
+    there = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    for path in there:
+        if not any(path[: len(of)] == of for of in said):
+            leaf = f"the leaf {keystr(path)}" if path else f"a leaf, {type(tree).__name__}"
+            return f"{place} is {prefix!r}, without a word for {leaf}: add it, or pass one for all."
+    for of in said:
+        if not any(path[: len(of)] == of for path in there):
+            return f"{place}{keystr(of)} is a word for a leaf that is not there: leave it out."
+    kinds = f"a {type(prefix).__name__} and the tree a {type(tree).__name__}"
+    return f"{place} is {kinds}, or a node in them differs: pass nodes of the same types."
 
 
 @jax.transfer_guard("allow")
@@ -507,12 +509,10 @@ def _spread(function, arrays, mesh, axis_name):
     return jax.jit(function, out_shardings=places)(given)
 
 
-def parted(tree: PyTree, numbers: bool = False) -> tuple[PyTree, PyTree]:
-    """The tree's arrays (and numbers), and its other leaves; None in place of the other kind."""
-    kinds = jax.Array | np.ndarray | np.generic
-    kinds = kinds | int | float | complex if numbers else kinds
-    arrays = jax.tree.map(lambda x: x if isinstance(x, kinds) else None, tree)
-    return arrays, jax.tree.map(lambda x: None if isinstance(x, kinds) else x, tree)
+def parted(tree: PyTree) -> tuple[PyTree, PyTree]:
+    """The tree's arrays, and its other leaves; None in place of the other kind."""
+    arrays = jax.tree.map(lambda x: x if isinstance(x, ARRAYS) else None, tree)
+    return arrays, jax.tree.map(lambda x: None if isinstance(x, ARRAYS) else x, tree)
 
 
 def joined(arrays: PyTree, rest: PyTree) -> PyTree:

@@ -1,7 +1,10 @@
 """One lift for the worker axis: any axis name, vmap, in turn, any mesh; what is owned, shared."""
 
+import collections
+import dataclasses
 import functools
 import inspect
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -159,6 +162,11 @@ def lifted(*args, workers=W, roles="owned -> owned"):
     return local_opt.lift(lambda x: x, workers, roles)(*args)
 
 
+def of_trees(in_roles, out_roles=("owned",), function=lambda state: (state,)):
+    lift = local_opt.lift(function, W, in_roles=in_roles, out_roles=out_roles)
+    return lift({"x": jnp.zeros((W, 3)), "n": jnp.zeros(W)})
+
+
 ROWS, SIX = np.ones((W, 3)), np.ones(6)
 test_arguments_and_words_that_do_not_fit_are_refused = refuses({
     "none": (lambda: lifted(workers=0), "workers is 0: pass a whole number >= 1, or a mesh"),
@@ -168,7 +176,7 @@ test_arguments_and_words_that_do_not_fit_are_refused = refuses({
     ),
     "owned": (
         lambda: lifted(np.ones(3)),
-        r"leaf \(the argument\) has the shape \(3,\) and there are 4 workers: make it by local_opt",
+        r"argument 0 is owned and has the shape \(3,\), and there are 4 workers: make it by local",
     ),
     "split": (lambda: lifted(SIX, roles="split -> owned"), "a multiple of the 4 workers"),
     "key": (lambda: lifted(SIX, roles="key -> owned"), "pass one typed key"),
@@ -194,11 +202,11 @@ test_arguments_and_words_that_do_not_fit_are_refused = refuses({
     ),
     "a number": (
         lambda: jax.jit(lifted)(local_opt.owned({"rate": 0.5}, W)),
-        r"\['rate'\] is one number .*by jnp.asarray, before",
+        r"argument 0\['rate'\] is owned, a single number, .*by jnp.asarray, before",
     ),
     "legacy keys": (
         lambda: lifted(jax.random.split(jax.random.PRNGKey(0)), roles="key -> owned"),
-        r"the key \(the argument\) is uint32\[2, 2\]: pass one typed key",
+        r"the key, argument 0, is uint32\[2, 2\]: pass one typed key",
     ),
     "to fold": (
         lambda: local_opt.owned({"rng": jax.random.PRNGKey(0)}, W, keys="fold"),
@@ -206,14 +214,52 @@ test_arguments_and_words_that_do_not_fit_are_refused = refuses({
     ),
     "a result": (
         lambda: lifted(jax.random.split(jax.random.key(0), W), roles="owned -> sum"),
-        r"a key has no sum, as the result \(the result\) should",
+        "a key has no sum, as result 0 should",
+    ),
+    "roles twice": (
+        lambda: local_opt.lift(len, W, "owned -> mean", in_roles=("owned",)),
+        "pass roles, as 'owned split -> owned mean', or in_roles and out_roles",
+    ),
+    "no roles": (lambda: local_opt.lift(len, W), "pass roles, as .* or in_roles and out_roles"),
+    "one side": (lambda: local_opt.lift(len, W, in_roles=("owned",)), "pass roles, as .*, or in_r"),
+    "the other": (lambda: local_opt.lift(len, W, out_roles="mean"), "pass roles, as .*, or in_r"),
+    "no tuple": (
+        lambda: of_trees({"x": "owned"}), r"in_roles are \{'x': 'owned'\}: pass a tuple, one entry"
+    ),
+    "a word of a tree": (
+        lambda: of_trees(({"x": {"y": "own"}},)),
+        r"in_roles\[0\]\['x'\]\['y'\] is 'own': pass one of owned, shared, split, key",
+    ),
+    "a word of results": (
+        lambda: of_trees(("owned",), ("mean", {"x": "key"})),
+        r"out_roles\[1\]\['x'\] is 'key': pass one of owned, shared, split, mean, sum",
+    ),
+    "no word": (
+        lambda: of_trees(({"x": "owned"},)),
+        r"in_roles\[0\] is \{'x': 'owned'\}, without a word for the leaf \['n'\]: add it, or pass",
+    ),
+    "no leaf": (
+        lambda: of_trees(({"x": "owned", "n": "owned", "m": {"v": "owned"}},)),
+        r"in_roles\[0\]\['m'\]\['v'\] is a word for a leaf that is not there: leave it out",
+    ),
+    "a leaf, no tree": (
+        lambda: of_trees(("owned",), ({"x": "owned", "n": ["sum"]},)),
+        r"out_roles\[0\] is .*, without a word for the leaf \['n'\]: add it",
+    ),
+    "another node": (
+        lambda: of_trees(("owned",), (collections.OrderedDict(x="owned", n="sum"),)),
+        r"out_roles\[0\] is a OrderedDict and the tree a dict, .*: pass nodes of the same types",
+    ),
+    "a single result": (
+        lambda: of_trees(("owned",), {"x": "mean"}, lambda state: state),
+        r"out_roles is \{'x': 'mean'\}, without a word for the leaf \['n'\]: add it",
     ),
     **{
         f"{word} of keys": (
             lambda word=word: lifted(
                 {"key": jax.random.split(jax.random.key(0), W)}, roles=f"owned -> {word}"
             ),
-            rf"a key has no {word}, as the result .*'key'.* take 'owned'",
+            rf"a key has no {word}, as result 0.*'key'.* take 'owned'",
         )
         for word in ("mean", "sum")
     },
@@ -284,6 +330,109 @@ def test_a_collective_that_only_a_mesh_has_may_make_a_shared_result():
         lambda x: jax.lax.psum(halves(x), "worker"), mesh_of(AxisType.Auto), "owned -> shared",
     )  # fmt: skip
     assert jax.jit(lifted)(ROWS[:4]) == 12
+
+
+# Words in trees: leaves of one argument, or of one result, with words of their own.
+
+
+class State(NamedTuple):
+    params: Any
+    step: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Batch:
+    x: Any
+    rate: Any
+    name: str = dataclasses.field(default="train", metadata={"static": True})
+
+
+X, RATE = np.arange(2.0 * W * 3).reshape(2 * W, 3), 0.5
+START = {"w": np.arange(W * 3.0).reshape(W, 3), "b": np.arange(W) - 1.0}
+BY_HAND = {  # with the mean of each worker's rows
+    "w": START["w"] + 7 * RATE * X.reshape(W, 2, 3).mean(1),
+    "b": START["b"] + 7,
+}
+
+
+def moved(state, batch, key):
+    change = state.step * batch.rate
+    params = {
+        "w": state.params["w"] + change * batch.x.mean(0),
+        "b": state.params["b"] + state.step,
+    }
+    metrics = {"loss": batch.x.sum(), "seen": (len(batch.x), True), "drawn": jax.random.normal(key)}
+    return State(params, state.step + 1), Batch(2 * batch.x, batch.rate), metrics
+
+
+@pytest.mark.parametrize("way", [*WAYS, "turns"])
+@pytest.mark.parametrize("jit", [True, False])
+def test_words_may_be_trees_of_named_tuples_and_dataclasses(way, jit):
+    turns = way == "turns"
+    workers = W if turns else WAYS[way]("worker")
+    shared = "owned" if turns else "shared"  # no result is shared then
+    lifted = local_opt.lift(
+        moved, workers, in_turn=turns,
+        in_roles=(State({"w": "owned", "b": "owned"}, "shared"), Batch("split", "shared"), "key"),
+        out_roles=(
+            State("owned", shared), Batch("split", shared),
+            {"loss": "mean", "seen": ("sum", "owned"), "drawn": "owned"},
+        ),
+    )  # fmt: skip
+    state = State(jax.tree.map(jnp.asarray, START), jnp.asarray(7))
+    key = jax.random.key(3)
+    found = (jax.jit(lifted) if jit else lifted)(state, Batch(jnp.asarray(X), RATE), key)
+    state, batch, metrics = found
+    assert type(state) is State and type(batch) is Batch and batch.name == "train"
+    assert state.params.keys() == START.keys()
+    for name, of_all in BY_HAND.items():
+        np.testing.assert_allclose(state.params[name], of_all, rtol=1e-6)
+    assert state.step.tolist() == (W * [8] if turns else 8)
+    np.testing.assert_array_equal(batch.x, 2 * X)
+    np.testing.assert_array_equal(batch.rate, RATE)
+    np.testing.assert_allclose(metrics["loss"], X.sum() / W, rtol=1e-6)
+    assert metrics["seen"][0] == 2 * W, "a number of Python is every worker's"
+    assert np.shape(metrics["seen"][1]) == () and metrics["seen"][1], "and passes beside a sum"
+    drawn = [jax.random.normal(jax.random.fold_in(key, w)) for w in range(W)]
+    np.testing.assert_allclose(metrics["drawn"], drawn, rtol=1e-6)
+
+
+@pytest.mark.parametrize("way", ["vmap", "Auto", "Explicit"])
+def test_one_leaf_of_a_state_may_be_shared_and_is_refused_where_workers_differ(way):
+    roles = {"x": "owned", "clock": {"step": "shared"}}
+    lifted = functools.partial(
+        local_opt.lift, workers=WAYS[way]("worker"), in_roles=(roles,), out_roles=roles
+    )
+
+    def later(state):
+        return {"x": state["x"] * 2, "clock": {"step": state["clock"]["step"] + 1}}
+
+    state = {"x": jnp.arange(1.0, W + 1), "clock": {"step": jnp.asarray(3)}}
+    run = jax.jit(lifted(later))
+    for _ in range(2):
+        state = run(state)
+    assert state["x"].tolist() == [4, 8, 12, 16] and state["clock"]["step"].tolist() == 5
+    with pytest.raises(ValueError, match=r"result 0\['clock'\]\['step'\] is said to be shared"):
+        lifted(lambda state: {**state, "clock": {"step": state["x"]}})(state)
+
+
+def test_a_tree_of_words_leaves_out_what_is_none():
+    """As a tree made by `jax.tree.map` from a model without a bias does."""
+    state = {"w": jnp.arange(W), "bias": None}
+    roles = jax.tree.map(lambda _: "owned", state)
+    found = local_opt.lift(lambda x: x, W, in_roles=(roles,), out_roles=roles)(state)
+    assert found["w"].tolist() == [0, 1, 2, 3] and found["bias"] is None
+
+
+def test_leaves_that_are_named_alike_are_told_apart():
+    class Name(int):
+        def __repr__(self):
+            return "name"
+
+    state = {Name(n): n * jnp.arange(W) for n in (1, 2)}
+    found = local_opt.lift(lambda x: x, W, "owned -> owned")(state)
+    assert [x.tolist() for x in found.values()] == [[0, 1, 2, 3], [0, 2, 4, 6]]
 
 
 # How a lifted function is called: as the function that it wraps, by position and by keyword.

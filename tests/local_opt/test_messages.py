@@ -78,7 +78,7 @@ test_what_does_not_fit_is_named = refuses({
     "no rows": (
         lambda: lifted(lambda x: (x, x[0]), X, roles="owned -> owned split"), "number, without rows"
     ),
-    "words": (lambda: local_opt.lift(len, 2, "owned -> a"), "are 'a': pass some of owned"),
+    "words": (lambda: local_opt.lift(len, 2, "owned -> a"), "arrow of roles is 'a': pass one"),
     "axes": (
         lambda: local_opt.lift(len, 2, "owned -> owned", axis_name=["dp"]),
         r"axis_name is \['dp'\]: pass one name",
