@@ -229,6 +229,9 @@ OUTPUTS = ["", "owned mean mean", "owned avg", "key mean", 3, None, THING, ["own
            ("owned mean",), {}]  # fmt: skip
 GIVEN = [(), ARGS[:1], (*ARGS, 1), (ARGS[0][:1], ARGS[1]), (ARGS[0], ARGS[1][:3]), ("a", "b"),
          (ARGS[0], jnp.ones(())), (ARGS[0], ARGS[1][:0]), (None, None)]  # fmt: skip
+ROLES = ["", "owned split", "owned split -> owned -> mean", "owned split -> owned avg", "-> owned",
+         "owend split -> owned mean", "owned split ->", 3, None, THING, ("owned", "split"), {},
+         "owned split -> owned key", "owned,split -> owned,mean"]  # fmt: skip
 BATCHES = {"x": jnp.ones((2, 4, 3))}
 NO_BATCHES = [{}, None, 3, THING, {"x": jnp.ones(())}, {"x": jnp.ones((0, 3))}, {"x": "text"},
               {"x": jnp.ones((2, 3)), "y": jnp.ones(3)}, "text"]  # fmt: skip
@@ -248,6 +251,9 @@ CALLS |= {
         function=Arg(step, FUNCTIONS), workers=also("workers", W, 3), x=Arg(ARGS, GIVEN),
         in_roles=Arg(("owned", "split"), INPUTS), out_roles=Arg(("owned", "mean"), OUTPUTS),
         axis_name=Arg("worker", ["data", 3])),
+    "lift, roles": call(
+        traced(lambda roles: local_opt.lift(step, W, roles)(*ARGS)),
+        roles=Arg("owned split -> owned mean", ROLES)),
     "lift, key": call(
         traced(lambda key: local_opt.lift(jax.random.key_data, W, "key -> owned")(
             key)), key=Arg(KEY, [k for k in KEYS if not isinstance(k, list)])),
