@@ -112,7 +112,8 @@ def lift(
     single = type(outputs) not in (tuple, list)
     outputs = (outputs,) if single else tuple(outputs)
     results = set(jax.tree.leaves(outputs))
-    names = ["out_roles"] if single else [f"out_roles[{i}]" for i in range(len(outputs))]
+    entries = ["out_roles"] if single else [f"out_roles[{i}]" for i in range(len(outputs))]
+    names = [f"result {i}" for i in range(len(outputs))]
     if in_turn and (fixed is None or fixed[2] is not None):
         raise ValueError("in_turn is for simulated workers: pass their number, not a mesh.")
     if in_turn and "shared" in results:
@@ -122,12 +123,12 @@ def lift(
     @functools.wraps(function, updated=())
     def lifted(*args, **kwargs):
         count, axis, mesh = fixed or count_of(None, axis_name)
-        values, prefixes, call = bind(args, kwargs)
+        values, prefixes, numbers, call = bind(args, kwargs)
         for value, prefix in zip(values, prefixes, strict=True):
             if prefix == "key" and not jax.tree.leaves(parted(value)[0]):
                 raise ValueError(f"key is {value!r}: pass one typed key, as jax.random.key(0).")
-        places = [f"in_roles[{i}]" for i in range(len(values))]
-        given, arguments = _by_word(values, prefixes, places, "argument")
+        places = [f"in_roles[{i}]" for i in numbers]
+        given, arguments = _by_word(values, prefixes, places, [f"argument {i}" for i in numbers])
         own = [arrays for word, arrays in given.items() if word != "shared"]
         if mesh is None and not jax.tree.leaves(own):
             raise ValueError(f"in_roles are {inputs}, and no argument holds an array to map over.")
@@ -143,7 +144,7 @@ def lift(
                     f"the function has {count} and out_roles are {outputs}: give one word for each "
                     "of a tuple, or one word, not in a tuple, for a single result."
                 )
-            arrays, results_of = _by_word(found, outputs, names, "result")
+            arrays, results_of = _by_word(found, outputs, entries, names)
             whole[:] = [results_of]
             if any(not jnp.ndim(x) for x in arrays.get("split", {}).values()):
                 raise ValueError("a split result is a number, without rows: take 'owned'.")
@@ -168,7 +169,7 @@ def lift(
 
 
 def _binding(function, inputs) -> Callable:
-    """(args, kwargs) -> the values given, a word for each, and the function of such values."""
+    """(args, kwargs) -> values, the words and numbers of their parameters, the function of them."""
     if not callable(function):
         raise ValueError(f"function is {function!r}: pass the step of one worker, not called.")
     try:
@@ -186,6 +187,7 @@ def _binding(function, inputs) -> Callable:
                 "word for each of its parameters, in their order."
             )
     words_of = dict.fromkeys(by_position) | dict(zip(named, inputs, strict=False))
+    number_of = {name: i for i, name in enumerate(kinds)}
 
     def bind(args, kwargs):
         bound = signature.bind(*args, **kwargs)
@@ -202,7 +204,8 @@ def _binding(function, inputs) -> Callable:
             by_name = dict(zip(bound.kwargs, arguments[count:], strict=True))
             return function(*arguments[:count], **by_name)
 
-        return values, words, call
+        numbers = [*range(count), *(number_of.get(name, name) for name in bound.kwargs)]
+        return values, words, numbers, call
 
     return bind
 
@@ -264,9 +267,7 @@ def _check_shared(function, given, mesh, count, axis_name):
     def noted(given):
         return [note(name, x) for (_, name), x in function(given)["shared"].items()]
 
-    def enter(given):
-        return _entered(given, None, count, axis_name)
-
+    enter = functools.partial(_entered, mesh=None, count=count, axis_name=axis_name)
     # Without their shardings: explicit ones differ between leaves, and vmap would refuse them.
     plain = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type)  # noqa: E731
     shapes = jax.tree.map(plain, jax.eval_shape(enter, given))
@@ -331,18 +332,17 @@ def _entered(given, mesh, count, axis_name):
 def _left(found, on_mesh):
     """The arrays of the results, as they leave."""
 
-    def over_workers(word, name, x):
+    def leave(word, name, x):
+        if word == "split" and not on_mesh:
+            return jnp.reshape(x, (-1, *x.shape[2:]))
+        if word not in OVER:
+            return x
         if is_key(x):
             raise ValueError(f"a key has no {word}, as {name} should: take 'owned'.")
         # Floating leaves are added up in float32 and keep their type; others are as in `jnp`.
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return OVER[word](x, axis=0)
         return OVER[word](x.astype(wide_type(x.dtype)), axis=0).astype(x.dtype)
-
-    def leave(word, name, x):
-        if word in OVER:
-            return over_workers(word, name, x)
-        return jnp.reshape(x, (-1, *x.shape[2:])) if word == "split" and not on_mesh else x
 
     return {
         word: {(i, name): leave(word, name, x) for (i, name), x in arrays.items()}
@@ -372,17 +372,17 @@ def _trees(roles, in_roles, out_roles) -> tuple[tuple, PyTree]:
     return tuple(in_roles), out_roles
 
 
-def _by_word(trees, prefixes, places, what) -> tuple[dict, Callable]:
+def _by_word(trees, prefixes, places, names) -> tuple[dict, Callable]:
     """{word: {(number, name): array}} of the leaves of trees, and what makes trees of it again."""
     found, rest, order = {word: {} for word in jax.tree.leaves(prefixes)}, {}, []
-    for i, (tree, prefix) in enumerate(zip(trees, prefixes, strict=True)):
+    for tree, prefix, place, name in zip(trees, prefixes, places, names, strict=True):
         try:
             words = jax.tree.leaves(jax.tree.broadcast(prefix, tree))
         except ValueError:
-            raise ValueError(_misfit(prefix, tree, places[i])) from None
+            raise ValueError(_misfit(prefix, tree, place)) from None
         leaves = jax.tree_util.tree_leaves_with_path(tree)
         for (path, x), word in zip(leaves, words, strict=True):
-            leaf = len(order), f"{what} {i}{jax.tree_util.keystr(path)}"
+            leaf = len(order), f"{name}{jax.tree_util.keystr(path)}"
             order.append(leaf)
             kinds = ARRAYS | NUMBERS if word in OVER else ARRAYS
             (found[word] if isinstance(x, kinds) else rest)[leaf] = x

@@ -242,6 +242,13 @@ test_arguments_and_words_that_do_not_fit_are_refused = refuses({
         lambda: of_trees(({"x": "owned", "n": "owned", "m": {"v": "owned"}},)),
         r"in_roles\[0\]\['m'\]\['v'\] is a word for a leaf that is not there: leave it out",
     ),
+    "no word, by keyword": (
+        lambda: local_opt.lift(
+            lambda x=0, y=0, *, of=0: x, W, in_roles=("owned", "owned", {"a": "shared"}),
+            out_roles="owned",
+        )(jnp.zeros(W), of={"a": 1, "b": 2}),
+        r"in_roles\[2\] is .*, without a word for the leaf \['b'\]",
+    ),
     "a leaf, no tree": (
         lambda: of_trees(("owned",), ({"x": "owned", "n": ["sum"]},)),
         r"out_roles\[0\] is .*, without a word for the leaf \['n'\]: add it",
