@@ -4,10 +4,11 @@ A unit is what an order permutes: one example, or a group of examples that is vi
 gradient of each visited unit is a row.
 
 A loss is a function `(params, batch, key) -> losses` with one loss per example, or the mean loss of
-the batch. The functions here turn it into `(params, batch, key) -> (losses[B], mean
-gradient, rows)` for the B units of the batch. With `has_aux`, as in `jax.value_and_grad`, the loss
-returns `(losses, aux)`, and the result is `((losses[B], aux), mean gradient, rows)`. The signature,
-name and docstring are those of the loss, so that arguments can be passed by name.
+the batch; one that draws nothing is a function of (params, batch). The functions here turn it into
+`(params, batch, key=None) -> (losses[B], mean gradient, rows)` for the B units of the batch; pass a
+key if the loss takes one. With `has_aux`, as in `jax.value_and_grad`, the loss returns
+`(losses, aux)`, and the result is `((losses[B], aux), mean gradient, rows)`. The signature, name
+and docstring are those of the loss, so that arguments can be passed by name.
 """
 
 import functools
@@ -54,20 +55,19 @@ def per_example(
       in_turn: whether to compute one gradient after another, by `jax.lax.scan`.
 
     Returns:
-      A function of params, a batch with leaves [B, ...] and a key, that returns losses
-      float32[B], the mean gradient (a tree like params) and the gradients of the B units, leaves
-      [B, ...].
+      `(params, batch, key=None) -> (losses float32[B], mean gradient, rows)` for batches with
+      leaves [B, ...]: the mean gradient is a tree like params, and the rows are the gradients of
+      the B units, leaves [B, ...].
 
     Raises:
       ValueError: while tracing, for a batch without a common leading axis or one that is split
-        over an explicit axis of a mesh, or if the loss does not return real losses of one per
-        example.
+        over an explicit axis of a mesh, if a key is passed to a loss that takes none or the other
+        way round, or if the loss does not return real losses of one per example.
 
     Examples:
       >>> import jax, jax.numpy as jnp, ordering
-      >>> loss = lambda w, batch, key: 0.5 * jnp.square(batch @ w)
-      >>> gradients = ordering.per_example(loss)
-      >>> losses, mean, rows = gradients(jnp.ones(2), jnp.eye(2), jax.random.key(0))
+      >>> loss = lambda w, batch: 0.5 * jnp.square(batch @ w)
+      >>> losses, mean, rows = ordering.per_example(loss)(jnp.ones(2), jnp.eye(2))
       >>> mean.tolist(), rows.shape
       ([0.5, 0.5], (2, 2))
 
@@ -81,9 +81,9 @@ def per_example(
     row_of = to_sketch or (lambda gradient: gradient)
 
     @signed_as(loss)
-    def gradients(params, batch, key):
+    def gradients(params, batch, key=None):
         size, keys = units_of(params, batch, key)
-        first = jax.tree.map(lambda x: x[:1], batch), keys[0]
+        first = jax.tree.map(lambda x: x[:1], batch), None if keys is None else keys[0]
         program, of_one = walk.traced(of_alone, params, *first)
         has_rule = walk.holds(program.jaxpr, walk.RULE)
         seed = size if has_rule else 1  # a rule need not be linear: it gets what it gets of a mean
@@ -145,10 +145,18 @@ def loss_alone(loss: Callable, has_aux: bool) -> Callable:
 
 def checked_loss(loss: Callable, has_aux: bool) -> Callable:
     """`(params, batch, key) -> (losses, aux or None)`; raises ValueError for other results."""
-    plans.check_function("loss", loss, "params", "batch", "key")
+    try:
+        plans.check_function("loss", loss, "params", "batch")
+    except ValueError:
+        plans.check_function("loss", loss, "params", "batch", "key")
 
     def run(params, batch, key):
-        found = loss(params, batch, key)
+        if key is None:
+            plans.check_function("without a key, the loss", loss, "params", "batch")
+            found = loss(params, batch)
+        else:
+            plans.check_function("with a key, the loss", loss, "params", "batch", "key")
+            found = loss(params, batch, key)
         if not has_aux:
             losses, aux = found, None
         elif isinstance(found, tuple | list) and len(found) == 2:
@@ -171,8 +179,10 @@ def checked_loss(loss: Callable, has_aux: bool) -> Callable:
     return run
 
 
-def units_of(params: PyTree, batch: PyTree, key: Key[Array, ""]) -> tuple[int, Key[Array, "B"]]:
-    """(B, one key per unit) of a batch; raises ValueError if a unit has no gradient."""
+def units_of(
+    params: PyTree, batch: PyTree, key: Key[Array, ""] | None
+) -> tuple[int, Key[Array, "B"] | None]:
+    """(B, one key per unit or None) of a batch; raises ValueError if a unit has no gradient."""
     check_params(params)
     size = size_of(batch)
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
@@ -184,7 +194,7 @@ def units_of(params: PyTree, batch: PyTree, key: Key[Array, ""]) -> tuple[int, K
                 "jax.shard_map or local_opt.lift, or use ordering.microbatch."
             )
     try:
-        return size, jax.random.split(key, size)
+        return size, None if key is None else jax.random.split(key, size)
     except (TypeError, ValueError):
         plans.check_key(key)
         raise
@@ -211,13 +221,16 @@ def signed_as(loss: Callable) -> Callable[[Callable], Callable]:
             named = list(inspect.signature(loss).parameters.values())[:3]
         except (TypeError, ValueError):  # some callables have no signature
             named = []
-        own = list(ours.parameters.values())[3:]
+        own = list(ours.parameters.values())[len(named) :]
         taken = {p.name for p in named} & {p.name for p in own}
-        if len(named) == 3 and not taken and all(p.kind is p.POSITIONAL_OR_KEYWORD for p in named):
-            ours = inspect.Signature([*(p.replace(default=p.empty) for p in named), *own])
+        if len(named) > 1 and not taken and all(p.kind is p.POSITIONAL_OR_KEYWORD for p in named):
+            defaults = inspect.Parameter.empty, inspect.Parameter.empty, None
+            named = [p.replace(default=d) for p, d in zip(named, defaults, strict=False)]
+            ours = inspect.Signature([*named, *own])
 
         def signed(*args, **kwargs):
-            return function(*ours.bind(*args, **kwargs).args)
+            given = ours.bind(*args, **kwargs)
+            return function(*given.args, **given.kwargs)  # what follows a key that is left out
 
         kept = ("__module__", "__name__", "__qualname__", "__doc__")
         named_as = loss if hasattr(loss, "__name__") else function
@@ -238,13 +251,13 @@ def microbatch(loss: Callable, *, has_aux: bool = False) -> Callable:
       has_aux: whether the loss returns auxiliary data too.
 
     Returns:
-      A function of params, a batch with leaves [n, ...] and a key, that returns the mean loss as
-      float32[1], the gradient of the mean loss, and the same with leaves [1, ...].
+      `(params, batch, key=None) -> (mean loss float32[1], its gradient, rows)` for batches with
+      leaves [n, ...]: the rows are the gradient with leaves [1, ...].
 
     Examples:
       >>> import jax, jax.numpy as jnp, ordering
-      >>> loss = lambda w, batch, key: 0.5 * jnp.square(batch @ w)
-      >>> losses, mean, rows = ordering.microbatch(loss)(jnp.ones(2), jnp.eye(2), jax.random.key(0))
+      >>> loss = lambda w, batch: 0.5 * jnp.square(batch @ w)
+      >>> losses, mean, rows = ordering.microbatch(loss)(jnp.ones(2), jnp.eye(2))
       >>> mean.tolist(), rows.shape
       ([0.5, 0.5], (1, 2))
 
@@ -260,7 +273,7 @@ def microbatch(loss: Callable, *, has_aux: bool = False) -> Callable:
         return jnp.mean(losses), aux
 
     @signed_as(loss)
-    def gradients(params, batch, key):
+    def gradients(params, batch, key=None):
         check_params(params)
         (value, aux), grad = jax.value_and_grad(mean, has_aux=True)(params, batch, key)
         losses = value[None].astype(jnp.float32)
@@ -278,20 +291,20 @@ def grouped(loss: Callable, *, has_aux: bool = False) -> Callable:
       has_aux: whether the loss returns auxiliary data too; the result then does, for every group.
 
     Returns:
-      `(params, batch, key) -> losses[B]` for batches with leaves [B, n, ...]: B groups per step,
+      `(params, batch, key=None) -> losses[B]` for leaves [B, n, ...]: B groups per step,
       for `per_example` and `sketched`.
 
     Examples:
       >>> import jax, jax.numpy as jnp, ordering
-      >>> loss = ordering.grouped(lambda w, batch, key: batch @ w)
-      >>> loss(jnp.ones(2), jnp.ones((4, 8, 2)), jax.random.key(0)).tolist()
+      >>> loss = ordering.grouped(lambda w, batch: batch @ w)
+      >>> loss(jnp.ones(2), jnp.ones((4, 8, 2))).tolist()
       [2.0, 2.0, 2.0, 2.0]
     """
 
     of_batch = checked_loss(loss, has_aux)
 
     @signed_as(loss)
-    def of_groups(params, batch, key):
+    def of_groups(params, batch, key=None):
         def of_group(group):
             losses, aux = of_batch(params, group, key)
             return (jnp.mean(losses), aux) if has_aux else jnp.mean(losses)
@@ -303,12 +316,12 @@ def grouped(loss: Callable, *, has_aux: bool = False) -> Callable:
 
 
 def check_separable(
-    loss: Callable, params: PyTree, batch: PyTree, key: Key[Array, ""] | None
+    loss: Callable, params: PyTree, batch: PyTree, key: Key[Array, ""] | None = None
 ) -> None:
     """Raises ValueError for a loss that mixes the examples of a batch (BatchNorm, contrastive).
 
     Compares the loss of every example of a small batch with its loss alone, and between copies of
-    itself. The key may be None for a loss that draws nothing.
+    itself.
 
     Args:
       loss: `(params, batch, key) -> losses[n]`.
@@ -319,8 +332,8 @@ def check_separable(
 
     Examples:
       >>> import jax, jax.numpy as jnp, ordering
-      >>> loss = lambda w, batch, key: jnp.cumsum(batch @ w)
-      >>> ordering.check_separable(loss, jnp.ones(2), jnp.eye(2), None)
+      >>> loss = lambda w, batch: jnp.cumsum(batch @ w)
+      >>> ordering.check_separable(loss, jnp.ones(2), jnp.eye(2))
       Traceback (most recent call last):
       ...
       ValueError: the loss of example 1 is 2 in a batch of 2 and 1 alone: ...

@@ -244,8 +244,8 @@ def check_units(task: Task, observed: bool) -> None:
         few = ordering.input.reader(task.train)[1](np.arange(3))
         params = params_of(task.model)(seed_of(0))
         # The key is made where the loss is compiled: alone it would be compiled, too.
-        loss = lambda params, batch, _: task.model.loss(params, batch, jax.random.key(0))  # noqa: E731
-        check_separable(loss, params, few, None)
+        loss = lambda params, batch: task.model.loss(params, batch, jax.random.key(0))  # noqa: E731
+        check_separable(loss, params, few)
 
 
 def keys_of(seed, workers: int):

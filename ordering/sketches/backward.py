@@ -69,7 +69,7 @@ def sketched(
         units is stacked, leaves [B, ...].
 
     Returns:
-      `(params, batch, key, scale=None) -> (losses float32[B], mean gradient, sketches
+      `(params, batch, key=None, scale=None) -> (losses float32[B], mean gradient, sketches
       float32[B, k])` for batches with leaves [B, ...]; with `has_aux` (losses, aux) in place of
       losses. Build the order's state with `order.init(key, jnp.zeros(k))`. With a `scale`,
       from `scale_of(..., leaves=sketched_parameters(...))`, they are sketches of the gradients
@@ -80,9 +80,9 @@ def sketched(
 
     Examples:
       >>> import jax, jax.numpy as jnp, ordering
-      >>> loss = lambda w, batch, key: jnp.tanh(jnp.square(batch @ w).sum(-1))
+      >>> loss = lambda w, batch: jnp.tanh(jnp.square(batch @ w).sum(-1))
       >>> gradients = ordering.sketched(loss, jax.random.key(0), size=64)
-      >>> losses, mean, rows = gradients(jnp.ones((90, 70)), jnp.eye(3, 90), jax.random.key(1))
+      >>> losses, mean, rows = gradients(jnp.ones((90, 70)), jnp.eye(3, 90))
       >>> mean.shape, rows.shape
       ((90, 70), (3, 64))
 
@@ -96,7 +96,7 @@ def sketched(
     of_one = loss_alone(loss, has_aux)
 
     @signed_as(loss)
-    def gradients(params, batch, key, scale=None):
+    def gradients(params, batch, key=None, scale=None):
         if tree_size(params) <= size:
             kept = linear.sketch(sketch_key, size=size)
 
@@ -107,7 +107,7 @@ def sketched(
 
             return per_example(loss, has_aux=has_aux, to_sketch=to_sketch)(params, batch, key)
         units, keys = units_of(params, batch, key)
-        first = jax.tree.map(lambda x: x[0], batch), keys[0]
+        first = jax.tree.map(lambda x: x[0], (batch, keys))
         plan, program, of_terms = _analyse(of_one, varying(params, batch), first, size)
         _warn_of_copies(plan.leaves, units)
         maps = linear.maps_of(plan.leaves, sketch_key)
@@ -132,7 +132,12 @@ def sketched(
 
 
 def sketched_parameters(
-    loss: Callable, params: PyTree, batch: PyTree, key: Key[Array, ""], *, size: int = SIZE
+    loss: Callable,
+    params: PyTree,
+    batch: PyTree,
+    key: Key[Array, ""] | None = None,
+    *,
+    size: int = SIZE,
 ) -> list[Leaf]:
     """How `sketched` treats every parameter. Nothing is computed.
 
@@ -145,14 +150,13 @@ def sketched_parameters(
 
     Examples:
       >>> import jax, jax.numpy as jnp, ordering
-      >>> loss = lambda w, batch, key: jnp.square(batch @ w).sum(-1)
-      >>> (leaf,) = ordering.sketched_parameters(
-      ...     loss, jnp.ones((90, 70)), jnp.ones((3, 90)), jax.random.key(0), size=64)
+      >>> loss, w, x = lambda w, x: jnp.square(x @ w).sum(-1), jnp.ones((90, 70)), jnp.ones((3, 90))
+      >>> (leaf,) = ordering.sketched_parameters(loss, w, x, size=64)
       >>> leaf.how, leaf.why
       ('sketched', 'product')
     """
     check_params(params)
-    key = check_key(key)
+    key = None if key is None else check_key(key)
     leading_size(batch, "the batch", "Pass arrays [B, ...], or their shapes.")
     size = check_whole("size", size, 1, MOST)
     example = jax.eval_shape(lambda batch: jax.tree.map(lambda x: x[0], batch), batch)

@@ -12,6 +12,7 @@ from flax import nnx
 
 import models
 import ordering
+from ordering.sketches.scale import Factors
 
 MODELS = {
     "softmax": (lambda: models.softmax_regression(num_features=6, num_classes=3, l2=0.1), (6,)),
@@ -140,9 +141,9 @@ MIXED = {
 @pytest.mark.parametrize("name", MIXED)
 def test_losses_that_mix_examples_are_told(name, key):
     model, params, batch = problem("mlp", size=3)
-    loss = lambda p, b, key: MIXED[name](model.loss(p, b, key))  # noqa: E731
+    loss = lambda p, b: MIXED[name](model.loss(p, b, key))  # noqa: E731
     with pytest.raises(ValueError, match="the model mixes the examples"):
-        ordering.check_separable(loss, params, batch, None)
+        ordering.check_separable(loss, params, batch)
 
 
 @jax.custom_vjp
@@ -271,3 +272,61 @@ def test_gradients_of_a_loss_without_three_names_take_params_batch_and_key(key):
     gradients = ordering.per_example(lambda *args: args[1] @ args[0])
     _, mean, _ = gradients(key=key, batch=jnp.eye(2), params=jnp.ones(2))
     assert mean.tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_a_loss_that_draws_nothing_takes_no_key(maker, key):
+    w, x, one, rows = drawing_nothing()
+    of_loss = jax.grad(lambda w: one(w, x).mean())(w)
+    if "groups" in maker:
+        x, rows = x.reshape(-1, GROUP, 90), rows.reshape(-1, GROUP, 90, 8).mean(1)
+    for has_aux in (False, True):
+        loss = (lambda w, x: (one(w, x), x.sum())) if has_aux else one
+        gradients = MAKERS[maker](loss, has_aux=has_aux)
+        keyed = MAKERS[maker](lambda w, x, key: loss(w, x), has_aux=has_aux)  # noqa: B023
+        losses, mean, found = gradients(w, x)
+        expected = keyed(w, x, jax.random.clone(key))
+        same((losses, mean, found), expected)
+        same(gradients(x=x, w=w), expected)
+        close(mean, of_loss)
+        if maker == "microbatch":
+            same(found[0], mean)
+        elif maker == "in turn, to sketches":
+            close(found, jax.vmap(SMALL)(rows))
+        elif not maker.startswith("sketched") or maker == "sketched whole":
+            close(found.reshape(len(rows), -1)[:, : w.size].reshape(rows.shape), rows)
+        if maker.startswith("sketched"):
+            scale = Factors(jnp.full((90, 1), 2.0), jnp.ones((1, 8)))
+            scaled = gradients(w, x, scale=scale)
+            same(scaled, keyed(w, x, jax.random.clone(key), scale))
+            close(scaled[2], 2 * found)
+        with pytest.raises(ValueError, match=f"^with a key, {TAKES_NONE}"):
+            gradients(w, x, key)
+        with pytest.raises(ValueError, match=f"^without a key, {TAKES_ONE}"):
+            keyed(w, x)
+
+
+def test_checks_of_a_loss_that_draws_nothing_take_no_key(key):
+    w, x, loss, _ = drawing_nothing()
+    keyed = lambda w, x, key: loss(w, x)  # noqa: E731
+    of_leaves = functools.partial(ordering.sketched_parameters, size=64)
+    assert of_leaves(loss, w, x) == of_leaves(keyed, w, x, key)
+    for check in (of_leaves, ordering.check_separable):
+        check(loss, params=w, batch=x)
+        with pytest.raises(ValueError, match=f"^with a key, {TAKES_NONE}"):
+            check(loss, w, x, key)
+        with pytest.raises(ValueError, match=f"^without a key, {TAKES_ONE}"):
+            check(keyed, w, x)
+
+
+TAKES_NONE = r"the loss is <lambda>: pass a function of \(params, batch, key\)"
+TAKES_ONE = r"the loss is <lambda>: pass a function of \(params, batch\)"
+same = functools.partial(jax.tree.map, np.testing.assert_array_equal)
+
+
+def drawing_nothing():
+    """Parameters, examples, a loss of both, and the gradient of each example."""
+    rng = np.random.default_rng(0)
+    w, x = (rng.normal(size=shape).astype(np.float32) for shape in ((90, 8), (6, 90)))
+    loss = lambda w, x: jnp.tanh(0.1 * x @ w).sum(-1)  # noqa: E731
+    return w, x, loss, jax.vmap(jax.grad(loss), (None, 0))(w, x)

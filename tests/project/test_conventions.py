@@ -75,7 +75,7 @@ def test_help_shows_every_argument(function):
 
 
 # (a state that is usually there, a second argument of an accessor, what a function is called with)
-ALLOWED = ("front", "backend", "units", "workers", "roles", "gradients", "args")
+ALLOWED = ("front", "backend", "key", "units", "workers", "roles", "gradients", "args")
 
 
 @pytest.mark.parametrize("name", CITED)
