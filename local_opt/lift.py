@@ -407,8 +407,8 @@ def _misfit(prefix, tree, place) -> str:
     for of in said:
         if not any(path[: len(of)] == of for path in there):
             return f"{place}{keystr(of)} is a word for a leaf that is not there: leave it out."
-    kinds = f"a {type(prefix).__name__} and the tree a {type(tree).__name__}"
-    return f"{place} is {kinds}, or a node in them differs: pass nodes of the same types."
+    kinds = f"{type(prefix).__name__} and the tree of {type(tree).__name__}"
+    return f"{place} is of type {kinds}, or a node in them differs: pass nodes of the same types."
 
 
 @jax.transfer_guard("allow")

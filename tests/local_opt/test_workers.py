@@ -317,9 +317,7 @@ def test_the_mean_of_averages_is_the_average_of_means(way, workers):
         x = optax.apply_updates(x, updates)
         return x, state, optax.incremental_update(x, ema, 1 - DECAY)
 
-    run = jax.jit(local_opt.lift(
-        step, workers, "owned owned owned split -> owned owned owned"
-    ))  # fmt: skip
+    run = jax.jit(local_opt.lift(step, workers, "owned owned owned split -> owned owned owned"))
     start = jnp.zeros(3)
     x, state, ema = local_opt.owned((start, optimizer.init(start), start), workers)
     target, expected = jnp.arange(3.0 * W).reshape(W, 3), np.zeros(3)
