@@ -78,8 +78,8 @@ def ours(problem: Problem, name: str) -> Callable:
 
     lift = functools.partial(local_opt.lift, workers=workers)
     orders = lift(begin, roles="key -> owned")(jax.random.key(0))
-    words = {"roles": "shared shared owned owned owned -> shared shared owned"}
-    run = jax.jit(lift(train, **words), donate_argnums=(1, 2))
+    roles = "shared shared owned owned owned -> shared shared owned"
+    run = jax.jit(lift(train, roles=roles), donate_argnums=(1, 2))
     state = (params, jax.tree.map(jnp.zeros_like, params), orders)
     call = timing.carry_on(lambda state, x, y: run(*state, x, y), state)
     data = jnp.asarray(problem.x), jnp.asarray(problem.y)

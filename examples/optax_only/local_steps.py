@@ -23,10 +23,10 @@ def main(seed: int = 0, learning_rate: float = 0.1) -> dict:
     plan = local_opt.constant(8, total_steps=STEPS)
     optimizer = optax.sgd(optax.cosine_decay_schedule(learning_rate, STEPS), momentum=0.9)
     optimizer = local_opt.local_steps(optimizer, plan)
-    words = {"roles": "owned owned split split -> owned owned mean"}
+    roles = "owned owned split split -> owned owned mean"
 
     @jax.jit
-    @functools.partial(local_opt.lift, workers=4, **words)
+    @functools.partial(local_opt.lift, workers=4, roles=roles)
     def step(w, state, x, y):
         value, grads = jax.value_and_grad(loss)(w, x, y)
         updates, state = optimizer.update(grads, state, w)

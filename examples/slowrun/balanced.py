@@ -49,8 +49,8 @@ class BalancedLoader:
         self.total_tokens = self.units.size * T
 
         order = ordering.cd_grab(units, units_per_step=units_per_step)
-        owned = {"roles": "owned owned -> owned"}
-        self._observe = jax.jit(local_opt.lift(order.observe, world_size, **owned))
+        roles = "owned owned -> owned"
+        self._observe = jax.jit(local_opt.lift(order.observe, world_size, roles))
         self._next_epoch = jax.jit(jax.vmap(order.next_epoch))
         init = local_opt.lift(order.init, world_size, "key shared -> owned")
         self.orders = init(jax.random.key(seed), jnp.zeros(size))  # of all ranks, equal on all

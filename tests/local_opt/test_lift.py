@@ -186,11 +186,11 @@ test_arguments_and_words_that_do_not_fit_are_refused = refuses({
         lambda: lifted(roles="owned split -> owned"), r"has 2 words and the function takes \(x\)"
     ),
     "too few": (
-        lambda: local_opt.lift(step, W, **WORDS)(*start(), 2.0),
+        lambda: local_opt.lift(step, W, ROLES)(*start(), 2.0),
         r"3 arguments came for \(state, batch, scale.* and in_roles are .*: give one word",
     ),
     "by keyword": (
-        lambda: local_opt.lift(step, W, **WORDS)(*start(), scale=2.0), "3 arguments came for"
+        lambda: local_opt.lift(step, W, ROLES)(*start(), scale=2.0), "3 arguments came for"
     ),
     "a number": (
         lambda: jax.jit(lifted)(local_opt.owned({"rate": 0.5}, W)),
@@ -426,7 +426,7 @@ CALLED = {
     "vmap": {"workers": W}, "mesh": {"workers": MESH}, "turns": {"workers": W, "in_turn": True}
 }  # fmt: skip
 by_call = pytest.mark.parametrize("way", CALLED)
-WORDS = {"roles": "owned split -> owned mean"}
+ROLES = "owned split -> owned mean"
 
 
 def step(state, batch, scale=1.0, *, power: int = 1, train: bool = True):
@@ -444,14 +444,14 @@ MEANS = 2 * np.arange(W) + 0.5  # of each worker's rows
 
 
 def test_a_lifted_function_has_the_name_signature_and_docstring_of_its_own():
-    lifted = local_opt.lift(step, W, **WORDS)
+    lifted = local_opt.lift(step, W, ROLES)
     assert inspect.signature(lifted) == inspect.signature(step)
     assert lifted.__name__ == "step" and lifted.__doc__ == step.__doc__
 
 
 @by_call
 def test_arguments_are_given_by_keyword_and_words_belong_to_parameters(way):
-    lifted = local_opt.lift(step, **CALLED[way], **WORDS)
+    lifted = local_opt.lift(step, **CALLED[way], roles=ROLES)
     state, batch = start()
     for found in (lifted(state, batch=batch), lifted(batch=batch, state=state)):
         np.testing.assert_allclose(found[0], MEANS)
@@ -465,7 +465,7 @@ def test_arguments_are_given_by_keyword_and_words_belong_to_parameters(way):
 
 @by_call
 def test_jit_may_name_what_is_donated_and_what_is_static(way):
-    lifted = local_opt.lift(step, **CALLED[way], **WORDS)
+    lifted = local_opt.lift(step, **CALLED[way], roles=ROLES)
     run = jax.jit(lifted, donate_argnames="state", static_argnames=("power", "train"))
     state, batch = start()
     if way == "mesh":
@@ -484,13 +484,13 @@ def test_functions_of_any_number_of_arguments_take_words_by_position():
     ones = jnp.ones(W)
     assert lifted(ones, 2.0, ones, offset=jnp.arange(2)).tolist() == [[4, 5]] * W
     partial = functools.partial(step, power=2)
-    found, _ = local_opt.lift(partial, W, **WORDS)(*start())
+    found, _ = local_opt.lift(partial, W, ROLES)(*start())
     np.testing.assert_allclose(found, MEANS**2)
-    assert local_opt.lift(jax.jit(step), W, **WORDS)(*start())[0].shape == (W,)
+    assert local_opt.lift(jax.jit(step), W, ROLES)(*start())[0].shape == (W,)
 
 
 def test_a_call_that_the_function_would_not_take_is_a_type_error():
-    lifted = local_opt.lift(step, W, **WORDS)
+    lifted = local_opt.lift(step, W, ROLES)
     with pytest.raises(TypeError, match="missing a required argument: 'batch'"):
         lifted(jnp.zeros(W))
     with pytest.raises(TypeError, match="unexpected keyword argument 'rows'"):

@@ -171,8 +171,8 @@ def test_a_shared_step_decides_when_workers_synchronise(workers):
         updates, state = opt.update(grads, state, x, step=t)
         return x + updates, state
 
-    words = {"roles": "owned owned owned shared -> owned owned"}
-    run = jax.jit(local_opt.lift(step, workers, **words))
+    roles = "owned owned owned shared -> owned owned"
+    run = jax.jit(local_opt.lift(step, workers, roles))
     own = jax.jit(local_opt.lift(lambda *a: step(*a, None), W, "owned owned owned -> owned owned"))
     grads = jax.random.normal(jax.random.key(0), (8, W))
     for miscounted in (0, 1):

@@ -309,7 +309,7 @@ def test_all_workers_start_as_each_would_with_the_sizes_that_it_observes(name, w
             x, y = map(jax.random.key_data, (x, y))
         np.testing.assert_array_equal(x, y)
     assert where == "simulated" or found.current.sharding.spec == jax.P("worker")
-    if name in ("of one",):
+    if name == "of one":
         alone = ordering.start(order, key, *given)
         np.testing.assert_array_equal(alone.current, order.init(key, jnp.zeros(8)).current)
 

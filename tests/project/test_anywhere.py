@@ -223,8 +223,8 @@ LIFTS = {
 
 
 def lifted(workers):
-    words = {"roles": "owned owned -> owned"}
-    return lambda function: local_opt.lift(function, workers, **words)
+    roles = "owned owned -> owned"
+    return lambda function: local_opt.lift(function, workers, roles)
 
 
 LIFTS |= {"lift": lambda: lifted(W), "lift, mesh": lambda: lifted(mesh_of(AxisType.Explicit))}
