@@ -15,8 +15,9 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Key, PyTree
 
-from local_opt.workers import AXIS, check_synced, count_of, wide_type
+from local_opt.workers import check_synced, wide_type
 from syncopate.mesh import is_key, is_legacy, name_of, typed_key
+from syncopate.workers import AXIS, count_of
 
 INPUTS = ("owned", "shared", "split", "key")
 OVER = {"mean": jnp.mean, "sum": jnp.sum}  # the workers

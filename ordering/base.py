@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Int, Key, PyTree, UInt32
 
 from ordering import trees
 from ordering.signs import SignRule
 from syncopate import mesh, plans
+from syncopate.workers import AXIS, count_of
 
 State = Any  # a NamedTuple of arrays, with at least the fields that `Ordering` names
 COUNTERS = ("position", "left", "epoch")  # of a first state, int32[] at zero
@@ -61,7 +62,7 @@ def start(
     args: tuple = (),
     *,
     workers: int | Mesh | None = None,
-    axis_name: str = "worker",
+    axis_name: str | None = AXIS,
 ) -> State:
     """The states of all workers before their first step, with the sizes that they will observe.
 
@@ -74,11 +75,12 @@ def start(
       gradients: what a step calls, as `per_example(loss)` or `sketched(loss, key)`; None for an
         order that looks at no gradients.
       args: what it is called with by one worker, or their shapes; the batch may have any size.
-      workers: W >= 1; or a mesh, on whose devices they are put; None for one, without an axis.
-      axis_name: the workers' axis, which coordinated orders and the mesh have.
+      workers: W >= 1; or a mesh, on whose devices they are put; None for the mesh in scope, and for
+        one worker where that has no such axis.
+      axis_name: the workers' axis, which coordinated orders have; None for a mesh's only one.
 
     Returns:
-      A state with leaves [W, ...]; for `workers=None` that of `order.init(key, row)`.
+      A state with leaves [W, ...]; for one worker that of `order.init(key, row)`.
 
     Raises:
       ValueError: if `gradients` has no rows, or there are no such workers.
@@ -91,32 +93,39 @@ def start(
       >>> ordering.start(order, jax.random.key(2), gradients, args, workers=4).current.shape
       (4, 8)
     """
-    key = check_key(key)
+    key, scope = check_key(key), jax.sharding.get_abstract_mesh()
+    axes = {*scope.axis_names} - {*scope.manual_axes}
+    alone = workers is None and not (axes if axis_name is None else axis_name in axes)
+    if not alone:
+        count, axis_name, devices = count_of(workers, axis_name)
 
-    def of_one(key):
-        if gradients is None:
-            return order.init(key, None)
-        found = jax.eval_shape(gradients, *args) if callable(gradients) else None
+    def row(args):  # of one unit, for its shapes
+        found = gradients(*args) if callable(gradients) else None
         if not isinstance(found, tuple) or len(found) != 3:
             raise ValueError(
                 f"gradients is {gradients!r}: pass a function that returns (losses, mean, rows), "
                 "as ordering.per_example(loss)."
             )
-        return order.init(key, jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), found[2]))
+        return jax.tree.map(lambda x: x[0], found[2])
 
-    if workers is None:
-        return of_one(key)
-    on_mesh = isinstance(workers, Mesh)
-    if on_mesh and axis_name not in workers.shape:
-        raise ValueError(
-            f"the mesh has the axes {workers.axis_names} and axis_name is {axis_name!r}: name the "
-            "workers' axis."
-        )
-    count = workers.shape[axis_name] if on_mesh else plans.check_whole("workers", workers, 1)
-    of_all = jax.vmap(of_one, axis_name=axis_name)
-    if on_mesh:
-        of_all = jax.jit(of_all, out_shardings=NamedSharding(workers, PartitionSpec(axis_name)))
-    return of_all(jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(count)))
+    params = None
+    if gradients is not None:
+        of_all = row if alone else jax.vmap(row, None, axis_size=count, axis_name=axis_name)
+        zeros = lambda x: jnp.zeros(x.shape[not alone :], x.dtype)  # noqa: E731
+        params = jax.tree.map(zeros, jax.eval_shape(of_all, args))
+    if alone:
+        return order.init(key, params)
+    of_worker = lambda key, w: order.init(jax.random.fold_in(key, w), params)  # noqa: E731
+    if devices is None:
+        return jax.vmap(of_worker, (None, 0), axis_name=axis_name)(key, jnp.arange(count))
+
+    def on_device(key):
+        return jax.tree.map(lambda x: x[None], of_worker(key, jax.lax.axis_index(axis_name)))
+
+    return jax.jit(jax.shard_map(
+        on_device, mesh=devices, in_specs=PartitionSpec(), out_specs=PartitionSpec(axis_name),
+        axis_names={axis_name}, check_vma=False,
+    ))(key)  # fmt: skip
 
 
 def checked(

@@ -3,8 +3,8 @@
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from local_opt.workers import AXIS, count_of
 from syncopate.refusals import UserError
+from syncopate.workers import AXIS, count_of
 
 
 def worker_mesh(workers: int) -> Mesh:

@@ -274,10 +274,7 @@ def test_the_argsort_is_stable():
     assert np.array_equal(base._argsort(jnp.asarray(numbers)), np.argsort(numbers, kind="stable"))
 
 
-MESHES = {
-    "simulated": 4, "a mesh": (4,),
-    "auto": (4, 2, AxisType.Auto), "explicit": (4, 2, AxisType.Explicit),
-}  # fmt: skip
+MESHES = {"simulated": None, "a mesh": (4,), "auto": (4, 2), "explicit": (4, 2)}
 STARTS = {
     "coordinated": lambda: ordering.cd_grab(6, units_per_step=2),
     "dealt": lambda: ordering.dealt(ordering.cd_grab(6, units_per_step=2), 6),
@@ -289,14 +286,10 @@ STARTS = {
 @pytest.mark.parametrize("where", MESHES)
 @pytest.mark.parametrize("name", STARTS)
 def test_all_workers_start_as_each_would_with_the_sizes_that_it_observes(name, where):
-    order, workers, key = STARTS[name](), MESHES[where], jax.random.key(3)
-    if workers != 4:
-        shape, (kind,) = (
-            workers[:2] if len(workers) > 1 else workers,
-            workers[2:] or (AxisType.Auto,),
-        )
-        axes = ("worker", "data")[: len(shape)]
-        workers = jax.make_mesh(shape, axes, axis_types=(kind,) * len(shape))
+    order, workers, shape, key = STARTS[name](), 4, MESHES[where], jax.random.key(3)
+    if shape:
+        kinds = (AxisType.Explicit if where == "explicit" else AxisType.Auto,) * len(shape)
+        workers = jax.make_mesh(shape, ("worker", "data")[: len(shape)], axis_types=kinds)
     gradients = ordering.sketched(lambda w, x, key: (x @ w) ** 2, key, size=8)
     args = (jnp.ones(40), jnp.ones((2, 40)), key) if name != "random" else ()
     given = (gradients, args) if args else ()
@@ -308,9 +301,18 @@ def test_all_workers_start_as_each_would_with_the_sizes_that_it_observes(name, w
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             x, y = map(jax.random.key_data, (x, y))
         np.testing.assert_array_equal(x, y)
-    assert where == "simulated" or found.current.sharding.spec == jax.P("worker")
+    if shape:
+        rows = jax.NamedSharding(workers, jax.P("worker"))
+        with jax.set_mesh(workers):
+            axis = None if where == "a mesh" else "worker"
+            scoped = ordering.start(order, key, *given, axis_name=axis)
+            traced = jax.jit(lambda key: ordering.start(order, key, *given).current)(key)
+        assert scoped.current.sharding.is_equivalent_to(rows, 2)
+        assert found.current.sharding.is_equivalent_to(rows, 2)
+        np.testing.assert_array_equal(scoped.current, found.current)
+        np.testing.assert_array_equal(traced, found.current)
     if name == "of one":
-        alone = ordering.start(order, key, *given)
+        alone = ordering.start(order, key, gradients, jax.eval_shape(lambda: args))
         np.testing.assert_array_equal(alone.current, order.init(key, jnp.zeros(8)).current)
 
 
@@ -319,7 +321,7 @@ def test_a_start_without_rows_or_workers_is_refused():
     rows = ordering.per_example(lambda w, x, key: x @ w), (jnp.ones(2), jnp.ones((2, 2)), key)
     with pytest.raises(ValueError, match=r"pass a function that returns \(losses, mean, rows\)"):
         ordering.start(order, key, jax.grad(lambda w: w @ w), (jnp.ones(2),))
-    with pytest.raises(ValueError, match="workers is 0: pass a whole number of at least 1"):
+    with pytest.raises(ValueError, match="workers is 0: pass a whole number >= 1"):
         ordering.start(order, key, *rows, workers=0)
     with pytest.raises(ValueError, match=r"the mesh has the axes \('data',\)"):
         ordering.start(order, key, *rows, workers=mesh)

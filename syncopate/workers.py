@@ -1,0 +1,51 @@
+"""How many workers there are, and on which mesh, as all functions of `workers` take it."""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from syncopate.plans import is_whole
+
+AXIS = "worker"
+
+
+def count_of(workers: int | Mesh | AbstractMesh | None, axis_name: Any) -> tuple[int, str, Any]:
+    """W, the name of the workers' axis, and their mesh, None for a number: see `lift`."""
+    workers = mesh_in_scope() if workers is None else workers
+    if isinstance(workers, Mesh | AbstractMesh):
+        axis_name = only_axis(axis_name, workers.axis_names)
+        if axis_name not in workers.shape:
+            raise ValueError(
+                f"the mesh has the axes {workers.axis_names} and the workers' is {axis_name!r}: "
+                "pass axis_name=, or make the mesh with that axis."
+            )
+        return workers.shape[axis_name], axis_name, workers
+    if not is_whole(workers) or int(workers) < 1:
+        raise ValueError(f"workers is {workers!r}: pass a whole number >= 1, or a mesh.")
+    if not isinstance(axis_name, str | None):
+        raise ValueError(f"axis_name is {axis_name!r}: pass one name, as 'worker'.")
+    return int(workers), AXIS if axis_name is None else axis_name, None
+
+
+def mesh_in_scope() -> Mesh | AbstractMesh:
+    """The mesh of `jax.set_mesh`; while a program is traced it knows no devices."""
+    found = jax.sharding.get_abstract_mesh()
+    if found.empty:
+        raise ValueError(
+            "workers is None and no mesh is in scope: enter one, as by jax.set_mesh(mesh), or pass "
+            "a mesh, or the number of workers to simulate."
+        )
+    with contextlib.suppress(ValueError):  # of a trace
+        devices = jax.sharding.get_mesh()
+        return found if devices.empty else devices
+    return found
+
+
+def only_axis(axis_name: Any, names: Sequence[str]) -> Any:
+    """The workers' axis: the one given, and for None the only one of these."""
+    if axis_name is None and len(names) > 1:
+        raise ValueError(f"axis_name is None and there are the axes {list(names)}: pass the one.")
+    return names[0] if axis_name is None and names else axis_name
