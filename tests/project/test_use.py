@@ -3,6 +3,7 @@
 import decimal
 import pathlib
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -10,19 +11,24 @@ import pytest
 import local_opt
 import ordering
 from syncopate import command
+from tests.installed import ran
 
-DOCS = pathlib.Path(__file__).parents[2] / "docs"
+ROOT = pathlib.Path(__file__).parents[2]
+DOCS, README = ROOT / "docs", (ROOT / "README.md").read_text()
 USE = sorted((DOCS / "use").glob("*.md"))
 PAGES = [DOCS / "index.md", DOCS / "start.md", *USE]
 FOUND = {
     f"{page.stem}-{number}": found
-    for page in PAGES
+    for page in (*PAGES, DOCS / "reference" / "names.md")
     for number, found in enumerate(
         re.findall(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", page.read_text(), re.S)
     )
 }
 PROGRAMS = {name: code for name, (code, _) in FOUND.items()}
 SHOWN = {name: shown for name, (_, shown) in FOUND.items()}
+NOT_YET = (
+    "blocks", "checkpoints", "clusters", "flax", "input", "meshes", "optax", "together"
+)  # fmt: skip
 NUMBER = r"-?\d+(?:\.\d+)?(?:e[+-]\d+)?"
 # Whole loops, with a model, an optimizer and input of their own.
 LOOPS = {
@@ -32,14 +38,18 @@ LOOPS = {
 }  # fmt: skip
 
 
-def run(code, capsys):
-    """(what a program leaves, losses that it prints: a step and a number, all its text)."""
+def check_imports(code):
     if "equinox" in code:
         pytest.importorskip("equinox")
     if "import grain" in code:
         pytest.importorskip("grain")
     if re.search(r"import .*tensorflow|input\.batches", code):
         pytest.importorskip("tensorflow")
+
+
+def run(code, capsys):
+    """(what a program leaves, losses that it prints: a step and a number, all its text)."""
+    check_imports(code)
     names = {}
     exec(compile(code, "docs", "exec"), names)
     printed = capsys.readouterr().out
@@ -64,8 +74,25 @@ def test_a_program_runs_and_the_loss_that_it_prints_falls(name, capsys, tmp_path
     if re.search(r"print\(.*(loss|value)", code):
         assert len(losses) > 2
         assert losses[-1] < 0.75 * losses[0]
-    assert SHOWN[name] or not name.startswith(("index", "start"))
     if SHOWN[name]:
+        check_printed(printed, SHOWN[name])
+
+
+FROM_THE_WHEEL = """
+import ordering, pathlib, sys
+files = [getattr(m, "__file__", None) or "" for m in sys.modules.values()]
+assert ordering.__file__.startswith({0!r}) and not [f for f in files if f.startswith({1!r})], files
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*PROGRAMS, "README"])
+def test_a_program_runs_alone_in_a_process_that_has_but_the_package(name, unpacked, tmp_path):
+    code = PROGRAMS.get(name) or re.findall("```python\n(.*?)```", README, re.S)[0]
+    check_imports(code)
+    (tmp_path / "program.py").write_text(code + FROM_THE_WHEEL.format(str(unpacked), f"{ROOT}/"))
+    printed = ran([sys.executable, "-P", "program.py"], tmp_path, PYTHONPATH=unpacked)
+    if SHOWN.get(name):
         check_printed(printed, SHOWN[name])
 
 
@@ -143,8 +170,9 @@ def test_pair_balance_takes_the_place_of_coordinated_orders_by_name(capsys):
     assert losses[-1] < 0.75 * losses[0]
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_programs_are_short(name):
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if not name.startswith("names-")])
+def test_programs_are_short_and_show_what_they_print(name):
+    assert SHOWN[name] or "print(" not in PROGRAMS[name] or name.startswith(NOT_YET)
     lines = [line for line in PROGRAMS[name].split("\n") if line.strip()]
     assert len(lines) <= (35 if name in LOOPS else 20), len(lines)
     assert max(map(len, lines)) <= 100, max(lines, key=len)
