@@ -4,8 +4,6 @@ r"""Measures costs: microseconds and ratios. Every row is printed as it is measu
     python -m benchmarks.bench --part=balance --rows=all       # with a GPT, a ViT and an LSTM
     python -m benchmarks.bench --part=scaled                   # scaled sketches against sketches
     python -m benchmarks.bench --part=local_steps              # one worker, then a mesh of four
-    python -m benchmarks.bench --part=memory --rows=v5e-vit    # of a sync; compiles for 8 chips
-    python -m benchmarks.bench --part=overlap                  # minutes; compiles for two slices
     python -m benchmarks.bench --part=loops                    # a minute: the loop's own share
     python -m benchmarks.bench --part=epochs --data_dir=DIR   # minutes, half of them compilation
     python -m benchmarks.bench --part=peers --repositories=DIR --data_dir=DIR    # docs/peers.md
@@ -24,7 +22,7 @@ import jax
 from absl import flags
 
 import local_opt
-from benchmarks import local_timing, overlap, peers, sync_memory
+from benchmarks import local_timing, peers
 from experiments import timing
 from experiments.cluster import entry
 from experiments.study import recipes
@@ -154,12 +152,6 @@ def peer_rows(repeats: int | None, *folders: str | None) -> Iterator[dict]:
     yield from ()
 
 
-def _compiled(rows, names):
-    """Rows of compiled syncs, which nothing is timed for."""
-    return {name: lambda repeats, own=name: rows(*own.split("-")) for name in names}
-
-
-MEMORY = [f"{chip}-{model}" for chip in sync_memory.SLICES for model in sync_memory.MODELS]
 FOLDERS = {"epochs": ("data_dir",), "peers": ("repositories", "data_dir")}  # flags of parts
 PARTS = {  # the names of their rows, and the repeats
     "balance": ({name: functools.partial(step_rows, name) for name in UNITS}, 9),
@@ -167,12 +159,9 @@ PARTS = {  # the names of their rows, and the repeats
     "local_steps": ({"step": local_timing.local_rows, "sync": local_timing.sync_rows}, 41),
     "loops": ({"loops": loop_rows}, 9),
     "epochs": ({name: functools.partial(epoch_rows, name) for name in EPOCHS}, 9),
-    "memory": (_compiled(sync_memory.memory_rows, MEMORY), None),
-    "overlap": (_compiled(overlap.overlap_rows, overlap.MODELS), None),
     "peers": ({"all": peer_rows}, None),
 }
-# Rows by default, where these are not all.
-FIRST = {"balance": ["digits", "hmda", "lenet"], "memory": ["v5e-vit"], "overlap": ["gpt_1b"]}
+FIRST = {"balance": ["digits", "hmda", "lenet"]}  # rows by default, where these are not all
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -190,8 +179,6 @@ def define_flags(values: flags.FlagValues) -> None:
 
 def main(values: flags.FlagValues) -> None:
     tables, repeats = PARTS[values.part]
-    if values.part in ("memory", "overlap") and values.repeats is not None:
-        raise ValueError("--part=memory and --part=overlap time nothing: leave out --repeats.")
     names = FIRST.get(values.part, tables)
     if values.rows is not None:
         names = tables if values.rows == ["all"] else names_of(values, "rows", tables)
