@@ -2,7 +2,7 @@
 
 from local_opt.corrections import Correction, control_variates, proximal
 from local_opt.cost import count_collectives, sync_bytes, sync_seconds
-from local_opt.formats import WIRES, Wire
+from local_opt.formats import Wire, rounded_wire, top_k_wire
 from local_opt.lift import lift, owned
 from local_opt.mean import synchronize
 from local_opt.plans import SyncPlan, aligned, from_function, sync_every_load
@@ -14,7 +14,6 @@ from local_opt.survivors import Survivors
 from local_opt.workers import check_same_plan, check_synced, consolidate, reestimate
 
 __all__ = [
-    "WIRES",
     "Correction",
     "Rounds",
     "Streaming",
@@ -45,6 +44,7 @@ __all__ = [
     "proximal",
     "qsr",
     "reestimate",
+    "rounded_wire",
     "slowmo",
     "sparseloco",
     "stream_segments",
@@ -54,4 +54,5 @@ __all__ = [
     "sync_seconds",
     "sync_every_load",
     "synchronize",
+    "top_k_wire",
 ]

@@ -56,7 +56,7 @@ def sync_bytes(num_params: int, *, num_workers: int, wire: Wire | None = None) -
     Args:
       num_params: D >= 1, numbers that are averaged.
       num_workers: W >= 1, members of the ring.
-      wire: as `WIRES["int8"]`; None for float32.
+      wire: as `rounded_wire("int8")`; None for float32.
 
     Returns:
       Bytes; 0 for one worker. With a wire, exactly those of the compiled collectives.
@@ -68,9 +68,9 @@ def sync_bytes(num_params: int, *, num_workers: int, wire: Wire | None = None) -
       >>> from syncopate import local_opt
       >>> local_opt.sync_bytes(1000, num_workers=4)
       6000.0
-      >>> wires = (local_opt.WIRES[name] for name in ("bfloat16", "int8", "int4", "top_k"))
+      >>> wires = local_opt.rounded_wire("bfloat16"), local_opt.top_k_wire(1 / 64)
       >>> [local_opt.sync_bytes(2**20, num_workers=4, wire=wire) / 2**20 for wire in wires]
-      [3.0, 1.5234375, 0.7734375, 0.1640625]
+      [3.0, 0.1640625]
 
     References:
       Patarasuk, Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations, 2009,

@@ -45,31 +45,32 @@ class Wire(NamedTuple):
     gathers: bool
 
 
-def float_wire(dtype: DTypeLike, *, feedback: float = 0.0) -> Wire:
-    """Changes rounded to 16 bits: Q(x) = the nearest number of the format."""
-    if not any((jnp.dtype(kind) == dtype) is True for kind in (jnp.bfloat16, jnp.float16)):
-        raise ValueError(
-            f"dtype is {dtype!r}: it must be bfloat16 or float16. For fewer bits take integer_wire."
-        )
-    dtype = jnp.dtype(dtype)
-    check_number("feedback", feedback, "[0, 1]")
-
-    def encode(rows):  # as whole numbers, so that no backend widens them
-        return lax.bitcast_convert_type(rows.astype(dtype), jnp.uint16)
-
-    def decode(message, r):
-        del r
-        return lax.bitcast_convert_type(message, dtype).astype(jnp.float32)
-
-    rule = f"{dtype}, feedback {feedback:g}"
-    return Wire(rule, encode, decode, jnp.uint16, 1, lambda r: r, float(feedback), False)
+NARROW = {"bfloat16": 0.0, "float16": 0.0, "int8": 1.0, "int4": 1.0}  # the usual feedback
 
 
-def integer_wire(bits: int, *, feedback: float = 1.0) -> Wire:
-    """Changes as whole numbers of 8 or 4 bits, a scale per 128 of them, and error feedback.
+def rounded_wire(dtype: DTypeLike, *, feedback: float | None = None) -> Wire:
+    """Changes rounded to a narrow type, and error feedback.
 
-    Q(x) = s round(x / s), s = max |x| / (2^(bits-1) - 1) over a row, rounded to bfloat16. Rounding
-    is to the nearest and deterministic; feedback corrects its bias.
+    For bfloat16 and float16 Q(x) is the nearest number of the type. For int8 and int4 it is
+    s round(x / s), s = max |x| / (2^(bits-1) - 1) over a row of 128 numbers, rounded to bfloat16.
+    Rounding is to the nearest and deterministic; feedback corrects its bias.
+
+    Args:
+      dtype: bfloat16, float16, int8 or int4, by name or as of `jnp`.
+      feedback: in [0, 1], the share of what was lost that stays for the next sync; None is 1 for
+        whole numbers, and 0, which keeps no state, for floating ones.
+
+    Returns:
+      A `Wire`, for `local_steps`, `local_rounds` and `sync_bytes`.
+
+    Raises:
+      ValueError: for another type, or a feedback out of range.
+
+    Examples:
+      >>> import optax
+      >>> from syncopate import local_opt
+      >>> wire = local_opt.rounded_wire("int8")
+      >>> rounds = local_opt.local_rounds(optax.sgd(0.1), wire=wire)
 
     References:
       Thérien et al., MuLoCo: Muon is a Practical Inner Optimizer for DiLoCo, 2025,
@@ -77,8 +78,27 @@ def integer_wire(bits: int, *, feedback: float = 1.0) -> Wire:
       Karimireddy, Rebjock, Stich, Jaggi, Error Feedback Fixes SignSGD and other Gradient
       Compression Schemes, 2019, https://arxiv.org/abs/1901.09847
     """
-    check_bits(bits, [4, 8])
-    check_number("feedback", feedback, "[0, 1]")
+    name = next((name for name in NARROW if (jnp.dtype(name) == dtype) is True), None)
+    if name is None:
+        raise ValueError(f"dtype is {dtype!r}: it must be one of {', '.join(NARROW)}.")
+    feedback = check_number("feedback", NARROW[name] if feedback is None else feedback, "[0, 1]")
+    if name in ("int8", "int4"):
+        return _whole_numbers(8 if name == "int8" else 4, feedback)
+    kind = jnp.dtype(name)
+
+    def encode(rows):  # as whole numbers, so that no backend widens them
+        return lax.bitcast_convert_type(rows.astype(kind), jnp.uint16)
+
+    def decode(message, r):
+        del r
+        return lax.bitcast_convert_type(message, kind).astype(jnp.float32)
+
+    rule = f"{name}, feedback {feedback:g}"
+    return Wire(rule, encode, decode, jnp.uint16, 1, lambda r: r, feedback, False)
+
+
+def _whole_numbers(bits, feedback):
+    """A wire of codes of 8 or 4 bits, and a scale per row."""
     per_byte, most = 8 // bits, 2 ** (bits - 1) - 1
 
     def encode(rows):
@@ -101,7 +121,7 @@ def integer_wire(bits: int, *, feedback: float = 1.0) -> Wire:
         return r // per_byte + 2 * -(-r // LANES)
 
     rule = f"{bits} bits, a scale per {LANES}, feedback {feedback:g}"
-    return Wire(rule, encode, decode, jnp.uint8, per_byte, message_rows, float(feedback), False)
+    return Wire(rule, encode, decode, jnp.uint8, per_byte, message_rows, feedback, False)
 
 
 def top_k_wire(
@@ -126,16 +146,28 @@ def top_k_wire(
       feedback: in (0, 1], the share of what was not sent that stays for the next sync; 0.95 in the
         paper, where it replaces outer momentum.
 
+    Returns:
+      A `Wire`, as `rounded_wire`.
+
+    Raises:
+      ValueError: for values out of range.
+
+    Examples:
+      >>> from syncopate import local_opt
+      >>> local_opt.top_k_wire(64 / 4096, bits=2).rule
+      'the largest 64 of 4096, 2 bits, feedback 0.95'
+
     References:
       Sarfi, Thérien, Lidin, Belilovsky, Communication Efficient LLM Pre-training with SparseLoCo,
       2025, https://arxiv.org/abs/2508.15706, whose quantiser has one table a tensor
       (https://github.com/one-covenant/templar, src/tplr/compress.py)
     """
-    check_bits(bits, [2, 16])
+    if not is_whole(bits) or bits not in (2, 16):
+        raise ValueError(f"bits is {bits!r}: it must be 2 or 16.")
     if not is_whole(block) or not 0 < block <= 2**16 or block % LANES:
         raise ValueError(f"block is {block!r}: pass a positive multiple of {LANES} <= {2**16}.")
     block = int(block)  # of JAX it would be traced within a step
-    check_number("feedback", feedback, "(0, 1]")
+    feedback = check_number("feedback", feedback, "(0, 1]")
     density = check_number("density", density, "(0, 1]")
     k = round(density * block)
     if abs(k - density * block) > 1e-6 or k < 1:
@@ -177,15 +209,7 @@ def top_k_wire(
         return packed_rows(m, of_place) + packed_rows(m, bits) + means
 
     rule = f"the largest {k} of {block}, {bits} bits, feedback {feedback:g}"
-    return Wire(
-        rule, encode, decode, jnp.uint8, block // LANES, message_rows, float(feedback), True
-    )
-
-
-def check_bits(bits: Any, known: list[int]) -> None:
-    """Raises ValueError for another number of bits."""
-    if not is_whole(bits) or bits not in known:
-        raise ValueError(f"bits is {bits!r}: it must be one of {known}.")
+    return Wire(rule, encode, decode, jnp.uint8, block // LANES, message_rows, feedback, True)
 
 
 def rows_of(wire: Wire, size: int, parts: int = 1) -> int:
@@ -198,8 +222,8 @@ def check_wire(wire: Wire | None) -> None:
     """Raises ValueError for anything but a wire or None."""
     if not isinstance(wire, Wire | None):
         raise ValueError(
-            f"wire is {wire!r}: pass one of local_opt.WIRES, as WIRES['int8'], or None for means "
-            "in full precision."
+            f"wire is {wire!r}: pass one, as local_opt.rounded_wire('int8') or top_k_wire(1 / 64), "
+            "or None for means in full precision."
         )
 
 
@@ -292,14 +316,3 @@ def from_four(codes, means, n):
         jnp.where(codes % 2 == 0, means[:, i, None], means[:, i + 1, None]) for i in (0, 2)
     )
     return jnp.where(codes < 2, low, high).reshape(-1)[:size]
-
-
-WIRES = {
-    "bfloat16": float_wire(jnp.bfloat16),
-    "float16": float_wire(jnp.float16),
-    "int8": integer_wire(8),
-    "int4": integer_wire(4),
-    "top_k": top_k_wire(1 / 64),
-    "top_k_2bit": top_k_wire(1 / 64, bits=2),
-}
-"""Wires by name, with the values of their papers."""

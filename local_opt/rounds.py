@@ -96,7 +96,7 @@ def local_rounds(
         gets the number of steps of the round as the extra argument `period`, float32[]: the mean
         of the workers', with the weights of the sync, if they took different numbers of steps.
       wire: the format in which the parameters' changes since the last sync are sent, as
-        `WIRES["int8"]`; None for no rounding. The optimizer state is never rounded.
+        `rounded_wire("int8")`; None for no rounding. The optimizer state is never rounded.
       correction: `control_variates` or `proximal`, against drift between syncs; not with a wire.
       specs: if a worker spans several devices, how its parameters are split over them: a `jax.P`
         per leaf, or one for all, without the workers' axis. The optimizer state is split alike. A

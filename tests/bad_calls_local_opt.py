@@ -79,6 +79,11 @@ CALLS = {
     "count_collectives": call(
         lambda step: local_opt.count_collectives(step, jnp.ones(3)),
         step=Arg(jnp.negative, [3, "text", None, THING, {}, lambda: 0])),
+    "rounded_wire": call(
+        local_opt.rounded_wire, dtype=Arg("int8", word(jnp.int16, 16)), feedback=Arg(1, real(1.5))),
+    "top_k_wire": call(
+        local_opt.top_k_wire, density=Arg(1 / 64, real(0)), bits=Arg(2, [4, *whole()]),
+        block=Arg(4096, [100, *whole()]), feedback=Arg(0.5, real(0))),
     "sync_bytes": call(local_opt.sync_bytes, num_params=100, num_workers=2, wire=None),
     "sync_seconds": call(
         local_opt.sync_seconds, num_params=100, num_workers=2, wire=None, gigabits_per_second=8.0,
@@ -192,9 +197,10 @@ CALLS |= {
             lambda w: local_opt.synchronize(varying(tree, w), axis_name=axis_name, weight=weight)),
         tree=Arg(X, leaves_of(3)[:-3]), axis_name=AXIS, weight=WEIGHT),
 }  # fmt: skip
-for name in ("int8", "top_k"):
-    make = lambda name=name, **args: local_opt.local_rounds(  # noqa: E731
-        SGD, wire=local_opt.WIRES[name], **args)  # fmt: skip
+WIRES = {"int8": local_opt.rounded_wire("int8"), "top_k": local_opt.top_k_wire(0.5)}
+for name, wire in WIRES.items():
+    make = lambda wire=wire, **args: local_opt.local_rounds(  # noqa: E731
+        SGD, wire=wire, **args)  # fmt: skip
     CALLS[f"local_rounds, {name}"] = call(
         rounded(make), axis_name=AXIS, params=X,
         correction=also("correction", None, local_opt.proximal(0.1)),

@@ -21,7 +21,14 @@ from syncopate.command import meant
 from syncopate.refusals import UserError
 
 POST_LOCAL_UNTIL, SWAP_UNTIL = 0.5, 0.8  # of T: where local steps, and SWAP's last round, begin
-WIRES = ("bfloat16", "float16", "int8", "int4", "top_k", "top_k_2bit")  # of `local_opt`
+WIRES: dict[str, Callable] = {  # what makes the wire of each name
+    **{
+        name: lambda name=name: syncopate.local_opt.rounded_wire(name)
+        for name in ("bfloat16", "float16", "int8", "int4")
+    },
+    "top_k": lambda: syncopate.local_opt.top_k_wire(1 / 64),
+    "top_k_2bit": lambda: syncopate.local_opt.top_k_wire(1 / 64, bits=2),
+}
 # Rate and momentum of the outer optimizer; the first are those of DiLoCo.
 OUTER = (0.7, 0.9), (0.3, 0.9), (0.7, 0.5), (1.0, 0.5)
 
@@ -400,7 +407,7 @@ OPTIONS = {
         "documents": ("documents permuted", "documents"), "shifted": ("shifted", "shifted"),
     }),
     "wire": Option("sync", "in which workers send their changes", {
-        name: (name, lambda name=name: syncopate.local_opt.WIRES[name]) for name in WIRES
+        name: (name, make) for name, make in WIRES.items()
     }),
     "correction": Option("sync", "of the drift between two syncs", {
         "control": ("control variates", lambda: syncopate.local_opt.control_variates()),

@@ -81,7 +81,7 @@ def test_presets_wires_and_restored_states_follow_it(name):
             optax.sgd(RATE), plan, outer=optax.sgd(0.7, 0.5)
         ),
         "wire": lambda plan: local_opt.local_steps(
-            optax.sgd(RATE), plan, wire=local_opt.WIRES["bfloat16"]
+            optax.sgd(RATE), plan, wire=local_opt.rounded_wire("bfloat16")
         ),
         "accumulated": lambda plan: local_opt.local_steps(
             optax.MultiSteps(optax.sgd(RATE), 2), plan

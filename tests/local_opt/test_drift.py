@@ -171,7 +171,7 @@ BAD = {
     ),
     "a number": (lambda: corrected(0.1), "correction is 0.1: pass control_variates"),
     "a wire": (
-        lambda: corrected(local_opt.proximal(1.0), wire=local_opt.WIRES["int8"]),
+        lambda: corrected(local_opt.proximal(1.0), wire=local_opt.rounded_wire("int8")),
         "leave out correction= or wire=",
     ),
 }

@@ -201,7 +201,7 @@ def in_numbers(run, *, gathers, order_of=ordering.cd_grab, maker=None):
 
 SKETCH = jax.random.key(3)  # made outside of meshes, into which JAX closes over no other
 SKETCHED = functools.partial(ordering.sketched, key=jax.random.key(7), size=K)
-WIRE = {"wire": local_opt.WIRES["int8"]}
+WIRE = {"wire": local_opt.rounded_wire("int8")}
 FEATURES = {
     "`lift`, every word": words,
     "`owned`, `consolidate`, `check_synced`": start,

@@ -13,8 +13,9 @@ import optax
 import pytest
 
 import local_opt
-from local_opt import formats, resize
-from tests.bad_values import drawn, real, whole
+from local_opt import resize
+from tests.bad_values import drawn, whole
+from tests.problems import WIRES
 from tests.refused import refuses
 
 SGD, X = optax.sgd(0.1), jnp.zeros((2, 3))
@@ -39,7 +40,7 @@ def lifted(function, *args, roles="owned -> owned owned"):
     return local_opt.lift(function, 2, roles)(*args)
 
 
-SPECS, INT8, TOP_K = jax.P("model"), local_opt.WIRES["int8"], local_opt.WIRES["top_k"]
+SPECS, INT8, TOP_K = jax.P("model"), WIRES["int8"], WIRES["top_k"]
 UNEVEN = {"w": jnp.zeros((2, 3)), "b": jnp.zeros(3)}
 ROUNDS = local_opt.local_rounds(SGD)
 ADAM = local_opt.local_rounds(optax.adam(0.1), opt_state={"mu": "mean"})
@@ -121,7 +122,7 @@ test_what_does_not_fit_is_named = refuses({
 
 
 def test_leaves_without_numbers_are_synchronized():
-    for wire in (None, *local_opt.WIRES.values()):
+    for wire in (None, *WIRES.values()):
         rounds = local_opt.local_rounds(SGD, wire=wire)
         for tree in ({}, {"w": jnp.zeros((2, 0))}, {"w": jnp.zeros((2, 0, 3)), "n": None}):
             by = dict(axis_name="worker", axis_size=2)
@@ -218,13 +219,6 @@ def corrected(rate):
 
 SCALARS = ("1", 1j, np.ones(2), jnp.ones(1), set(), jax.random.key(0), 10**400)
 CALLS = {  # {function, argument: (call, values)}
-    "float_wire, feedback": (lambda v: formats.float_wire("bfloat16", feedback=v), real(1.5)),
-    "integer_wire, feedback": (lambda v: formats.integer_wire(8, feedback=v), real(1.5)),
-    "integer_wire, bits": (formats.integer_wire, whole()),
-    "top_k_wire, feedback": (lambda v: formats.top_k_wire(1 / 64, feedback=v), real(0)),
-    "top_k_wire, density": (formats.top_k_wire, real(0)),
-    "top_k_wire, bits": (lambda v: formats.top_k_wire(1 / 64, bits=v), [4, *whole()]),
-    "top_k_wire, block": (lambda v: formats.top_k_wire(0.5, block=v), [100, *whole()]),
     "mean_of, workers": (lambda v: resize.mean_of(ONE, v), whole()),
     "resize, workers": (lambda v: resize.resize(ONE_STREAM.init(ONE), None, v, "mean"), whole()),
     "control_variates, rate": (corrected, SCALARS),
@@ -245,4 +239,4 @@ def test_what_is_no_such_number_is_refused(name):
 
 def test_numbers_of_numpy_and_jax_are_numbers():
     for one in (np.float64(0.5), jnp.float32(0.5), np.array(0.5)):
-        formats.top_k_wire(one, feedback=one)
+        local_opt.top_k_wire(one, feedback=one)

@@ -9,7 +9,6 @@ import optax
 import pytest
 
 import local_opt
-from local_opt import WIRES
 from local_opt.presets import rounds_needed
 from tests import reference
 from tests.problems import (
@@ -152,7 +151,7 @@ def after_two_rounds(way, run, weights):
             state = stream.start(x, state, fragment=0, **options)
             return stream.finish(x, state, fragment=0)
     else:
-        wire = WIRES["float16"] if way == "wire" else None
+        wire = local_opt.rounded_wire("float16") if way == "wire" else None
         rounds = local_opt.local_rounds(optax.sgd(1.0), outer=BY_PERIOD, wire=wire)
         sync = rounds.sync
 

@@ -16,6 +16,7 @@ from tests.problems import (
     RUNS,
     START,
     TARGETS,
+    WIRES,
     W,
     assert_bitwise_equal,
     copies,
@@ -173,7 +174,7 @@ def test_one_worker_without_an_axis_equals_the_pseudocode_of_snoo():
 
 @pytest.mark.parametrize("wire", [None, "int8", "top_k_2bit"])
 def test_one_worker_without_an_axis_is_one_with_it(wire):
-    options = {"wire": wire and local_opt.WIRES[wire], "opt_state": {"trace": "mean"}}
+    options = {"wire": wire and WIRES[wire], "opt_state": {"trace": "mean"}}
     make = lambda **more: local_opt.local_steps(optax.sgd(RATE, 0.9), PLAN, **options, **more)  # noqa: E731
     found, _ = run_alone(make(axis_name=()))
     opt = make()
@@ -227,7 +228,7 @@ MADE = {  # without arguments
     "diloco": (local_opt.diloco, {"outer": NESTEROV}),
     "slowmo": (local_opt.slowmo, {"outer": optax.sgd(1.0, momentum=0.5)}),
     "sparseloco": (
-        sparseloco, {"outer": optax.sgd(1.0), "wire": local_opt.WIRES["top_k_2bit"]}
+        sparseloco, {"outer": optax.sgd(1.0), "wire": WIRES["top_k_2bit"]}
     ),
 }  # fmt: skip
 

@@ -7,7 +7,7 @@ import pytest
 
 import local_opt
 from tests.compiled_runs import lines_of
-from tests.problems import assert_bitwise_equal, assert_workers_bitwise_equal, copies
+from tests.problems import WIRES, assert_bitwise_equal, assert_workers_bitwise_equal, copies
 from tests.shards import (
     SGD,
     SPECS,
@@ -63,7 +63,7 @@ def part_of(tree, specs, device, model):
 )
 def test_a_wire_sends_shards_as_it_sends_whole_arrays(name, workers, way):
     """Every device's sync is bitwise that of its shards alone, and of the whole leaves alone."""
-    wire, mesh = local_opt.WIRES[name], mesh_of(workers)
+    wire, mesh = WIRES[name], mesh_of(workers)
     init, twice = a_sync(WAYS[way](workers), wire)
     params = placed(copies(network(), workers), SPECS, mesh)
     moved = placed(own_moves(workers), SPECS, mesh)
@@ -87,7 +87,7 @@ def test_a_wire_sends_shards_as_it_sends_whole_arrays(name, workers, way):
 
 
 def test_a_wire_gathers_over_the_workers_alone(optimised):
-    mesh, wire = mesh_of(2), local_opt.WIRES["top_k"]
+    mesh, wire = mesh_of(2), WIRES["top_k"]
     init, twice = a_sync(WAYS["compiler"](2), wire)
     params = placed(copies(network(), 2), SPECS, mesh)
     found = lines_of(twice.lower(params, init(params), params).compile(), mesh)
@@ -96,7 +96,7 @@ def test_a_wire_gathers_over_the_workers_alone(optimised):
 
 
 def test_a_wire_refuses_other_mesh_axes_without_specs():
-    init, twice = a_sync(WAYS["compiler"](2), local_opt.WIRES["int8"], specs=None)
+    init, twice = a_sync(WAYS["compiler"](2), WIRES["int8"], specs=None)
     params = placed(copies(network(), 2), SPECS, mesh_of(2))
     with pytest.raises(ValueError, match=r"the wire \(8 bits.*axes \['model'\].*Pass specs="):
         twice(params, init(params), params)
@@ -105,7 +105,7 @@ def test_a_wire_refuses_other_mesh_axes_without_specs():
 def test_fragments_are_sent_in_shards():
     """A mean in bfloat16 is within 2^-7 of the largest change of the exact one."""
     stream = local_opt.streaming_rounds(
-        SGD, axis_name="worker", fragments=2, wire=local_opt.WIRES["bfloat16"], specs=SPECS
+        SGD, axis_name="worker", fragments=2, wire=WIRES["bfloat16"], specs=SPECS
     )
 
     def fragments(params, moved):

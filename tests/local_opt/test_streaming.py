@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import local_opt
-from local_opt import WIRES, streaming
+from local_opt import streaming
 from tests import reference
 from tests.cases import FAST_XLA
 from tests.problems import (
@@ -21,6 +21,7 @@ from tests.problems import (
     RUNS,
     SGD,
     START,
+    WIRES,
     W,
     assert_bitwise_equal,
     assert_workers_bitwise_equal,

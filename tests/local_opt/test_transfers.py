@@ -37,7 +37,7 @@ HOST = {
     "from_function": lambda: local_opt.from_function(lambda t: 2, total_steps=9),
     "lift": lambda: local_opt.lift(
         local_opt.local_steps(SGD, PLAN).init, 2, "owned -> owned")(X),
-    "local_rounds": lambda: local_opt.local_rounds(SGD, wire=local_opt.WIRES["top_k"]).init(X),
+    "local_rounds": lambda: local_opt.local_rounds(SGD, wire=local_opt.top_k_wire(1 / 64)).init(X),
     "local_steps": lambda: local_opt.local_steps(SGD, PLAN, outer=SGD).init(X),
     "muloco": lambda: local_opt.muloco(FALL, PLAN).init(X),
     "normalize_by_period": lambda: local_opt.local_rounds(

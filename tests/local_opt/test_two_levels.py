@@ -25,7 +25,7 @@ BYTES = 4 * sum(x.size for x in jax.tree.leaves(network()))
 ROUNDS = {
     "mean": {},
     "DiLoCo": {"outer": NESTEROV},
-    "int8": {"wire": local_opt.WIRES["int8"], "specs": P()},
+    "int8": {"wire": local_opt.rounded_wire("int8"), "specs": P()},
 }
 
 

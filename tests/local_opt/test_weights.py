@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType
 
 import local_opt
-from local_opt import WIRES
 from tests import reference
 from tests.problems import (
     MOMENTUM,
@@ -23,6 +22,7 @@ from tests.problems import (
     RUNS,
     SGD,
     START,
+    WIRES,
     W,
     assert_workers_bitwise_equal,
     copies,

@@ -7,12 +7,13 @@ import optax
 import pytest
 
 import local_opt
-from local_opt import WIRES, exchange, formats, mean
+from local_opt import exchange, formats, mean
 from tests import reference
 from tests.problems import (
     PLAN,
     RUNS,
     SGD,
+    WIRES,
     W,
     assert_workers_bitwise_equal,
     copies,
@@ -90,8 +91,8 @@ def test_a_sync_equals_the_reference_worker_by_worker(name, run, weights):
 FULL = {
     "int8": WIRES["int8"],
     "int4": WIRES["int4"],
-    "top_k": formats.top_k_wire(1 / 64, feedback=1.0),
-    "bfloat16": formats.float_wire(jnp.bfloat16, feedback=1.0),
+    "top_k": local_opt.top_k_wire(1 / 64, feedback=1.0),
+    "bfloat16": local_opt.rounded_wire(jnp.bfloat16, feedback=1.0),
 }
 
 
@@ -143,7 +144,7 @@ def test_a_block_of_sparseloco_takes_112_bytes():
         assert 0 <= 128 * wire.message_rows(n * 32) - 112 * n - 8 * -(-n // 64) < 1024
 
 
-@pytest.mark.parametrize("wire", [WIRES["int4"], formats.top_k_wire(1 / 64, block=256)])
+@pytest.mark.parametrize("wire", [WIRES["int4"], local_opt.top_k_wire(1 / 64, block=256)])
 def test_groups_are_sent_as_each_of_them_alone(wire, monkeypatch):
     """To the bit, however leaves are cut."""
     size = 128 * 128 * wire.multiple * (16 if wire.gathers else W)
@@ -217,10 +218,8 @@ test_bad_wires_and_leaves_are_refused = refuses({
     "complex": (lambda: one(jnp.ones(3, complex)), "complex64: .* sends real .* wire=None"),
     "rounds": (
         lambda: local_opt.local_rounds(SGD, axis_name="worker", wire=jnp.bfloat16),
-        "wire is .*bfloat16.* pass one of local_opt.WIRES",
+        "wire is .*bfloat16.* pass one, as local_opt.rounded_wire",
     ),
-    "bits": (lambda: formats.integer_wire(3), r"bits is 3: it must be one of \[4, 8\]"),
-    "float": (lambda: formats.float_wire(jnp.int8), "dtype is .*int8.* take integer_wire"),
-    "no dtype": (lambda: formats.float_wire(16), "dtype is 16: it must be bfloat16 or float16"),
-    "k": (lambda: formats.top_k_wire(0.3, block=128), "density is 0.3 of blocks of 128: .*38 /"),
+    "dtype": (lambda: local_opt.rounded_wire(jnp.int16), "dtype is .*int16.*: it must be"),
+    "k": (lambda: local_opt.top_k_wire(0.3, block=128), "density is 0.3 of blocks of 128: .*38 /"),
 })  # fmt: skip

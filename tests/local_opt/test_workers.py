@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 import local_opt
 from experiments.cluster.devices import worker_mesh
 from ordering import echo
-from tests.problems import RUNS, W, vmap
+from tests.problems import RUNS, WIRES, W, vmap
 
 
 def started(workers=4):
@@ -269,7 +269,7 @@ OPTIONS = {
     "period": {"outer": local_opt.normalize_by_period(PLAIN, h_base=2)},
     "control": {"correction": local_opt.control_variates()},
     "proximal": {"correction": local_opt.proximal(0.5)},
-    **{name: {"wire": wire} for name, wire in local_opt.WIRES.items()},
+    **{name: {"wire": wire} for name, wire in WIRES.items()},
 }  # fmt: skip
 
 
@@ -303,7 +303,7 @@ THIRDS = local_opt.constant(3, total_steps=STEPS)
 WAYS = {
     "plain": {},
     "outer": {"outer": optax.sgd(0.7, momentum=0.5, nesterov=True)},
-    "int8": {"wire": local_opt.WIRES["int8"]},
+    "int8": {"wire": WIRES["int8"]},
 }
 
 

@@ -116,7 +116,7 @@ SUBJECTS = {
     "sketched": of_gradients(lambda: ordering.sketched(loss, SKETCH_KEY, size=D)),
     "local_steps": of_steps(opt(local_opt.local_steps, PLAN)),
     "local_steps, wire": of_steps(
-        opt(local_opt.local_steps, PLAN, wire=local_opt.WIRES["int8"], opt_state="mean")
+        opt(local_opt.local_steps, PLAN, wire=local_opt.rounded_wire("int8"), opt_state="mean")
     ),
     "diloco": of_steps(opt(local_opt.diloco, PLAN, momentum=0.0)),
     "local_rounds": of_rounds(opt(local_opt.local_rounds)),

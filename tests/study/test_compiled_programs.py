@@ -156,7 +156,7 @@ def test_blocks_of_pairs_are_those_of_the_target_chip():
 def test_a_wire_takes_memory_for_a_group_and_sends_the_bytes_of_all(monkeypatch):
     """Four workers with 2^22 numbers, in one group and in eight."""
     mesh = slice_of(FOUR["h100"])
-    wire, found = local_opt.WIRES["int8"], []
+    wire, found = local_opt.rounded_wire("int8"), []
     rounds = local_opt.local_rounds(optax.sgd(0.1), wire=wire)
     params = {f"w{i}": jax.ShapeDtypeStruct((256, 1024), np.float32) for i in range(16)}
     place = owned_sharding(mesh)

@@ -12,7 +12,7 @@ import pytest
 
 import local_opt
 from tests.compiled_runs import collectives_of, conditionals, donated, operations, types_of
-from tests.problems import NESTEROV, PLAN, SGD, copies, on_mesh
+from tests.problems import NESTEROV, PLAN, SGD, WIRES, copies, on_mesh
 
 pytestmark = pytest.mark.usefixtures("optimised")  # what users compile
 
@@ -41,7 +41,7 @@ SYNCS = {
     "mean": {"opt_state": "mean"},
     "control variates": {"correction": local_opt.control_variates()},
     "proximal": {"correction": local_opt.proximal(0.1)},
-    **{name: {"wire": wire} for name, wire in local_opt.WIRES.items()},
+    **{name: {"wire": wire} for name, wire in WIRES.items()},
 }
 
 

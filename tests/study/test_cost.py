@@ -14,11 +14,11 @@ import models
 from experiments.cluster.devices import worker_mesh
 from experiments.study import cost
 from experiments.study.cost import Assumed, dry_run
-from experiments.study.tables import Arm, row_of
+from experiments.study.tables import WIRES, Arm, row_of
 from experiments.tasks import Recipe, Task
 from experiments.tasks.base import abstract_set
 from experiments.training.config import OrderSetting, Sizes
-from local_opt import WIRES, sync_bytes
+from local_opt import sync_bytes
 from tests.compiled_runs import collectives_of
 
 WORKERS = 4
@@ -175,7 +175,7 @@ def test_a_compressed_wire_sends_its_share_of_an_all_reduce(wire):
     sizes = Sizes(workers=8, num_units=10, units_per_step=1, unit_size=16)
     given = task(99_999), row_of("order", "rr")  # of 10^6 parameters
     sent = cost.traffic(*given, row_of("sync", f"qsr+{wire}"), sizes, False)
-    narrow = sync_bytes(10**6, num_workers=8, wire=WIRES[wire])
+    narrow = sync_bytes(10**6, num_workers=8, wire=WIRES[wire]())
     assert sent(5, 100) == pytest.approx(5 * narrow / sync_bytes(10**6, num_workers=8))
     alone = cost.traffic(*given, row_of("sync", "qsr"), sizes, False)
     assert alone(5, 100) == 5 > sent(5, 100)

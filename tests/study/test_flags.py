@@ -6,9 +6,8 @@ import sys
 import pytest
 from absl import flags as absl_flags
 
-import local_opt
 from experiments import cd_grab, combined, echoing, qsr, train
-from experiments.study import flags, recipes, tables
+from experiments.study import flags, recipes
 from experiments.tasks import TASKS, Recipe, base
 from experiments.tasks.base import check_recipe
 from experiments.training import optimizers
@@ -39,7 +38,7 @@ def test_every_field_of_a_recipe_is_a_flag_with_help():
 @pytest.mark.parametrize("words,table", [
     (base.FIELDS["optimizer"][2], optimizers.OPTIMIZERS),
     (base.FIELDS["schedule"][2], optimizers.SCHEDULES), (base.FIELDS["average"][2], AVERAGES),
-    (tables.WIRES, local_opt.WIRES), (train.POLICIES, resize.POLICIES),
+    (train.POLICIES, resize.POLICIES),
 ])  # fmt: skip
 def test_the_words_that_flags_take_are_those_of_the_tables(words, table):
     assert [*words] == [*table]

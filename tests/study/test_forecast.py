@@ -15,8 +15,8 @@ from experiments.results import archive
 from experiments.study import flags, recipes
 from experiments.study.tables import arm_of, plans_of
 from experiments.tasks import TASKS
-from local_opt import WIRES
 from tests.commands import parsed
+from tests.problems import WIRES
 from tests.sources import Examples
 
 ROOT = pathlib.Path(__file__).parents[2]
