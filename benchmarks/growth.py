@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from absl import app, flags
 
@@ -109,10 +108,8 @@ def qsr(steps: int):
 KEY = jax.random.key
 FRESH = [True, False, False, False]  # again and again
 PLANS = {  # T -> plan
-    "every_step": local_opt.every_step,
+    "constant, H = 1": lambda t: local_opt.constant(1, total_steps=t),
     "constant, H = 4": lambda t: local_opt.constant(4, total_steps=t),
-    "post_local, to T / 2": lambda t: local_opt.post_local(4, switch_step=t // 2, total_steps=t),
-    "swap, at T / 2": lambda t: local_opt.swap(4, switch_step=t // 2, total_steps=t),
     "from_function, H = 1000": lambda t: local_opt.from_function(lambda s: 1000, total_steps=t),
     "aligned, epochs of 5000": lambda t: local_opt.aligned(
         local_opt.constant(4, total_steps=t), every=5000
@@ -122,7 +119,6 @@ PLANS = {  # T -> plan
     "bernoulli, p = 1/4": lambda t: local_opt.bernoulli(0.25, total_steps=t, key=KEY(0)),
     "echo.bernoulli, p = 1/4": lambda t: echo.bernoulli(0.25, total_steps=t, key=KEY(0)),
     "error_diffusion, p = 0.3": lambda t: echo.error_diffusion(0.3, total_steps=t),
-    "sync_every_load": lambda t: local_opt.sync_every_load(np.resize(FRESH, t)),
 }  # fmt: skip
 
 

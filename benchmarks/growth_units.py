@@ -81,7 +81,7 @@ def resident(field: str) -> float:
 
 def saved(state, folder: str, repeats: int) -> tuple[float, float, float]:
     """(seconds to save, to restore, peak MB) of a checkpoint of the state, with its hashes."""
-    plans = Plans(local_opt.every_step(1), echo.fixed(1, total_steps=1), np.ones(1))
+    plans = Plans(local_opt.constant(1, total_steps=1), echo.fixed(1, total_steps=1), np.ones(1))
     program, steps = types.SimpleNamespace(sizes=(), units=None), iter(range(1, 99))
 
     with checkpoint.opened(folder) as manager:

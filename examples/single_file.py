@@ -23,7 +23,7 @@ RATE = optax.warmup_cosine_decay_schedule(0.0, 3e-3, 50, STEPS, 1e-4)
 ORDER = ordering.cd_grab(UNITS, units_per_step=BATCH, gathers="sync")
 # ORDER = ordering.random_reshuffling(UNITS)
 SYNCS = local_opt.qsr(RATE, total_steps=STEPS, alpha=0.006, h_base=4)
-# SYNCS = local_opt.every_step(total_steps=STEPS)
+# SYNCS = local_opt.constant(1, total_steps=STEPS)
 LOADS = ordering.echo.fixed(2, total_steps=STEPS)
 # LOADS = ordering.echo.fixed(1, total_steps=STEPS)
 

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from absl import flags as absl_flags
 
+import syncopate
 from experiments.cluster import entry, files
 from experiments.results import tables
 from experiments.results.statistics import interval, reached, target_of
@@ -195,10 +196,8 @@ def define_flags(values: absl_flags.FlagValues) -> None:
 
 def link(parameters: float, workers: int, gigabits: float) -> float:
     """Seconds of a sync of float32 parameters over links of `gigabits` Gb/s."""
-    from local_opt import sync_seconds
-
-    speed = {"gigabits_per_second": gigabits, "latency_seconds": LATENCY}
-    return sync_seconds(int(parameters), num_workers=workers, **speed)
+    sent = syncopate.local_opt.sync_bytes(int(parameters), num_workers=workers)
+    return LATENCY + 8 * sent / (1e9 * gigabits) if sent else 0.0
 
 
 def order_ratio(task, recipe, order: str) -> float:

@@ -66,9 +66,9 @@ class Rule(NamedTuple):
 
 MARGIN = 1 + 1e-12  # against rounding below a whole number
 RULES = {
-    "parallel": Rule("parallel", 0.0, lambda rate, steps: local_opt.every_step(steps)),
+    "parallel": Rule("parallel", 0.0, lambda rate, steps: local_opt.constant(1, total_steps=steps)),
     "constant": Rule("H = 4", 0.0, lambda rate, steps: local_opt.constant(4, total_steps=steps)),
-    "inverse": Rule("H = 1 / η", 1.0, lambda rate, steps: local_opt.power_rule(
+    "inverse": Rule("H = 1 / η", 1.0, lambda rate, steps: local_opt.qsr(
         rate, total_steps=steps, alpha=MARGIN, h_base=1, power=1)),
     "qsr": Rule("QSR, H = 0.5 / η²", math.inf, lambda rate, steps: local_opt.qsr(
         rate, total_steps=steps, alpha=0.5**0.5 * MARGIN, h_base=1)),

@@ -1,22 +1,21 @@
 """Local steps with any optax optimizer: workers synchronise where a plan says, not every step."""
 
 from local_opt.corrections import Correction, control_variates, proximal
-from local_opt.cost import count_collectives, sync_bytes, sync_seconds
+from local_opt.cost import count_collectives, sync_bytes
 from local_opt.formats import Wire, rounded_wire, top_k_wire
 from local_opt.lift import lift, owned
 from local_opt.mean import synchronize
-from local_opt.plans import SyncPlan, aligned, from_function, sync_every_load
+from local_opt.plans import SyncPlan, aligned, from_function
 from local_opt.presets import diloco, muloco, normalize_by_period, slowmo, sparseloco
 from local_opt.rounds import Rounds, accumulated_rounds, local_rounds, local_steps, parallel_rounds
-from local_opt.rules import bernoulli, constant, every_step, post_local, power_rule, qsr, swap
-from local_opt.streaming import Streaming, stream_segments, streaming_rounds
+from local_opt.rules import bernoulli, constant, qsr
+from local_opt.streaming import stream_segments, streaming_rounds
 from local_opt.survivors import Survivors
-from local_opt.workers import check_same_plan, check_synced, consolidate, reestimate
+from local_opt.workers import check_same_plan, check_synced, consolidate
 
 __all__ = [
     "Correction",
     "Rounds",
-    "Streaming",
     "Survivors",
     "SyncPlan",
     "Wire",
@@ -30,7 +29,6 @@ __all__ = [
     "control_variates",
     "count_collectives",
     "diloco",
-    "every_step",
     "from_function",
     "lift",
     "local_rounds",
@@ -39,20 +37,14 @@ __all__ = [
     "normalize_by_period",
     "owned",
     "parallel_rounds",
-    "post_local",
-    "power_rule",
     "proximal",
     "qsr",
-    "reestimate",
     "rounded_wire",
     "slowmo",
     "sparseloco",
     "stream_segments",
     "streaming_rounds",
-    "swap",
     "sync_bytes",
-    "sync_seconds",
-    "sync_every_load",
     "synchronize",
     "top_k_wire",
 ]

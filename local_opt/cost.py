@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from local_opt.formats import LANES, Wire, check_wire, rows_of
-from syncopate.plans import check_function, check_number, check_whole
+from syncopate.plans import check_function, check_whole
 
 KINDS = (
     "all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute",
@@ -85,41 +85,3 @@ def sync_bytes(num_params: int, *, num_workers: int, wire: Wire | None = None) -
     message = wire.message_rows(rows_of(wire, num_params, parts) // parts)
     messages = (num_workers - 1) * (1 if wire.gathers else 2)
     return float(messages * message * LANES * np.dtype(wire.dtype).itemsize)
-
-
-def sync_seconds(
-    num_params: int,
-    *,
-    num_workers: int,
-    gigabits_per_second: float,
-    wire: Wire | None = None,
-    latency_seconds: float = 0.0,
-) -> float:
-    """Seconds of one sync: l + 8 B / (10^9 g), and 0 for one worker; B is `sync_bytes`.
-
-    A run of T steps by a plan of R rounds takes T s + R times that if workers wait for each sync,
-    as one step computes for s seconds. With several GPUs per machine in one ring, W counts GPUs and
-    g is the machine's link; if they average within the machine first, W counts machines.
-
-    Args:
-      num_params, num_workers, wire: as of `sync_bytes`.
-      gigabits_per_second: g > 0, speed of a link in 10^9 bits per second.
-      latency_seconds: l >= 0.
-
-    Returns:
-      Seconds.
-
-    Raises:
-      ValueError: for values out of range.
-
-    Examples:
-      >>> from syncopate import local_opt
-      >>> sync = local_opt.sync_seconds(10**9, num_workers=2, gigabits_per_second=32)
-      >>> plan = local_opt.constant(4, total_steps=100)
-      >>> sync, plan.total_steps * 0.5 + plan.rounds * sync
-      (1.0, 75.0)
-    """
-    sent = sync_bytes(num_params, num_workers=num_workers, wire=wire)
-    speed = check_number("gigabits_per_second", gigabits_per_second, "(0, inf)")
-    latency = check_number("latency_seconds", latency_seconds, "[0, inf)")
-    return latency + 8 * sent / (1e9 * speed) if sent else 0.0

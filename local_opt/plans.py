@@ -131,7 +131,9 @@ def from_function(
 ) -> SyncPlan:
     """A plan from any function of the round's first step.
 
-    H(t) = period(t), cut at the end of the run.
+    H(t) = period(t), cut at the end of the run. Post-local SGD synchronises in every step until t0
+    and then has rounds of H steps, `lambda t: 1 if t < t0 else H`; SWAP has rounds of H steps until
+    t0 and then a single one, `lambda t: H if t < t0 else T`.
 
     Args:
       period: from the first step of a round, in 0 .. T - 1, to its number of steps >= 1.
@@ -150,6 +152,12 @@ def from_function(
       >>> from syncopate import local_opt
       >>> local_opt.from_function(lambda t: 1 + t, total_steps=10).periods.tolist()
       [1, 2, 4, 3]
+
+    References:
+      Lin, Stich, Patel, Jaggi, Don't Use Large Mini-Batches, Use Local SGD, 2020,
+      https://arxiv.org/abs/1808.07217
+      Gupta, Serrano, DeCoste, Stochastic Weight Averaging in Parallel, 2020,
+      https://arxiv.org/abs/2001.02312
     """
     plans.check_total_steps(total_steps)
     plans.check_whole("offset", offset, 0, total_steps - 1)
@@ -163,32 +171,6 @@ def from_function(
         t += int(h)
     name = rule or f"H = {getattr(period, '__name__', 'function')}(t)"
     return SyncPlan(np.array(starts), total_steps, name + (f", offset {offset}" if offset else ""))
-
-
-def sync_every_load(fresh: np.ndarray) -> SyncPlan:
-    """One sync per load of an echoed run, before the next batch is loaded.
-
-    Round r consists of all uses of batch r, so echoing adds no communication: there are as many
-    syncs per load as in data-parallel training.
-
-    Args:
-      fresh: bool[T], the steps that load a batch, as `ordering.echo.EchoPlan.fresh`; the first is
-        one of them.
-
-    Returns:
-      The plan.
-
-    Raises:
-      ValueError: without steps, if the first is not fresh, or for anything but booleans.
-
-    Examples:
-      >>> from syncopate import local_opt
-      >>> local_opt.sync_every_load([True, False, False, True, False]).periods.tolist()
-      [3, 2]
-    """
-    fresh, _ = plans.as_array(fresh)
-    total_steps = fresh.size
-    return SyncPlan(_loads(fresh, total_steps), total_steps, "once per load")
 
 
 def aligned(plan: SyncPlan, *, every: float, fresh: np.ndarray | None = None) -> SyncPlan:

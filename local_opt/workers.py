@@ -63,42 +63,6 @@ def consolidate(tree: PyTree) -> PyTree:
     return jax.tree.map(mean, tree)
 
 
-@jax.transfer_guard("allow")
-def reestimate(statistics: Callable, params: PyTree, batches: PyTree) -> PyTree:
-    """The statistics of normalisation layers, measured again with averaged parameters.
-
-    s = 1/K sum_k statistics(x_bar, batch_k). Each worker's running statistics belong to its own
-    parameters and not to the mean, so measure them before an evaluation instead of averaging them.
-
-    Args:
-      statistics: `(params, batch) -> tree of statistics`.
-      params: averaged parameters.
-      batches: leaves [K, ...], K batches.
-
-    Returns:
-      The mean of the statistics. Under a named axis, `synchronize` averages them over all workers.
-
-    Raises:
-      ValueError: for anything but a function of two arguments, or without batches.
-
-    Examples:
-      >>> import jax.numpy as jnp, local_opt
-      >>> moments = lambda scale, x: {"mean": jnp.mean(scale * x), "var": jnp.var(scale * x)}
-      >>> batches = jnp.array([[0.0, 2.0], [4.0, 6.0]])
-      >>> {k: float(v) for k, v in local_opt.reestimate(moments, 2.0, batches).items()}
-      {'mean': 6.0, 'var': 4.0}
-
-    References:
-      Ioffe, Szegedy, Batch Normalization, 2015, https://arxiv.org/abs/1502.03167
-    """
-    check_function("statistics", statistics, "params", "batch")
-    if not jax.tree.leaves(batches):
-        raise ValueError(f"batches is {batches!r}: pass arrays with a leading axis of batches.")
-    check_leading(batches, "batch")
-    per_batch = jax.lax.map(lambda batch: statistics(params, batch), batches)
-    return jax.tree.map(lambda s: jnp.mean(s, axis=0), per_batch)
-
-
 def check_synced(
     tree: PyTree, *, what: str = "parameters", ulps: float = 1.0, before: PyTree | None = None
 ) -> None:

@@ -15,7 +15,6 @@ from tests.bad_values import (
     KEY,
     KEYS,
     NAN,
-    NOT_FRESH,
     OPTIMIZERS,
     THING,
     Arg,
@@ -46,14 +45,14 @@ OFFSET = also("offset", 0, T)
 STEP = Arg(2, [T, *one_number(whole(0))])
 RULE = {"lr": 0.1, "total_steps": T, "alpha": 0.25, "h_base": 2, "h_max": also("h_max", 4, 1),
         "warmup_steps": also("warmup_steps", 0, T + 1), "offset": OFFSET}  # fmt: skip
-SWITCHED = {"period": 2, "switch_step": also("switch_step", 4, T + 1), "total_steps": T}
 PERIODS = wrong_functions(
     None, two_arguments, local_opt.qsr,
     *(lambda t, h=h: h for h in (0, -1, 0.5, NAN, INF, None, "2", np.ones(2, int), True, 1j)),
 )  # fmt: skip
 GATHERED = wrong_functions(*(lambda own, x=x: x for x in (None, "text", np.ones(3, np.uint8))))
 PARTS = {"a": local_opt.constant(4, total_steps=T), "b": PLAN}
-TURNS = [PLAN, {"a": 3}, {"a": None}, {"a": PLAN, "b": local_opt.every_step(T + 1)}, [PLAN]]
+TURNS = [PLAN, {"a": 3}, {"a": None}, {"a": PLAN, "b": local_opt.constant(1, total_steps=T + 1)},
+         [PLAN]]  # fmt: skip
 CALLS = {
     "SyncPlan": call(local_opt.SyncPlan, starts=Arg([0, 2, 4], STARTS), total_steps=T),
     "SyncPlan.round_at": call(PLAN.round_at, step=STEP),
@@ -61,16 +60,11 @@ CALLS = {
     "SyncPlan.syncs_after": call(PLAN.syncs_after, step=STEP),
     "SyncPlan.rounds_from": call(lambda step: [*PLAN.rounds_from(step)],
                                  step=also("step", 2, T + 1)),
-    "every_step": call(local_opt.every_step, total_steps=T),
     "constant": call(local_opt.constant, period=2, offset=OFFSET, total_steps=T),
-    "post_local": call(local_opt.post_local, **SWITCHED),
-    "swap": call(local_opt.swap, **SWITCHED),
     "bernoulli": call(local_opt.bernoulli, p=0.5, total_steps=T, key=KEY),
-    "power_rule": call(local_opt.power_rule, power=Arg(2.0, real(0)), **RULE),
-    "qsr": call(local_opt.qsr, **RULE),
+    "qsr": call(local_opt.qsr, power=Arg(2.0, real(0)), **RULE),
     "from_function": call(local_opt.from_function, period=Arg(lambda t: 2, PERIODS), offset=OFFSET,
                           total_steps=T),
-    "sync_every_load": call(local_opt.sync_every_load, fresh=Arg(FRESH, [None, [], *NOT_FRESH])),
     "aligned": call(local_opt.aligned, plan=Arg(PLAN, NO_PLANS), every=Arg(2, real(0, 0.5)),
                     fresh=also("fresh", FRESH, FRESH[:-1], [])),
     "check_same_plan": call(
@@ -85,9 +79,6 @@ CALLS = {
         local_opt.top_k_wire, density=Arg(1 / 64, real(0)), bits=Arg(2, [4, *whole()]),
         block=Arg(4096, [100, *whole()]), feedback=Arg(0.5, real(0))),
     "sync_bytes": call(local_opt.sync_bytes, num_params=100, num_workers=2, wire=None),
-    "sync_seconds": call(
-        local_opt.sync_seconds, num_params=100, num_workers=2, wire=None, gigabits_per_second=8.0,
-        latency_seconds=0.5),
     "stream_segments": call(
         local_opt.stream_segments, plans_of=Arg(PARTS, [*NO_PLANS, *TURNS]),
         delay=also("delay", 1, 5), start=also("start", 0, T + 1),
@@ -249,9 +240,6 @@ CALLS |= {
         local_opt.Survivors, sync=Arg(lambda x, y: (x, y), [None, 3, "text", THING, {}]),
         patience=Arg(60.0, real(0))),
     "owned": call(lambda **args: local_opt.owned(X, **args), workers=W, keys=None),
-    "reestimate": call(
-        local_opt.reestimate, params=Arg(X, []), batches=Arg(BATCHES, NO_BATCHES),
-        statistics=Arg(lambda p, b: jnp.mean(b["x"]), wrong_functions(None, lambda p, b: "a"))),
     "lift": call(
         traced(lambda function, workers, x, **args: local_opt.lift(function, workers, **args)(*x)),
         function=Arg(step, FUNCTIONS), workers=also("workers", W, 3), x=Arg(ARGS, GIVEN),

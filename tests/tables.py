@@ -170,7 +170,6 @@ COSINE = reference.warmup_cosine(0.1, 0, 40, 1e-4)
 
 # Every rule that makes a plan once: total_steps -> SyncPlan, for any total_steps >= 1.
 PLANS = {
-    "every_step": lambda t: local_opt.every_step(t),
     "constant": lambda t: local_opt.constant(4, total_steps=t),
     "qsr": lambda t: local_opt.qsr(
         optax.warmup_cosine_decay_schedule(0.0, 0.1, 3, 41, 1e-4),
@@ -179,16 +178,11 @@ PLANS = {
         h_base=2,
         warmup_steps=min(3, t),
     ),
-    "power_rule_1": lambda t: local_opt.power_rule(
+    "qsr, power 1": lambda t: local_opt.qsr(
         COSINE, total_steps=t, alpha=0.25, h_base=2, power=1, h_max=9
     ),
-    "power_rule_3": lambda t: local_opt.power_rule(
-        COSINE, total_steps=t, alpha=0.12, h_base=1, power=3
-    ),
-    "post_local": lambda t: local_opt.post_local(5, switch_step=t // 2, total_steps=t),
-    "swap": lambda t: local_opt.swap(3, switch_step=t // 2, total_steps=t),
+    "qsr, power 3": lambda t: local_opt.qsr(COSINE, total_steps=t, alpha=0.12, h_base=1, power=3),
     "bernoulli": lambda t: local_opt.bernoulli(0.3, total_steps=t, key=jax.random.key(7)),
-    "sync_every_load": lambda t: local_opt.sync_every_load(np.arange(t) % 3 == 0),
     "from_function": lambda t: local_opt.from_function(lambda s: 1 + s % 5, total_steps=t),
     "aligned": lambda t: local_opt.aligned(local_opt.constant(4, total_steps=t), every=3.5),
 }

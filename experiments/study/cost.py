@@ -29,7 +29,6 @@ from experiments.tasks.base import Recipe, Task
 from experiments.training.config import UNITS, Sizes, num_params, size_of, sizes_of
 from experiments.training.program import lifted, state_shapes, steps_of
 from experiments.training.step import TrainState, epoch_end_of, sync_of, worker_of
-from local_opt import sync_seconds
 from ordering.echo.plans import EchoPlan, Measured
 from ordering.kernel import BLOCK
 from ordering.pairs import slice_size
@@ -366,7 +365,7 @@ def _row(task, recipe, arm, speed, step_seconds, shapes: Shapes, given: Assumed)
     rounds = uses.loads if plans.sync is None else plans.sync.rounds
     size, ring = num_params(task.model), {"num_workers": sizes.workers}
     sent = traffic(task, order, rule, sizes, shapes.sync_in_step)(rounds, uses.loads)
-    waited = sent * sync_seconds(size, **ring, gigabits_per_second=given.gigabits)
+    waited = sent * 8 * local_opt.sync_bytes(size, **ring) / (1e9 * given.gigabits)
     return ({} if speed is None else {"R": f"{speed:g}"}) | {
         "arm": arm.label,
         "steps": plans.total_steps,

@@ -22,10 +22,10 @@ from syncopate.refusals import UserError
 
 POST_LOCAL_UNTIL, SWAP_UNTIL = 0.5, 0.8  # of T: where local steps, and SWAP's last round, begin
 WIRES: dict[str, Callable] = {  # what makes the wire of each name
-    **{
-        name: lambda name=name: syncopate.local_opt.rounded_wire(name)
-        for name in ("bfloat16", "float16", "int8", "int4")
-    },
+    "bfloat16": lambda: syncopate.local_opt.rounded_wire("bfloat16"),
+    "float16": lambda: syncopate.local_opt.rounded_wire("float16"),
+    "int8": lambda: syncopate.local_opt.rounded_wire("int8"),
+    "int4": lambda: syncopate.local_opt.rounded_wire("int4"),
     "top_k": lambda: syncopate.local_opt.top_k_wire(1 / 64),
     "top_k_2bit": lambda: syncopate.local_opt.top_k_wire(1 / 64, bits=2),
 }
@@ -182,8 +182,9 @@ def _every_factor(config: RunConfig):
 
 
 def _every_load(config: RunConfig):
-    """None where loads are not known before the run."""
-    return None if config.fresh is None else syncopate.local_opt.sync_every_load(config.fresh)
+    if config.fresh is None:  # loads are not known before the run
+        return None
+    return syncopate.local_opt.SyncPlan(config.fresh.nonzero()[0], len(config.fresh), "once a load")
 
 
 def _coins(config: RunConfig):
@@ -195,14 +196,17 @@ def _coins(config: RunConfig):
     )
 
 
-def _switching(rule: str, share: float) -> Callable:
-    return lambda config: getattr(syncopate.local_opt, rule)(
-        config.h_base, switch_step=int(share * config.total_steps), total_steps=config.total_steps
+def _switched(config: RunConfig, name: str, share: float, before: int, after: int):
+    """Rounds of one length until a share of the run, and of another from there on."""
+    steps, until = config.total_steps, int(share * config.total_steps)
+    rule = f"{name}, H = {before} to step {until}, then {after if after < steps else 'one round'}"
+    return syncopate.local_opt.from_function(
+        lambda t: before if t < until else after, total_steps=steps, rule=rule
     )
 
 
 def _power(config: RunConfig, power: float, alpha: float, **options):
-    return syncopate.local_opt.power_rule(
+    return syncopate.local_opt.qsr(
         config.rates, total_steps=config.total_steps, alpha=alpha, h_base=config.h_base,
         power=power, warmup_steps=config.warmup_steps, **options,
     )  # fmt: skip
@@ -233,41 +237,32 @@ ROUNDS = ("wire", "correction", "outer")  # of local steps
 LOCAL = (*ROUNDS, "align")
 SYNC_RULES = {
     "parallel": SyncRule(
-        "parallel", lambda config: syncopate.local_opt.every_step(config.total_steps),
-        PARALLEL,
+        "parallel", lambda c: syncopate.local_opt.constant(1, total_steps=c.total_steps), PARALLEL
     ),
-    "accumulate": SyncRule(
-        "gradient accumulation", _constant, ACCUMULATED, reads=("h_base",)
-    ),
-    "constant": SyncRule(
-        "constant H", _constant, takes=(*LOCAL, "fragments"), reads=("h_base",)
-    ),
+    "accumulate": SyncRule("gradient accumulation", _constant, ACCUMULATED, reads=("h_base",)),
+    "constant": SyncRule("constant H", _constant, takes=(*LOCAL, "fragments"), reads=("h_base",)),
     "matched": SyncRule(
         "constant H, as many syncs as QSR", _matched, takes=(*LOCAL, "fragments"),
         reads=("h_base", "growth"),
     ),
     "post_local": SyncRule(
-        "post-local", _switching("post_local", POST_LOCAL_UNTIL), takes=LOCAL,
-        reads=("h_base",),
+        "post-local", lambda c: _switched(c, "post-local", POST_LOCAL_UNTIL, 1, c.h_base),
+        takes=LOCAL, reads=("h_base",),
     ),
     "swap": SyncRule(
-        "SWAP", _switching("swap", SWAP_UNTIL), takes=LOCAL, reads=("h_base",)
+        "SWAP", lambda c: _switched(c, "SWAP", SWAP_UNTIL, c.h_base, c.total_steps),
+        takes=LOCAL, reads=("h_base",),
     ),
-    "inverse": SyncRule(
-        "H ~ 1/η", _at_volume_of_qsr(1), takes=LOCAL, reads=("h_base", "growth")
-    ),
+    "inverse": SyncRule("H ~ 1/η", _at_volume_of_qsr(1), takes=LOCAL, reads=("h_base", "growth")),
     "qsr": SyncRule(
         "QSR", _qsr, takes=(*LOCAL, "h_max", "fragments"), reads=("h_base", "growth")
     ),
     "cubic": SyncRule("H ~ 1/η³", _at_volume_of_qsr(3), takes=LOCAL, reads=("h_base", "growth")),
     # What slow input asks for: e is the echo factor.
     "every_load": SyncRule("once per load", _every_load, takes=ROUNDS),
-    "every_factor": SyncRule(
-        "every e steps", _every_factor, takes=ROUNDS, reads=("echo_factor",)
-    ),
+    "every_factor": SyncRule("every e steps", _every_factor, takes=ROUNDS, reads=("echo_factor",)),
     "accumulate_factor": SyncRule(
-        "gradient accumulation over e steps", _every_factor, ACCUMULATED,
-        reads=("echo_factor",),
+        "gradient accumulation over e steps", _every_factor, ACCUMULATED, reads=("echo_factor",)
     ),
     "coins": SyncRule("coins of 1 / e", _coins, takes=ROUNDS, reads=("echo_factor",)),
 }  # fmt: skip

@@ -260,7 +260,9 @@ def moments(model, train, batch_size: int) -> Callable:
     count = max(1, min(BATCHES, size // batch_size))
     used = read(np.arange(min(count * batch_size, size)))["x"]
     batches = jax.device_put(used.reshape(count, -1, *used.shape[1:]))
-    return jax.jit(lambda params: local_opt.reestimate(model.statistics, params, batches))
+
+    found = lambda params: jax.lax.map(functools.partial(model.statistics, params), batches)  # noqa: E731
+    return jax.jit(lambda params: jax.tree.map(lambda s: jnp.mean(s, axis=0), found(params)))
 
 
 def mean_loss(model) -> Callable:

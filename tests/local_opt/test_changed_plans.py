@@ -22,7 +22,7 @@ CHANGES = {  # the plans of a run, each from a step on
     "shorter rounds": {0: constant(10, total_steps=T), 11: constant(2, total_steps=T)},
     "inside a round": {0: constant(8, total_steps=T), 13: constant(3, total_steps=T, offset=1)},
     "a longer run": {0: constant(4, total_steps=15), 15: GROWING},
-    "there and back": {0: GROWING, 9: local_opt.every_step(T), 17: GROWING},
+    "there and back": {0: GROWING, 9: local_opt.constant(1, total_steps=T), 17: GROWING},
 }
 
 

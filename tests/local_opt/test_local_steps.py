@@ -96,7 +96,7 @@ def test_an_optimizer_may_look_at_the_values_of_the_first_parameters():
 
 
 def test_sgd_with_a_sync_after_every_step_is_data_parallel_training():
-    every = local_opt.every_step(100)
+    every = local_opt.constant(1, total_steps=100)
     local = run_net(local_opt.local_steps(SGD, every, axis_name="worker"))
     parallel = run_net(SGD, mean=True)
     # 100 steps, rounded in another order; about 3e-7 measured.
@@ -149,7 +149,7 @@ test_bad_arguments_are_refused = refuses({
 @pytest.mark.parametrize("run", RUNS)
 def test_parallel_rounds_are_steps_with_the_mean_gradient(run):
     """So they equal rounds of one step of SGD, and a sync changes nothing."""
-    every = local_opt.every_step(13)
+    every = local_opt.constant(1, total_steps=13)
     rounds = local_opt.parallel_rounds(SGD, axis_name="worker")
     history, state = run_rounds(rounds, PLAN, RUNS[run])
     np.testing.assert_array_equal(history, np.stack([history[:, 0]] * W, axis=1))  # in every step

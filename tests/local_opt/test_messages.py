@@ -86,8 +86,6 @@ test_what_does_not_fit_is_named = refuses({
     ),
     "uneven, consolidate": (lambda: local_opt.consolidate(UNEVEN), r"\['w'\] has the shape .2, 3"),
     "uneven, check_synced": (lambda: local_opt.check_synced(UNEVEN), "of one length in all leaves"),
-    "uneven, reestimate": (lambda: local_opt.reestimate(max, X, UNEVEN), "at least one batch"),
-    "no batch": (lambda: local_opt.reestimate(max, X, X[:0]), r"shape \(0, 3\): .* one batch"),
     "text": (lambda: local_opt.check_synced({"w": "a"}), r"\['w'\] is str: pass arrays"),
     **{
         f"whole, {name}": (
@@ -114,7 +112,6 @@ test_what_does_not_fit_is_named = refuses({
         "due is .*: pass the due of a segment",
     ),
     "a plan without name": (lambda: local_opt.stream_segments(PLAN), "plans are SyncPlan.*{0: "),
-    "fresh": (lambda: local_opt.sync_every_load(True), "fresh is bool.*one bool for each"),
     "period": (lambda: local_opt.from_function(4, total_steps=8), "period is a int: pass a func"),
     "rule": (lambda: local_opt.SyncPlan([0], 4, rule=5), "rule is 5: describe"),
     "starts": (lambda: local_opt.SyncPlan(jax.random.key(0), 4), "starts is a PRNGKeyArray"),
@@ -165,7 +162,7 @@ def test_an_axis_without_a_name_is_refused():
     """Each worker would go on alone, which () asks for: one worker without an axis."""
     for axis in ([], {}, ("",), ((),)):
         rounds = local_opt.local_rounds(SGD, axis_name=axis)
-        steps = local_opt.local_steps(SGD, local_opt.every_step(2), axis_name=axis)
+        steps = local_opt.local_steps(SGD, local_opt.constant(1, total_steps=2), axis_name=axis)
         for call in (
             lambda x, r=rounds: r.sync(x, r.init(x)),
             lambda x, s=steps: s.update(x, s.init(x), x),

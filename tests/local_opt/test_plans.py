@@ -58,7 +58,7 @@ def test_every_row_of_the_vectors():
             0.0, row["peak_lr"], row["warmup_steps"], row["total_steps"], row["floor_lr"]
         )
         names = ("total_steps", "alpha", "h_base", "power", "warmup_steps")
-        plan = local_opt.power_rule(lr, **{name: row[name] for name in names})
+        plan = local_opt.qsr(lr, **{name: row[name] for name in names})
         assert plan.rounds == row["rounds"]
         assert round(100 * plan.volume, 4) == row["comm_pct"]
         assert int(plan.starts.sum()) == row["sum_starts"]
@@ -98,14 +98,12 @@ def test_every_plan_is_rounds_of_the_run(name, total_steps):
         assert [s for s, _ in left] == [step, *(s for s in plan.starts if s > step)][: len(left)]
 
 
-def test_swap_ends_with_one_round():
+def test_one_round_takes_a_run_that_is_shorter():
     expected = local_opt.SyncPlan([0], 9)
     assert local_opt.constant(100, total_steps=9) == expected
-    assert local_opt.swap(2, switch_step=0, total_steps=9) == expected
     assert local_opt.qsr(0.1, total_steps=9, alpha=1e30, h_base=1) == expected
-    assert local_opt.power_rule(1e-300, total_steps=9, alpha=1e300, h_base=1, power=3) == expected
+    assert local_opt.qsr(1e-300, total_steps=9, alpha=1e300, h_base=1, power=3) == expected
     assert local_opt.qsr(0.1, total_steps=9, alpha=0.1, h_base=10**30) == expected
-    assert local_opt.constant(100, total_steps=1) == local_opt.every_step(1)
 
 
 def python_cosine(t):
@@ -121,12 +119,12 @@ def test_rates_as_schedule_as_python_function_and_as_number(power):
     assert len(expected) < 20  # the rule grows here
     optax_cosine = optax.warmup_cosine_decay_schedule(0.0, 0.1, 4, 40, 0.0)
     for lr in (python_cosine, optax_cosine, lambda t: np.float64(python_cosine(int(t)))):
-        assert local_opt.power_rule(lr, **rule).starts.tolist() == expected
+        assert local_opt.qsr(lr, **rule).starts.tolist() == expected
     array = np.array([python_cosine(t) for t in range(40)])
-    assert local_opt.power_rule(array, **rule).starts.tolist() == expected
+    assert local_opt.qsr(array, **rule).starts.tolist() == expected
     numbers = dict(total_steps=40, alpha=0.25, h_base=2, power=power)
     for lr in (0.1, lambda t: 0.1, optax.constant_schedule(0.1)):
-        plan = local_opt.power_rule(lr, **numbers)
+        plan = local_opt.qsr(lr, **numbers)
         assert plan.periods[0] == math.floor((0.25 / 0.1) ** power)
         assert plan.starts.tolist() == reference.qsr_rounds(lambda t: 0.1, **numbers)
 
@@ -170,7 +168,7 @@ RISING = {
 @pytest.mark.parametrize("options", [{}, {"h_max": 9}, {"power": 1}, {"warmup_steps": 40}])
 def test_no_round_is_longer_than_the_rate_of_any_of_its_steps_allows(name, options):
     lr, rule = RISING[name], dict(total_steps=300, alpha=0.23, h_base=2) | options
-    plan = local_opt.power_rule(lr, power=rule.pop("power", 2), **rule)
+    plan = local_opt.qsr(lr, power=rule.pop("power", 2), **rule)
     rule["power"] = options.get("power", 2)
     with jax.enable_x64(True):
         rates = [float(lr(t)) for t in range(300)]
@@ -198,10 +196,10 @@ def test_a_rate_that_falls_to_zero_does_not_overflow(power):
     lr = optax.linear_schedule(0.1, 0.0, 30)  # 0 in all of the last steps
     # Not 0.1: alpha / lr would be whole numbers, which rounding may put on either side.
     rule = dict(total_steps=50, alpha=0.103, h_base=1, power=power)
-    plan = local_opt.power_rule(lr, **rule)
+    plan = local_opt.qsr(lr, **rule)
     starts = reference.qsr_rounds(lambda t: 0.1 * max(0, 1 - t / 30), **rule)
     assert plan.starts.tolist() == starts and plan.ends[-1] == 50
-    bound = local_opt.power_rule(lr, h_max=4, **rule)
+    bound = local_opt.qsr(lr, h_max=4, **rule)
     starts = reference.qsr_rounds(lambda t: 0.1 * max(0, 1 - t / 30), **rule, h_max=4)
     assert bound.starts.tolist() == starts and bound.periods.max() == 4 < plan.periods.max()
 
@@ -266,12 +264,12 @@ BAD = {
     "starts beyond T": (
         lambda: local_opt.SyncPlan([0, 10], 10), r"from 0 to 10: .*end below the 10 steps"
     ),
-    "resume": (lambda: list(local_opt.every_step(5).rounds_from(6)), r"step is 6: .* in 0 .. 5"),
+    "resume": (lambda: [*local_opt.constant(1, total_steps=5).rounds_from(6)], "6: .* in 0 .. 5"),
     **{f"too long: {name}": (lambda make=make: make(10**9),
                              "total_steps is 1000000000: pass a whole number in 1 .. 10000000")
-       for name, make in tables.PLANS.items() if name != "sync_every_load"},
+       for name, make in tables.PLANS.items()},
     "fresh of another run": (
-        lambda: local_opt.aligned(local_opt.every_step(5), every=2, fresh=[True] * 4),
+        lambda: local_opt.aligned(local_opt.constant(1, total_steps=5), every=2, fresh=[True] * 4),
         r"fresh is bool\[4\]: .*each of the plan's 5 steps"),
     "run longer": (lambda: local_opt.constant(2, total_steps=5).check_run(6),
         r"constant, H = 2\) has 5 steps and the run 6: make the plan with the run's"),

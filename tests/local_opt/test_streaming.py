@@ -45,7 +45,10 @@ def qsr(offset):
 TWO = {  # (plans, delay)
     "constant": ({f: local_opt.constant(4, total_steps=13, offset=2 * f) for f in range(2)}, 2),
     "qsr": ({f: qsr(f) for f in range(2)}, 2),
-    "other plans": ({0: local_opt.every_step(13), 1: local_opt.SyncPlan([0, 5, 8], 13)}, 1),
+    "other plans": (
+        dict(enumerate(local_opt.SyncPlan(s, 13) for s in (range(13), [0, 5, 8]))),
+        1,
+    ),
 }
 
 
@@ -201,7 +204,7 @@ test_bad_fragments_and_plans_are_refused = refuses({
         "delay is 5 and fragment 0 has a round of 4 steps: a mean must arrive .* Lower the delay",
     ),
     "runs": (
-        lambda: turns(FOUR, local_opt.every_step(12)),
+        lambda: turns(FOUR, local_opt.constant(1, total_steps=12)),
         "has 12 steps and the run 13",
     ),
 })  # fmt: skip
@@ -281,7 +284,7 @@ def test_a_finish_takes_back_a_worker_that_does_not_count(wire):
     stream = local_opt.streaming_rounds(
         optax.sgd(RATE), fragments=1, mixing=0.5, wire=wire and WIRES[wire]
     )
-    segments = segments_of(({0: local_opt.every_step(13)}, 0))
+    segments = segments_of(({0: local_opt.constant(1, total_steps=13)}, 0))
     found, _, state = run_segments(stream, segments, weights=STEPPED, lost=np.nan)
     assert np.isfinite(found).all() and all(np.isfinite(x).all() for x in jax.tree.leaves(state))
     same, *_ = run_segments(stream, segments, weights=STEPPED)

@@ -21,7 +21,7 @@ TREE = X | {"n": jnp.array([5, 5]), "np": np.ones((2, 2), np.float32), "rng": jn
 BY_POWER = dict(total_steps=9, alpha=0.2, h_base=1)
 STATES = [jax.vmap(local_opt.local_rounds(SGD).init, axis_size=w)({"w": jnp.ones((w, 3))})
           for w in (2, 3)]  # fmt: skip
-MESH = worker_mesh(2)
+MESH, INT8 = worker_mesh(2), local_opt.rounded_wire("int8")
 HOST = {
     "accumulated_rounds": lambda: local_opt.accumulated_rounds(SGD).init(X),
     "aligned": lambda: local_opt.aligned(PLAN, every=2),
@@ -33,11 +33,12 @@ HOST = {
     "control_variates": lambda: local_opt.local_rounds(
         SGD, correction=local_opt.control_variates(), drift=True).init(X),
     "diloco": lambda: local_opt.diloco(SGD, PLAN).init(X),
-    "every_step": lambda: local_opt.every_step(9).describe(),
     "from_function": lambda: local_opt.from_function(lambda t: 2, total_steps=9),
     "lift": lambda: local_opt.lift(
         local_opt.local_steps(SGD, PLAN).init, 2, "owned -> owned")(X),
-    "local_rounds": lambda: local_opt.local_rounds(SGD, wire=local_opt.top_k_wire(1 / 64)).init(X),
+    "rounded_wire": lambda: local_opt.rounded_wire("int8", feedback=0.5),
+    "local_rounds": lambda: local_opt.local_rounds(SGD, wire=INT8).init(X),
+    "top_k_wire": lambda: local_opt.top_k_wire(1 / 64, feedback=0.5),
     "local_steps": lambda: local_opt.local_steps(SGD, PLAN, outer=SGD).init(X),
     "muloco": lambda: local_opt.muloco(FALL, PLAN).init(X),
     "normalize_by_period": lambda: local_opt.local_rounds(
@@ -45,22 +46,16 @@ HOST = {
     "owned": lambda: local_opt.owned({"step": 0, "np": np.ones(3)} | X, MESH),
     "owned, keys": lambda: local_opt.owned({"step": 0, "key": TYPED}, 2, keys="fold"),
     "parallel_rounds": lambda: local_opt.parallel_rounds(SGD).init(X),
-    "post_local": lambda: local_opt.post_local(2, switch_step=4, total_steps=9),
-    "power_rule": lambda: local_opt.power_rule(RATES, power=3, **BY_POWER),
     "proximal": lambda: local_opt.local_rounds(SGD, correction=local_opt.proximal(0.1)).init(X),
     "qsr": lambda: local_opt.qsr(FALL, **BY_POWER),
     "qsr, step by step": lambda: local_opt.qsr(lambda t: float(FALL(t)), **BY_POWER),
-    "reestimate": lambda: local_opt.reestimate(lambda p, b: p["w"] * b, X, RATES),
     "resize": lambda: resize.resize(*STATES, 3, "mean"),
     "resize.mean_of": lambda: resize.mean_of(TREE, 3),
     "slowmo": lambda: local_opt.slowmo(SGD, PLAN, inner_rate=FALL).init(X),
     "sparseloco": lambda: local_opt.sparseloco(SGD, PLAN).init(X),
     "stream_segments": lambda: local_opt.stream_segments({0: PLAN}),
     "streaming_rounds": lambda: local_opt.streaming_rounds(SGD, fragments=1).init(X),
-    "swap": lambda: local_opt.swap(2, switch_step=4, total_steps=9),
     "sync_bytes": lambda: local_opt.sync_bytes(10, num_workers=2),
-    "sync_every_load": lambda: local_opt.sync_every_load(FRESH),
-    "sync_seconds": lambda: local_opt.sync_seconds(10, num_workers=2, gigabits_per_second=1),
 }  # fmt: skip
 IN_STEPS = {"count_collectives", "synchronize"}
 

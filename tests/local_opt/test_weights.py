@@ -136,7 +136,7 @@ def test_weights_without_a_mean_leave_no_finite_parameter(way, run):
 
 
 def test_one_worker_alone_must_count():
-    opt, x = local_opt.local_steps(SGD, local_opt.every_step(2)), jnp.ones((1, 3))
+    opt, x = local_opt.local_steps(SGD, local_opt.constant(1, total_steps=2)), jnp.ones((1, 3))
     step = jax.jit(vmap(lambda x, w: opt.update(x, opt.init(x), x, weight=w)[0]))
     assert np.isnan(step(x, jnp.zeros(1))).all()
     np.testing.assert_allclose(step(x, jnp.ones(1)), -RATE, rtol=1e-6)

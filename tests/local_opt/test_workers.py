@@ -100,19 +100,6 @@ def test_processes_with_another_plan_are_named(plan, other, same):
         local_opt.check_same_plan(plan, gather=gathered(1, 0))
 
 
-def test_moments_are_the_mean_of_those_of_the_batches_at_the_given_parameters():
-    def statistics(params, x):
-        return {"mean": jnp.mean(params * x), "of squares": jnp.mean(jnp.square(params * x))}
-
-    batches = np.float32(np.random.default_rng(0).normal(size=(3, 4, 8)))
-    for scale in (1.0, 2.0):  # averaged parameters have moments of their own
-        found = jax.jit(lambda p: local_opt.reestimate(statistics, p, batches))(scale)
-        np.testing.assert_allclose(found["mean"], (scale * batches).mean(), rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(
-            found["of squares"], np.square(scale * batches).mean(), rtol=1e-5
-        )
-
-
 # Leaves of every type, wherever the workers are.
 
 KINDS = [

@@ -22,7 +22,7 @@ CITED = (
     "vit", "gpt2", "mobilenet_v2", "resnet",
     "lstm", "forecaster",
     "local_steps", "local_rounds", "parallel_rounds", "accumulated_rounds", "qsr",
-    "power_rule", "constant", "post_local", "swap", "diloco", "slowmo", "reestimate",
+    "constant", "from_function", "diloco", "slowmo",
     "muloco", "sparseloco",
     "streaming_rounds", "stream_segments",
     "control_variates", "proximal", "echo_batches", "fixed", "bernoulli",

@@ -48,7 +48,7 @@ OTHER_FILES = [
     "garbage", "", "[]", "null", "[" * 100_000, '{"a":' * 100_000, '{"starts": [0]}',
     '{"total_steps": 4, "rule": "", "digest": ""}',
     json.dumps({"rule": None, "total_steps": 1, "starts": [0], "load_steps": [0],
-                "digest": local_opt.every_step(1).digest()}),
+                "digest": local_opt.constant(1, total_steps=1).digest()}),
     *(json.dumps(LOADS | {"starts": [0], "total_steps": n}) for n in (10**12, 4.0, None)),
     "\ufeff{}", "\ud800",
 ]  # fmt: skip
@@ -103,7 +103,7 @@ def test_a_file_that_cannot_be_read_or_written_is_named(tmp_path):
 
 
 def test_an_interrupted_save_leaves_the_old_file(tmp_path, monkeypatch):
-    plan, path = local_opt.every_step(5), tmp_path / "plan.json"
+    plan, path = local_opt.constant(1, total_steps=5), tmp_path / "plan.json"
     plan.save(path)
     monkeypatch.setattr(os, "replace", lambda old, new: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -113,7 +113,8 @@ def test_an_interrupted_save_leaves_the_old_file(tmp_path, monkeypatch):
 
 def test_two_who_save_one_plan_do_not_meet(tmp_path, monkeypatch):
     """The second begins and ends between the first's writing and its renaming."""
-    first, second, path = local_opt.every_step(5), local_opt.every_step(6), tmp_path / "plan.json"
+    first, second = (local_opt.constant(1, total_steps=t) for t in (5, 6))
+    path = tmp_path / "plan.json"
     replace = os.replace
 
     def late(old, new):
@@ -133,9 +134,9 @@ def test_a_save_follows_no_link(tmp_path):
     other.write_text("mine")
     for name in ("plan.json", "plan.json.tmp", ".plan.json.tmp"):
         (tmp_path / name).symlink_to(other)
-    local_opt.every_step(5).save(path)
+    local_opt.constant(1, total_steps=5).save(path)
     assert other.read_text() == "mine" and not path.is_symlink()
-    assert SyncPlan.read(path) == local_opt.every_step(5)
+    assert SyncPlan.read(path) == local_opt.constant(1, total_steps=5)
     assert path.stat().st_mode == other.stat().st_mode
 
 
@@ -166,10 +167,9 @@ def test_description_fits_one_screen(name, total_steps):
 KEYS = [jax.random.key(seed) for seed in range(2)]
 EQUAL = {
     SyncPlan: [
-        local_opt.every_step(9), local_opt.constant(1, total_steps=9),
+        local_opt.constant(1, total_steps=9), local_opt.constant(1, total_steps=9),
         local_opt.qsr(0.1, total_steps=9, alpha=0.01, h_base=1), SyncPlan(list(range(9)), 9),
         *(local_opt.bernoulli(1.0, total_steps=9, key=key) for key in KEYS),
-        local_opt.post_local(3, switch_step=9, total_steps=9),
     ],
     EchoPlan: [
         echo.fixed(1, total_steps=9), echo.error_diffusion(1.0, total_steps=9),
@@ -177,7 +177,7 @@ EQUAL = {
     ],
 }  # fmt: skip
 OTHERS = {  # the last has the same loads and one more step
-    SyncPlan: [local_opt.every_step(8), local_opt.every_step(10),
+    SyncPlan: [local_opt.constant(1, total_steps=8), local_opt.constant(1, total_steps=10),
                local_opt.constant(2, total_steps=9)],
     EchoPlan: [echo.fixed(e, total_steps=t) for e, t in ((1, 8), (1, 10), (2, 9), (2, 10))],
 }  # fmt: skip
@@ -225,4 +225,4 @@ def test_plans_and_the_measured_policy_decide_through_one_method(data):
         asked = dict(loads=sum(fresh[:step]), uses=1, ready=None)
         assert plan.decide(step, **asked) is policy.decide(step, **asked) is fresh[step]
     with pytest.raises(ValueError, match="policy is a SyncPlan: make an EchoPlan"):
-        echo.echo_batches([], local_opt.every_step(3))
+        echo.echo_batches([], local_opt.constant(1, total_steps=3))

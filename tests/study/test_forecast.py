@@ -1,6 +1,5 @@
 """The cost of plans before a run, and communication times from measured totals."""
 
-import functools
 import math
 import pathlib
 
@@ -20,15 +19,6 @@ from tests.problems import WIRES
 from tests.sources import Examples
 
 ROOT = pathlib.Path(__file__).parents[2]
-
-
-def test_seconds_of_a_sync_by_hand():
-    """4 workers, 4 GB: 6 GB are sent, 48 Gb, 1.5 s at 32 Gb/s."""
-    found = functools.partial(local_opt.sync_seconds, gigabits_per_second=32, latency_seconds=0.25)
-    assert found(10**9, num_workers=4) == 1.75 and found(10**9, num_workers=1) == 0
-    assert found(2**20, num_workers=4, wire=WIRES["int4"]) == pytest.approx(
-        0.25 + 8 * 0.7734375 * 2**20 / 32e9, rel=1e-12
-    )
 
 
 def test_published_times_give_the_estimator_of_the_paper():

