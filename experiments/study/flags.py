@@ -35,7 +35,7 @@ OF_ROWS = {
 OF_SCHEDULES = {
     "floor": ("cosine", "linear"), "decay_every": ("step", "cycles"), "decay_factor": ("step",),
 }  # fmt: skip
-OF_DRY_RUNS = ("compile", "device_teraflops", "gigabits")
+OF_DRY_RUNS = ("compile", "device_teraflops", "gigabits", "topology")
 EXCLUSIVE = (*EITHER, ("learning_rate", "learning_rates"))  # the first one counts
 
 
@@ -154,6 +154,8 @@ def _processes(define):
 def _forecast(define):
     define(flags.DEFINE_bool, "dry_run", False, "print what it would cost, and stop")
     define(flags.DEFINE_bool, "compile", True, "compile the step in a dry run, to know its memory")
+    text = "for which a dry run compiles, such as v5e:4x4 or h100:8; unset: the backend at hand"
+    define(flags.DEFINE_string, "topology", None, text)
     assumed = "assumed by a dry run"
     define(base.SPEED, "device_teraflops", 50.0, f"per second, {assumed}")
     define(base.SPEED, "gigabits", 25.0, f"of a worker's link, {assumed}")
@@ -189,11 +191,21 @@ def setting_from_flags(values: flags.FlagValues) -> tuple[Task, Recipe]:
     In a dry run the task has shapes only.
     """
     from experiments.cluster import processes
+    from experiments.study.cost import stay_on_cpu
 
-    dry = "dry_run" in values and values.dry_run
+    forecast = "dry_run" in values  # the group of flags is defined
+    if forecast and values.topology is not None:
+        if not (values.dry_run and values.compile):
+            raise UserError(
+                f"--topology is {values.topology} without a compiling dry run, which alone needs "
+                "no device: pass --dry_run too, and not --nocompile."
+            )
+        stay_on_cpu()
     processes.say(f"Preparing {values.task}: data", file=sys.stderr)
     chosen = given(values, choices())
-    task, recipe = recipes.load(values.task, values.data_dir, abstract=dry, **chosen)
+    task, recipe = recipes.load(
+        values.task, values.data_dir, abstract=forecast and values.dry_run, **chosen
+    )
     recipe = recipe._replace(**recipe_fields(values))
     base.check_recipe(recipe)
     return task, recipe

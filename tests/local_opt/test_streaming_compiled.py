@@ -4,12 +4,15 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import local_opt
-from tests.compiled_runs import LIBTPU, compiled_by, devices_of, uncached
+from experiments.study.cost import LIBTPU, stay_on_cpu, uncached
+from syncopate.unstable import topologies
+from tests.compiled_runs import compiled_by
 
 LAYERS, WIDTH, EXAMPLES, DELAY = 4, 512, 128, 2
 
@@ -22,7 +25,11 @@ def loss(params, x):
 
 def scheduled(delay):
     """(kind, whether it is of a matrix product) of a program's instructions, as they are run."""
-    mesh = Mesh(devices_of("v5e:2x2", num_slices=2), ("worker",))
+    stay_on_cpu()
+    found = topologies.get_topology_desc(
+        platform="tpu", topology_name="v5e:2x2", num_slices=2
+    ).devices
+    mesh = Mesh(np.array(found), ("worker",))
     stream = local_opt.streaming_rounds(optax.sgd(0.1), axis_name="worker", fragments=2)
 
     def program(params, state, x):

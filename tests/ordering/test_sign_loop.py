@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 
 import ordering
+from experiments.study.cost import CUDA, LIBTPU, slice_of, uncached
 from ordering import kernel as sign_kernel
 from syncopate import mesh
 from tests import tables
-from tests.compiled_runs import CUDA, LIBTPU, compiled_by, marks_of, slice_of, text_of, uncached
+from tests.compiled_runs import compiled_by, marks_of, text_of
 
 RULES = {
     "greedy": ordering.greedy(),
@@ -116,7 +117,7 @@ def test_a_gpu_without_triton_takes_the_scan(capability, fits, monkeypatch):
 
 
 def lowered(chip, loop, *args):
-    of_chip = slice_of(f"{chip}:1")
+    of_chip, _ = slice_of(f"{chip}:1", 1)
     place = functools.partial(jax.ShapeDtypeStruct, sharding=NamedSharding(of_chip, jax.P()))
     with jax.set_mesh(of_chip):
         return jax.jit(loop).lower(*jax.tree.map(lambda x: place(x.shape, x.dtype), args))

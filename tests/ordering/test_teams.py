@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import ordering
+from experiments.study.cost import collectives_of
 from ordering.gathered import WINDOW
 from tests import reference, tables
-from tests.compiled_runs import collectives_of
 from tests.problems import on_mesh
 
 WORKERS = 8

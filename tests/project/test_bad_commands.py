@@ -44,7 +44,7 @@ WRONG = {
         "average": "cats epoch,,ema ''", "ema_epochs": f"{NUMBERS} 0 inf",
         "optimizer": "cats", "schedule": "cats", "input": "cats", "run": "cats",
         "track": "cats , wandb", "checkpoint_every": "-1 text", "patience": "0 nan",
-        "elastic": "cats", "num_processes": "0 2", "process_id": "-1 0",
+        "elastic": "cats", "topology": "cats v5e:4x4", "num_processes": "0 2", "process_id": "-1 0",
         "coordinator_address": "localhost auto ''", "overwrite": "maybe",
         "output_dir": f"file file/new /proc/new /dev/null {'x' * 300}",
     },
@@ -117,7 +117,7 @@ STRANGE = [
     "", "0", "1", "-1", "2", "0.5", "nan", "inf", "1e400", "1e-300", "1e38", str(2**31 - 1),
     str(2**64), "1,1", "a,,b", ",", "cats", "true", "none", "None", "0x10", "1_000", "½", "٣",
     " 3 ", "a\nb", "'\"'", "/proc/x", "file", "new", "binary", "x" * 300, "%s", "{}",
-    "rr", "qsr", "digits",
+    "rr", "qsr", "digits", "v5e:4x4",
 ]  # fmt: skip
 STUDIES = [m.STUDY for m in (qsr, cd_grab, echoing, combined)]
 MAINS = {s.name: (lambda v, s=s: study.define_flags(s, v), PLANNED) for s in STUDIES} | {

@@ -11,7 +11,8 @@ import optax
 import pytest
 
 import local_opt
-from tests.compiled_runs import collectives_of, conditionals, donated, operations, types_of
+from experiments.study.cost import collectives_of
+from tests.compiled_runs import conditionals, donated, operations, types_of
 from tests.problems import NESTEROV, PLAN, SGD, WIRES, copies, on_mesh
 
 pytestmark = pytest.mark.usefixtures("optimised")  # what users compile

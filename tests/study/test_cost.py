@@ -19,7 +19,6 @@ from experiments.tasks import Recipe, Task
 from experiments.tasks.base import abstract_set
 from experiments.training.config import OrderSetting, Sizes
 from local_opt import sync_bytes
-from tests.compiled_runs import collectives_of
 
 WORKERS = 4
 
@@ -193,7 +192,7 @@ def test_collectives_of_a_step_are_counted():
     def count(step):
         found = local_opt.count_collectives(over_mesh(step, "owned"), rows)
         compiled = jax.jit(over_mesh(step, "owned")).lower(rows).compile().as_text()
-        assert found == collections.Counter(one.kind for one in collectives_of(compiled))
+        assert found == collections.Counter(one.kind for one in cost.collectives_of(compiled))
         return found
 
     rows = local_opt.owned(jnp.ones(3), worker_mesh(WORKERS))

@@ -13,17 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 import local_opt
 import ordering
+from experiments.study.cost import LIBTPU, collectives_of, slice_of, uncached
 from syncopate.mesh import like
-from tests.compiled_runs import (
-    LIBTPU,
-    collectives_of,
-    conditionals,
-    devices_of,
-    groups_of,
-    lines_of,
-    marks_of,
-    uncached,
-)
+from tests.compiled_runs import conditionals, groups_of, lines_of, marks_of
 from tests.problems import assert_bitwise_equal, copies
 from tests.shards import (
     BATCH,
@@ -87,7 +79,7 @@ def test_a_sync_sends_shards_and_a_step_communicates_only_within_its_worker(way,
     if chips is None:
         programs = sketched(WAYS[way](workers), size=128)
     else:
-        devices = devices_of(chips).reshape(workers, model)
+        devices = slice_of(chips, 8)[0].devices.reshape(workers, model)
         mesh = jax.sharding.Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 2)
         programs = sketched(left_to_the_compiler(workers, mesh=mesh), size=128)
     step, sync = compiled(programs, mesh)

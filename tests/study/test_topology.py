@@ -1,5 +1,12 @@
 """Programs of runs, compiled for CPUs, TPUs and GPUs: collectives, donation, memory."""
 
+import contextlib
+import functools
+import importlib.util
+import io
+import pathlib
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,28 +16,35 @@ import pytest
 import local_opt
 import models
 import ordering
+from experiments import train
 from experiments.cluster.devices import owned_sharding, worker_mesh
-from experiments.study.cost import order_traffic, shapes_of
+from experiments.study.cost import (
+    CHIPS,
+    CUDA,
+    GIB,
+    LIBTPU,
+    Assumed,
+    Refused,
+    collectives_of,
+    compile_or_refuse,
+    cycles_of,
+    dry_run,
+    order_traffic,
+    result_bytes,
+    shapes_of,
+    shortage,
+    slice_of,
+)
+from experiments.study.study import Arm, Study
 from experiments.study.tables import row_of
 from experiments.tasks import Recipe, Task
 from experiments.tasks.base import abstract_set
 from local_opt import exchange
-from tests.compiled_runs import (
-    CUDA,
-    LIBTPU,
-    collectives_of,
-    compiled_by,
-    donated,
-    kinds,
-    marks_of,
-    operations,
-    result_bytes,
-    slice_of,
-    text_of,
-    uncached,
-)
+from tests.commands import parsed
+from tests.compiled_runs import CPU, compiled_by, donated, kinds, marks_of, operations, text_of
 
 pytestmark = pytest.mark.usefixtures("optimised")  # what users compile
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "use" / "accelerators.md"
 WORKERS, PARAMETERS = 4, 1024
 RECIPE = Recipe(WORKERS, 2, 4, (0.1,), total_steps=40, schedule="cosine", floor=1e-3, h_base=4)
 FOUR = {"v5e": "v5e:2x2", "h100": "h100:4"}  # a slice for each of both compilers
@@ -38,6 +52,7 @@ tpu, gpu = compiled_by(LIBTPU), compiled_by(CUDA)
 ABSENT = [
     pytest.param("v5e", marks=marks_of(LIBTPU)), pytest.param("h100", marks=marks_of(CUDA)),
 ]  # fmt: skip
+both = pytest.mark.parametrize("chip", ABSENT)
 
 
 def task(width=127, classes=8):
@@ -48,10 +63,61 @@ def task(width=127, classes=8):
 
 
 def programs_of(chip, order, sync, units_per_step=2):
-    mesh = slice_of(FOUR[chip]) if chip in FOUR else worker_mesh(WORKERS)
+    mesh = slice_of(FOUR[chip], WORKERS)[0] if chip in FOUR else worker_mesh(WORKERS)
     optimizer = "adamw" if row_of("order", order).scaled else RECIPE.optimizer
     recipe = RECIPE._replace(units_per_step=units_per_step, optimizer=optimizer)
     return shapes_of(task(), recipe, row_of("order", order), row_of("sync", sync).rounds, mesh=mesh)
+
+
+# Refused before anything is compiled.
+
+
+@pytest.mark.parametrize("name", ["v5e", "v9:2x2", "a100:8", "v5e:2x2x2x2", "4x4"])
+def test_an_unknown_slice_is_refused(name):
+    with pytest.raises(ValueError, match=rf"--topology is {name}: a slice is CHIP:SHAPE.* v5e:4x4"):
+        slice_of(name, 4)
+
+
+@pytest.mark.parametrize("name,extra", [("v5e:2x2", "topology"), ("h100:4", "topology_gpu")])
+def test_the_error_for_a_missing_compiler_says_what_to_install(name, extra, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=rf'not installed: pip install -e "\.\[{extra}\]"'):
+        slice_of(name, 4)
+
+
+@pytest.mark.parametrize("more", [(), ("--dry_run", "--nocompile")])
+def test_a_topology_needs_a_dry_run(more):
+    values = parsed(train, "--topology=v5e:2x2", "--task=digits", *more)
+    with pytest.raises(ValueError, match="v5e:2x2 without a compiling dry run.*pass --dry_run"):
+        train.run(values)
+
+
+def test_gpus_are_on_hosts_of_eight():
+    for shape, whole in {"1": "1x1x1", "8": "1x1x8", "16": "1x2x8"}.items():
+        described = CUDA.topology("h100", shape, CHIPS["h100"])
+        assert described["topology"] == whole
+        assert "device_memory_size: 80000000000 }" in described["target_config"]
+    for shape in ("12", "2x8", "0"):
+        with pytest.raises(ValueError, match="GPUs are counted, and hosts have 8"):
+            CUDA.topology("h100", shape, CHIPS["h100"])
+
+
+@tpu
+def test_slices_of_tpus():
+    for name in ("v5e:3x5", "v5e:4"):
+        with pytest.raises(ValueError, match=f"{name}: no such slice"):
+            slice_of(name, 4)
+    with pytest.raises(ValueError, match="workers is 8 and v5e:2x2 has 4 .*Pass --workers=4"):
+        slice_of("v5e:2x2", 8)
+    for name, workers, memory in (("v4:2x2x1", 8, 16), ("v4:1", 2, 16), ("v5e:1", 1, 16)):
+        mesh, chip = slice_of(name, workers)
+        assert (mesh.size, chip.memory) == (workers, memory * GIB)
+
+
+@gpu
+def test_sixteen_gpus_are_two_hosts():
+    devices = slice_of("h100:16", 16)[0].devices
+    assert [device.process_index for device in devices] == [0] * 8 + [1] * 8
 
 
 # What the compiled programs hold.
@@ -116,7 +182,7 @@ def test_a_program_contains_the_collectives_of_its_plan(
 @tpu
 def test_a_gather_spread_over_fusions_counts_once():
     """libtpu starts one in a fusion, ends it in another, and computes beside it in between."""
-    mesh = slice_of("v5e:4x4")
+    mesh, chip = slice_of("v5e:4x4", 16)
     split, size = jax.P("worker"), 1 << 16
 
     def gather(x, y, w):
@@ -133,7 +199,8 @@ def test_a_gather_spread_over_fusions_counts_once():
         shape, np.float32, sharding=jax.NamedSharding(mesh, spec)
     )
     args = like(split, 16 * size), like(split, 16 * 512, 1024), like(jax.P(), 1024, 1024)
-    (found,) = collectives_of(text_of(jax.jit(run).lower(*args)))
+    program = compile_or_refuse(jax.jit(run).lower(*args), chip)
+    (found,) = program.collectives
     assert (found.kind, found.bytes, found.asynchronous) == ("all-gather", 4 * 16 * size, True)
 
 
@@ -145,17 +212,66 @@ def test_blocks_of_pairs_are_those_of_the_target_chip():
         found.append(ordering.kernel.block_size_of())
         return x
 
-    mesh = slice_of(FOUR["v5e"])
+    mesh, _ = slice_of(FOUR["v5e"], WORKERS)
     run = local_opt.lift(worker, mesh, "owned -> owned")
     jax.eval_shape(run, jax.ShapeDtypeStruct((WORKERS, 2), np.float32))
     assert found == [ordering.kernel.BLOCK]
     assert ordering.kernel.block_size_of() == 1, "JAX uses the CPU"
 
 
+def printed(of_task, topology, **arms):
+    study = Study("one", arms, "", None, (), ())
+    return dry_run(of_task, RECIPE, study, Assumed(topology=topology))
+
+
+@both
+def test_a_program_that_does_not_fit_reports_the_missing_memory(chip):
+    width, classes = (2**21, 1024) if chip == "v5e" else (2**21, 2048)  # 9 or 17 GB of parameters
+    text = printed(task(width, classes), FOUR[chip], run=Arm("CD-GraB", "cd_grab", "qsr"))
+    start = r"fresh step, CD-GraB: does not fit. It needs [\d.]+ GB of [\d.]+ GB; [\d.]+ GB are mis"
+    assert re.search(start, text) and "a sketch for an exact order" in text
+    assert "or another chip: " in text and "does not fit: " in text.split("\n\n")[1]
+
+
+def test_memory_is_compared_if_the_compiler_accepts_any_size():
+    lowered = programs_of("cpu", "cd_grab", "parallel").programs[FRESH]()
+    found = compile_or_refuse(lowered, CPU).memory
+    needed = found["arguments"] + found["outputs"] + found["temporaries"] - found["donated"]
+    assert found["peak"] == needed, "all buffers are there at once"
+    fits = functools.partial(compile_or_refuse, lowered)
+    assert fits(CPU._replace(memory=needed - 1)) == Refused(needed, needed - 1)
+    assert fits(CPU._replace(memory=needed)).memory == found
+
+
+def cells(text):
+    """Tables as rows of cells; any other line is a row of one."""
+    lines = [part.split("\n") for part in text.split("\n\n")]
+    return [[[c.strip() for c in x.strip("|").split("|")] for x in part] for part in lines]
+
+
+@tpu
+def test_the_page_shows_the_output_of_its_command():
+    """But for what another compiler may find otherwise: bytes, operations, cycles, seconds.
+
+    So it lists all programs of a run, their collectives, and whether they fit.
+    """
+    page = PAGE.read_text()
+    flags = re.search(r"^    python -m experiments.train (.* --topology=v5e:4x4)$", page, re.M)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        train.run(parsed(train, *flags[1].split()))
+    shown = page.split("## What it prints\n\n")[1].split("\n\n## How to read it")[0]
+    exact = (None, 8, 2, None, None)  # columns of the tables; all of the last line
+    for one, other, columns in zip(
+        cells(shown), cells(out.getvalue().rstrip("\n")), exact, strict=True
+    ):
+        same = [row[:columns] for row in one if "---" not in row[0]]
+        assert same == [row[:columns] for row in other if "---" not in row[0]]
+
+
 @gpu
 def test_a_wire_takes_memory_for_a_group_and_sends_the_bytes_of_all(monkeypatch):
     """Four workers with 2^22 numbers, in one group and in eight."""
-    mesh = slice_of(FOUR["h100"])
+    mesh, chip = slice_of(FOUR["h100"], WORKERS)
     wire, found = local_opt.rounded_wire("int8"), []
     rounds = local_opt.local_rounds(optax.sgd(0.1), wire=wire)
     params = {f"w{i}": jax.ShapeDtypeStruct((256, 1024), np.float32) for i in range(16)}
@@ -169,14 +285,11 @@ def test_a_wire_takes_memory_for_a_group_and_sends_the_bytes_of_all(monkeypatch)
         monkeypatch.setattr(exchange, "GROUPS", 2**30)
         sync = local_opt.lift(rounds.sync, mesh, "owned owned -> owned owned")
         lowered = jax.jit(sync, donate_argnums=(0, 1)).lower(*args)
-        with uncached():
-            found.append(lowered.compile(compiler_options=dict(CUDA.options)))
+        found.append(compile_or_refuse(lowered, chip))
     sent = local_opt.sync_bytes(2**22, num_workers=WORKERS, wire=wire) * WORKERS / (WORKERS - 1)
-    collectives = [collectives_of(one.as_text()) for one in found]
-    assert [sum(c.bytes for c in own) for own in collectives] == [sent, sent]
-    assert [*map(len, collectives)] == [2, 16]
-    temporaries = [one.memory_analysis().temp_size_in_bytes for one in found]
-    assert temporaries[1] < temporaries[0]
+    assert [sum(c.bytes for c in one.collectives) for one in found] == [sent, sent]
+    assert [len(one.collectives) for one in found] == [2, 16]
+    assert found[1].memory["temporaries"] < found[0].memory["temporaries"]
 
 
 # What their texts say, on small samples.
@@ -265,6 +378,23 @@ def test_every_collective_counts_once(text, expected):
     assert [(one.where, one.kind, one.bytes, one.asynchronous) for one in found] == expected
 
 
+def test_cycles_count_what_runs_and_a_fusion_counts_once():
+    """One turn of the loop, the end of a gather, and what runs during one."""
+    assert cycles_of(OF_TPU) == 100 + 3 + 5
+    assert cycles_of(OF_CUDA) is None
+
+
 def test_bytes_of_a_type():
     assert result_bytes("f32[64,10]{1,0:T(8,128)S(1)}") == 2560
     assert result_bytes("(u32[]{:S(2)}, pred[7]{0}, s4[3], f8e4m3fn[2,2], token[])") == 17
+
+
+@pytest.mark.parametrize("message,needed,available", [
+    ("RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries "
+     "(800.00G) exceeds available HBM (15.75G).", 800.0, 15.75),
+    ("Ran out of memory in memory space hbm. Used 22.50G of 15.75G hbm. Exceeded hbm capacity by "
+     "6.75G.", 22.5, 15.75),
+])  # fmt: skip
+def test_a_memory_shortage_is_parsed_from_the_compiler_s_message(message, needed, available):
+    assert shortage(message) == (needed * 2**30, available * 2**30)
+    assert shortage("INTERNAL: something else") is None
