@@ -15,6 +15,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = {"CONTRIBUTING.md": "contributing/index.md", "CHANGELOG.md": "contributing/changelog.md"}
 FOLDERS = ("examples", "notebooks", "experiments/presets")
 SHOWN = {".py", ".md", ".ipynb", ".flags", ".json", ".diff"}
+COMMANDS = "experiments/runs/*/command.txt"  # of the recorded runs
 
 
 def copied() -> dict[str, str]:
@@ -24,7 +25,7 @@ def copied() -> dict[str, str]:
         for folder in FOLDERS
         for path in (ROOT / folder).rglob("*")
         if path.suffix in SHOWN
-    }
+    } | {path.relative_to(ROOT).as_posix() for path in ROOT.glob(COMMANDS)}
     return PAGES | {path: path for path in sorted(inside)}
 
 

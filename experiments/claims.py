@@ -271,22 +271,23 @@ def page(folder=None) -> str:
         word = "reproduced" if ours == published else "none of that size"
         plans += [{"claim": f"{text}: rounds, volume against parallel", "published": published,
                    "ours": ours, "verdict": word}]  # fmt: skip
-    runs = [section(name, pathlib.Path(folder, name)) for name in recorded]
+    runs = [run_of(name, pathlib.Path(folder, name)) for name in recorded]
     return "\n\n".join([
         chance, *parts, "## Plans, which need no run", tables.markdown(plans),
-        "## Runs", *runs,
+        "## Runs", *([tables.markdown(runs)] if runs else ()),
     ])  # fmt: skip
 
 
-def section(name: str, path: pathlib.Path) -> str:
-    """A recorded run, and how it was made."""
+def run_of(name: str, path: pathlib.Path) -> dict[str, str]:
+    """A recorded run, with a link to the commands that made it."""
     from experiments.results import archive
 
     title, scaled = RUNS[name]
     versions = files.read_json(path / archive.VERSIONS)
+    link = f"../../experiments/runs/{name}/{archive.COMMAND}"
     made = f"JAX {versions['jax']} on {versions['device']}"
-    lines = "\n".join(f"    {line}" for line in archive.commands(path))
-    return f"### {name}\n\n{title}. Scaled down: {scaled}. {made}.\n\n{lines}"
+    return {"commands": f'<a id="{name}"></a>[{name}]({link})', "run": title,
+            "scaled down": scaled, "made with": made}  # fmt: skip
 
 
 def define_flags(values: flags.FlagValues) -> None:

@@ -22,6 +22,12 @@ def check(text, whole):
     assert text in whole
 
 
+def check_commands(name, whole):
+    """The page links to them."""
+    assert f"../../experiments/runs/{name}/{archive.COMMAND}" in whole
+    assert archive.commands(archive.FOLDER / name)
+
+
 @pytest.mark.parametrize("name", ["digits", "digits_constant", "shakespeare"])
 def test_the_factorials(name):
     comparison, whole = archive.load(f"combined_{name}"), page("combined.md")
@@ -32,20 +38,20 @@ def test_the_factorials(name):
         check(tables.table(comparison, tables.COMBINED_COLUMNS), whole)
     if name == "digits":
         check(combined.priced_table(cost.machines(4.0, 2.0))(comparison)[1], whole)
-    assert (archive.FOLDER / f"combined_{name}" / archive.COMMAND).read_text().strip() in whole
+    check_commands(f"combined_{name}", whole)
 
 
 def test_many_epochs_over_little_text():
     whole = page("slowrun.md")
     check(tables.table(archive.load("slowrun"), slowrun.COLUMNS), whole)
-    assert all(line in whole for line in archive.commands(archive.FOLDER / "slowrun"))
+    check_commands("slowrun", whole)
 
 
 @pytest.mark.parametrize("name", ["shakespeare_adamw", "vit_adamw", "gpt2_sketches"])
 def test_orders_of_models_of_text_and_images(name):
     whole = page("orders.md")
     check(tables.gains(archive.load(name)), whole)
-    assert all(line in whole for line in archive.commands(archive.FOLDER / name))
+    check_commands(name, whole)
 
 
 @pytest.mark.parametrize("name", ["vit", "resnet"])
@@ -59,7 +65,7 @@ def test_the_rules_of_local_steps(name):
 def test_outer_momentum_fragments_and_muon(name):
     comparison, whole = archive.load(name), page("outer.md")
     check(tables.table(comparison, tables.SYNC_COLUMNS), whole)
-    assert all(line in whole for line in archive.commands(archive.FOLDER / name))
+    check_commands(name, whole)
 
 
 @pytest.mark.parametrize("name", ["resnet", "mobilenet", "shakespeare"])
