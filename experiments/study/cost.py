@@ -61,7 +61,7 @@ def traffic(
 ) -> Callable[[int, int], float]:
     """`(rounds, loads) -> what a worker has sent`, in all-reduces of the task's parameters.
 
-    A sync sends one, or the share of it that its wire or its fragments leave.
+    A sync sends one, or the share of it that its wire leaves.
 
     Args:
       order, sizes, sync_in_step: as of `order_traffic`; rule: a row of SYNC_RULES.
@@ -70,7 +70,6 @@ def traffic(
     of_order = order_traffic(order, sizes, size, sync_in_step=sync_in_step)
     sent = functools.partial(local_opt.sync_bytes, size, num_workers=sizes.workers)
     share = sent(wire=rule.wire()) / sent() if rule.wire and sizes.workers > 1 else 1
-    share /= rule.fragments
     return lambda rounds, loads: share * rounds + of_order(loads)
 
 

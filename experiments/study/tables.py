@@ -47,14 +47,10 @@ class Order(NamedTuple):
     takes: tuple[str, ...] = ()  # options, or single words of one
 
 
-def _rounds(name: str, inner, *, axis_name, fragments=None, **options):
-    """Rounds of the library, by name, or in turn; `options` make its own."""
+def _rounds(name: str, inner, *, axis_name, **options):
+    """Rounds of the library, by name; `options` make its own."""
     made = {option: make() for option, make in options.items()}
-    if fragments is None:
-        return getattr(syncopate.local_opt, name)(inner, axis_name=axis_name, **made)
-    from experiments.study.fragments import in_turn
-
-    return in_turn(inner, axis_name=axis_name, fragments=fragments, **made)
+    return getattr(syncopate.local_opt, name)(inner, axis_name=axis_name, **made)
 
 
 # Of local steps, which know their drift, and of gradients that are averaged or added up first.
@@ -67,11 +63,10 @@ class SyncRule(NamedTuple):
     """A row of SYNC_RULES: `plan` gives the SyncPlan, and `rounds` what a step and a sync do."""
 
     label: str
-    plan: Callable  # of a RunConfig; options h_max, offset
+    plan: Callable  # of a RunConfig; option h_max
     # (inner optimizer, axis_name=) -> Rounds
     rounds: Callable = DRIFTING
     wire: Callable | None = None  # makes that in which `rounds` sends changes
-    fragments: int = 1  # of the parameters; a sync sends one
     takes: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()  # fields of the recipe, of `flags.OF_ROWS`, that it reads
 
@@ -240,9 +235,9 @@ SYNC_RULES = {
         "parallel", lambda c: syncopate.local_opt.constant(1, total_steps=c.total_steps), PARALLEL
     ),
     "accumulate": SyncRule("gradient accumulation", _constant, ACCUMULATED, reads=("h_base",)),
-    "constant": SyncRule("constant H", _constant, takes=(*LOCAL, "fragments"), reads=("h_base",)),
+    "constant": SyncRule("constant H", _constant, takes=LOCAL, reads=("h_base",)),
     "matched": SyncRule(
-        "constant H, as many syncs as QSR", _matched, takes=(*LOCAL, "fragments"),
+        "constant H, as many syncs as QSR", _matched, takes=LOCAL,
         reads=("h_base", "growth"),
     ),
     "post_local": SyncRule(
@@ -255,7 +250,7 @@ SYNC_RULES = {
     ),
     "inverse": SyncRule("H ~ 1/η", _at_volume_of_qsr(1), takes=LOCAL, reads=("h_base", "growth")),
     "qsr": SyncRule(
-        "QSR", _qsr, takes=(*LOCAL, "h_max", "fragments"), reads=("h_base", "growth")
+        "QSR", _qsr, takes=(*LOCAL, "h_max"), reads=("h_base", "growth")
     ),
     "cubic": SyncRule("H ~ 1/η³", _at_volume_of_qsr(3), takes=LOCAL, reads=("h_base", "growth")),
     # What slow input asks for: e is the echo factor.
@@ -268,28 +263,16 @@ SYNC_RULES = {
 }  # fmt: skip
 
 
-def _sync_rule(row: SyncRule, *, h_max=None, fragments=None, align=None, **of_rounds):
+def _sync_rule(row: SyncRule, *, h_max=None, align=None, **of_rounds):
     """The row with values of its options; those `of_rounds` are wire, correction and outer."""
     plan, rounds = row.plan, row.rounds
     if h_max is not None:
         plan = functools.partial(plan, h_max=h_max)
-    if fragments is not None:
-        if "correction" in of_rounds:
-            raise UserError("fragments have no correction of the drift: leave --correction out.")
-        plan = functools.partial(_plan_in_turn, plan, fragments)
-        rounds = functools.partial(_rounds, "", fragments=fragments, **of_rounds)
-    elif of_rounds:
+    if of_rounds:
         rounds = functools.partial(rounds, **of_rounds)
     if align is not None:
         plan = _aligned(plan, align)
-    wire = of_rounds.get("wire", row.wire)
-    return row._replace(plan=plan, rounds=rounds, wire=wire, fragments=fragments or 1)
-
-
-def _plan_in_turn(plan: Callable, count: int, config: RunConfig):
-    from experiments.study import fragments
-
-    return fragments.union(fragments.plans_in_turn(plan, config, count))
+    return row._replace(plan=plan, rounds=rounds, wire=of_rounds.get("wire", row.wire))
 
 
 def _aligned(plan: Callable, share: float) -> Callable:
@@ -411,9 +394,6 @@ OPTIONS = {
     }),
     "outer": Option("sync", "outer optimizer: rate and momentum", _outer()),
     "h_max": Option("sync", "longest round", "H at most {}"),
-    "fragments": Option("sync", "of the parameters, which take turns", {
-        "fragments2": ("2 fragments", 2)
-    }),
     "align": Option("sync", "where rounds end besides", {
         "half": ("to the half epoch", 0.5), "epoch": ("to the epoch", 1),
     }),

@@ -82,7 +82,7 @@ def test_a_forecast_plans_as_the_study_with_the_same_flags_does():
     assert rows_of(text)["QSR"]["rounds"] == str(rounds) == "7867"
     for more in (["--schedule=cycles"], ["--schedule=cosine", "--warmup_steps=77"]):
         more = ["--task=digits_mlp", "--step_seconds=1", "--total_steps=103", *more]
-        rules = ["qsr", "inverse", "constant+half", "qsr+fragments2", "every_load", "swap"]
+        rules = ["qsr", "inverse", "constant+half", "every_load", "swap"]
         values = parsed(forecast, *more, f"--arms={','.join(rules)}")
         plans = forecast.forecast_of("digits_mlp", values)[2][1]
         task, recipe = recipes.load("digits_mlp", abstract=True)
@@ -92,19 +92,17 @@ def test_a_forecast_plans_as_the_study_with_the_same_flags_does():
             assert plans[arm_of(rule).label] == own.sync, rule
 
 
-def test_a_forecast_counts_what_wires_and_fragments_send():
+def test_a_forecast_counts_what_wires_send():
     """Bytes and seconds are those of the syncs; volume is their share of a sync in every step."""
-    size, workers, rules = 86_567_656, 16, ["qsr", "qsr+int8", "constant", "constant+fragments2"]
-    values = parsed(forecast, f"--arms={','.join([*rules, 'constant+fragments2+int4'])}")
+    size, workers, rules = 86_567_656, 16, ["qsr", "qsr+int8", "constant", "constant+int4"]
+    values = parsed(forecast, f"--arms={','.join(rules)}")
     rows = rows_of(forecast.forecast_of("imagenet_vit_b", values)[1])
     whole = 2 * (workers - 1) / workers * size * 4
     sent = {
         "QSR": 9711 * whole,
         "QSR, int8": 9711 * local_opt.sync_bytes(size, num_workers=16, wire=WIRES["int8"]),
         "constant H": 23_400 * whole,
-        "constant H, 2 fragments": 23_400 * whole,
-        "constant H, 2 fragments, int4": 23_400
-        * local_opt.sync_bytes(size, num_workers=16, wire=WIRES["int4"]),
+        "constant H, int4": 23_400 * local_opt.sync_bytes(size, num_workers=16, wire=WIRES["int4"]),
     }
     assert set(rows) == set(sent)
     hours = float(rows["QSR"]["compute h"])

@@ -1,20 +1,16 @@
 """The tables of decisions: their rows, the words that modify them, and their plans."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-import local_opt
 import ordering
-from experiments.study import fragments, tables
+from experiments.study import tables
 from experiments.study.tables import TABLES, Arm, arm_of, row_of
 from experiments.tasks import TASKS
 from experiments.training import config
-from experiments.training.config import RunConfig
 from local_opt import Rounds
 from tests.words import all_rows, further
 
@@ -62,7 +58,6 @@ def test_words_name_decisions(text, decisions, label):
         ),
         ("cd_grab+dealt+chunks", "says --deal twice, dealt and chunks"),
         ("cd_grab+team4", "--team is 4 without a sketch"),
-        ("qsr+control+fragments2", "fragments have no correction of the drift: leave"),
     ],
 )
 def test_invalid_words_are_refused(text, message):
@@ -157,59 +152,3 @@ def test_aligned_rules_end_rounds_with_epochs():
     assert given.echo_factor == 4 and not (ends[:-1] % 28).any()
     with pytest.raises(ValueError, match="needs an epoch's loads: use a study"):
         row_of("sync", "qsr+half").plan(given._replace(loads_per_epoch=None))
-
-
-RATES = np.cos(np.linspace(0, 1.55, 120))  # falling to a fiftieth
-
-
-@pytest.mark.parametrize("name", ["constant", "matched", "qsr", "qsr+h_max8"])
-def test_a_run_in_turn_equals_streaming_by_segments(name):
-    given = RunConfig(RATES, seed=0)
-    rule = row_of("sync", f"{name}+nesterov0.7_0.9+fragments2")
-    plans = fragments.plans_in_turn(row_of("sync", name).plan, given, 2)
-    whole = rule.plan(given)
-    ends = {e for plan in plans for e in plan.ends.tolist()}
-    assert set(whole.ends.tolist()) == ends and rule.fragments == 2
-    assert len(plans[0].ends) <= len(plans[1].ends) <= len(plans[0].ends) + 1
-
-    inner, total = optax.adam(0.1), given.total_steps
-    outer = optax.sgd(0.7, 0.9, nesterov=True)
-    x = {"a": jnp.zeros((2, 3)), "b": jnp.ones((2, 3))}  # of two workers
-    targets = jax.random.normal(jax.random.key(0), (total, 2, 3))
-    turns = rule.rounds(inner, axis_name="worker")
-    stream = local_opt.streaming_rounds(inner, fragments=2, mixing=0.0, outer=outer)
-
-    def step(rounds):
-        def one(x, state, t):
-            grads = jax.tree.map(lambda p: p - targets[t], x)
-            updates, state = jax.vmap(rounds.update)(grads, state, x)
-            return optax.apply_updates(x, updates), state
-
-        return jax.jit(one)
-
-    sync = jax.jit(jax.vmap(turns.sync, axis_name="worker"))
-    by_turn, states, step_in_turn = x, jax.vmap(turns.init)(x), step(turns)
-    seen = []
-    for t in range(total):
-        by_turn, states = step_in_turn(by_turn, states, t)
-        if whole.syncs_after(t):
-            by_turn, states = sync(by_turn, states)
-        seen.append(by_turn)
-
-    state, step_of_stream = jax.vmap(stream.init)(x), step(stream)
-    for begin, end, due in local_opt.stream_segments(dict(enumerate(plans))):
-        if begin == total:  # there the rest is averaged where the model is evaluated
-            break
-        talk = jax.vmap(lambda x, s, due=due: stream.communicate(x, s, due), axis_name="worker")
-        x, state = talk(x, state)
-        if begin:
-            # Up to the rounding of another program: values are of size 1.
-            close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
-            jax.tree.map(close, seen[begin - 1], x)
-        for t in range(begin, end):
-            x, state = step_of_stream(x, state, t)
-
-
-def test_fragments_that_cannot_take_turns_are_refused():
-    with pytest.raises(ValueError, match="2 fragments cannot take turns .* raise --h_base"):
-        row_of("sync", "constant+fragments2").plan(RunConfig(RATES, seed=0, h_base=1))
