@@ -11,8 +11,15 @@ from collections.abc import Callable, Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
+from jax.typing import ArrayLike
+from jaxtyping import PyTree
 
+from local_opt.lift import lift
+from local_opt.mean import synchronize
+from local_opt.workers import AXIS, check_leading
 from syncopate import plans
+from syncopate.workers import count_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)
@@ -85,6 +92,40 @@ class SyncPlan(plans.Plan):
         """Whether workers synchronise after a step."""
         return self.ends[self.round_at(step)] == self._checked(step) + 1
 
+    @jax.transfer_guard("allow")
+    def after(
+        self,
+        step: int,
+        tree: PyTree,
+        workers: int | Mesh | None = None,
+        *,
+        axis_name: str | None = AXIS,
+        weight: ArrayLike | None = None,
+    ) -> PyTree:
+        """All workers' tree after a step: their mean where workers synchronise, else the tree.
+
+        For loops without optax, between jitted steps. Nothing runs in a step without a sync, and
+        all syncs run one compiled program.
+
+        Args:
+          step: in 0 .. T - 1, the step that was taken.
+          tree: arrays [W, ...], as of `owned`; integers, booleans and keys stay each worker's own.
+          workers, axis_name: as of `lift`.
+          weight: [W], as of `synchronize`.
+
+        Examples:
+          >>> import jax.numpy as jnp
+          >>> from syncopate import local_opt
+          >>> plan, x = local_opt.constant(2, total_steps=4), jnp.array([1.0, 3.0])
+          >>> plan.after(0, x, 2).tolist(), plan.after(1, x, 2).tolist()
+          ([1.0, 3.0], [2.0, 2.0])
+        """
+        if not self.syncs_after(plans.check_whole("step", step, 0, self.total_steps - 1)):
+            return tree
+        check_leading({"tree": tree, "weight": weight}, "worker")
+        count, axis_name, mesh = count_of(workers, axis_name)
+        return _mean_of_all(count if mesh is None else mesh, axis_name)(tree, weight)
+
     def ends_after(self, step: jax.Array) -> jax.Array:
         """Whether workers synchronise after a traced step; true beyond the plan."""
         # From the host's array only here, as a traced array could not leave its trace.
@@ -124,6 +165,13 @@ class SyncPlan(plans.Plan):
             lines = [*lines[:7], "        ...", *lines[-6:]]
         sizes = f"volume {self.volume:.3%}, H from {periods.min()} to {periods.max()}"
         return sizes, ["  from step     H", *lines]
+
+
+@functools.cache
+def _mean_of_all(workers, axis_name):
+    """(tree, weight) of all workers -> the mean tree, compiled once."""
+    mean = lambda tree, weight: synchronize(tree, axis_name=axis_name, weight=weight)  # noqa: E731
+    return jax.jit(lift(mean, workers, "owned owned -> owned", axis_name=axis_name))
 
 
 def from_function(

@@ -10,11 +10,15 @@ import pytest
 
 import local_opt
 from experiments.cluster.devices import worker_mesh
+from local_opt import plans
+from tests import reference
 from tests.problems import (
     IMAGES,
     LABELS,
+    MATRICES,
     NET,
     PLAN,
+    RATE,
     RUNS,
     SGD,
     START,
@@ -25,22 +29,27 @@ from tests.problems import (
     copies,
     distance,
     expected_squares,
+    flat,
     net_step,
     run_net,
     run_rounds,
     run_squares,
+    square_gradient,
+    square_loss,
     vmap,
 )
 from tests.refused import refuses
 
+PMAP = functools.partial(jax.pmap, axis_name="batch", devices=jax.devices()[:W])
 
-@pytest.mark.parametrize("run", RUNS)
+
+@pytest.mark.parametrize("run", [*RUNS, "pmap"])
 def test_planned_steps_equal_the_reference(run):
     opt = optax.chain(
         optax.clip_by_global_norm(1.0),
-        local_opt.local_steps(SGD, PLAN, axis_name="worker"),
+        local_opt.local_steps(SGD, PLAN, axis_name=None),
     )
-    history, state = run_squares(opt, RUNS[run])
+    history, state = run_squares(opt, RUNS.get(run, PMAP))
     expected = expected_squares(clip=1.0)
     # Clipped: the reference without clipping is far away; and workers differ inside rounds.
     assert distance(expected, expected_squares()) > 0.1
@@ -53,6 +62,37 @@ def test_planned_steps_equal_the_reference(run):
         assert np.abs(met - met[:1]).max() <= np.spacing(np.abs(met).max())
     planned = state[1]
     assert planned.num_steps.tolist() == [13] * W and planned.num_syncs.tolist() == [5] * W
+
+
+@pytest.mark.parametrize("run", ["vmap", "shard_map", "pmap"])
+@pytest.mark.parametrize("weights", [None, np.array([[1, 0, 2, 5]] * 5)], ids=["equal", "weighed"])
+def test_a_loop_without_optax_asks_the_plan_after_each_step(run, weights, monkeypatch):
+    """Between syncs it gets its own arrays back, and all syncs are one program."""
+    traced, synchronize = [], plans.synchronize
+    count = lambda *args, **more: traced.append(1) or synchronize(*args, **more)  # noqa: E731
+    monkeypatch.setattr(plans, "synchronize", count)
+    plans._mean_of_all.cache_clear()
+    gradient, axis = jax.grad(square_loss), "batch" if run == "pmap" else "worker"
+    step = RUNS.get(run, PMAP)(
+        lambda x, *data: jax.tree.map(lambda x, g: x - RATE * g, x, gradient(x, *data))
+    )
+    params, history, traces = copies(START), [], set()
+    for t in range(13):
+        moved = jax.jit(step)(params, MATRICES, TARGETS[t])
+        workers = W if run == "vmap" else moved["b"].sharding.mesh
+        own = None if weights is None else weights[0]
+        params = PLAN.after(t, moved, workers, axis_name=axis, weight=own)
+        if PLAN.syncs_after(t):
+            assert_workers_bitwise_equal(params)
+            traces.add(len(traced))
+        else:
+            assert params is moved
+        history.append(flat(params))
+    assert len(traces) == 1
+    expected = reference.local_sgd(
+        flat(START), square_gradient, PLAN.periods, RATE, weights=weights
+    )
+    assert distance(history, expected) < 1e-6
 
 
 @pytest.mark.parametrize("run", ["vmap", "shard_map"])
