@@ -73,6 +73,9 @@ WRONG = {
         "workers": "'' 0 2.5 x 100 99999999999999999999", "rounds": "0", "num_vectors": "1e6 0",
         "arms": "cats '' cd_grab+team4", "dimension": "0 x", "units_per_step": "0 2.5",
     },
+    "slow_sde --output_dir=new": {
+        "workers": "0 ''", "rates": "0 nan '' 1e-9 100 1e-300 x", "repetitions": "1",
+    },
     "claims --record=new": {"record": "file /nonexistent m4", "claims": "cats"},
     "launch -- experiments.train": {"processes": "0 -1 x 99999999999999999999"},
 }  # fmt: skip

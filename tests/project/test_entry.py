@@ -86,14 +86,14 @@ def ended(*command):
     return done.returncode, done.stderr.splitlines()
 
 
-BAD = ("experiments.herding", "--output_dir=/dev/null/x", "--dimension=3", "--rounds=2")
+BAD = ("experiments.slow_sde", "--output_dir=/dev/null/x", "--rates=1", "--repetitions=2")
 
 
 @pytest.mark.parametrize("lines,last,command", [
     (1, "Error: 'leftover' is no flag: pass --NAME=VALUE.", [*BAD, "leftover"]),
     (1, "Error: '--seed=1' is no flag", [*BAD, "--", "--seed=1"]),
     (1, "Error: a file of flags cannot be read: 'utf-8'", [*BAD, f"--flagfile={sys.executable}"]),
-    (1, "Error: flag --rounds=nan: pass a whole number in [1, ", [*BAD, "--rounds=nan"]),
+    (1, "Error: flag --rates=nan: pass a number in [0.001, 1]", [*BAD, "--rates=nan"]),
     (1, "Error: --worker is no flag. Did you mean --workers?", [*BAD, "--worker=3"]),
     (1, "Error: --lr is no flag. Did you mean --learning_rate", ["experiments.train", "--lr=1"]),
     (2, "Error: no experiment: pass --processes=2", ["experiments.launch"]),

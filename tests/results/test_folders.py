@@ -10,7 +10,7 @@ import types
 import pytest
 from PIL import Image
 
-from experiments import forecast, herding
+from experiments import forecast, herding, slow_sde
 from experiments.cluster import lock
 from experiments.results import page, records
 from experiments.results.tables import markdown
@@ -19,6 +19,7 @@ from tests.commands import parsed
 FEW = ["--num_vectors=40", "--rounds=2", "--workers=2", "--arms=rr"]
 REPORTS = {
     "herding": (herding.main, herding, FEW),
+    "slow_sde": (slow_sde.main, slow_sde, []),
     "forecast": (forecast.main, forecast, ["--arms=parallel"]),
 }
 
