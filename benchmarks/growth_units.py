@@ -113,7 +113,7 @@ def first_batches(state, units: int) -> dict[str, Callable]:
 
     def tf_data():
         indices, batch = ordering.input.step_indices(np.asarray(state.current), **sizes)
-        return next(ordering.input.batches(source, indices, batch_size=batch))
+        return next(ordering.input.tf_dataset(source, indices).batch(batch).as_numpy_iterator())
 
     return {"read_epochs": read, "tf.data": tf_data}
 
@@ -122,7 +122,7 @@ def unit_row(name: str, units: int, repeats: int) -> dict:
     workers, make = ORDERS[name]
     numbers = SKETCH if "syncs" in name else GRADIENT
     init, observe, next_epoch = lifted(make(units // workers), workers, numbers)
-    next(ordering.input.batches(np.zeros(1), [0], batch_size=1))  # imports TensorFlow
+    next(iter(ordering.input.tf_dataset(np.zeros(1), [0])))  # imports TensorFlow
     before = resident("VmRSS")
     held = []
 

@@ -82,18 +82,15 @@ def read_epochs(data, how, source=None):
     )
 
 
-def batches(data, how):
-    """tf.data threads around NumPy."""
-    orders = _orders(data, how)
-    indices, size = ordering.input.step_indices(orders, units_per_step=BATCH // len(orders))
-    return ordering.input.batches(Examples(data.folder).arrays, indices, batch_size=size)
-
-
 def of_tf_data(data, how):
     import tensorflow as tf
 
     arrays = Examples(data.folder).arrays
-    examples = tf.data.Dataset.from_tensor_slices({k: np.asarray(x) for k, x in arrays.items()})
+    if how == ORDERED:
+        examples = ordering.input.tf_dataset(arrays, data.indices)
+    else:
+        arrays = {k: np.asarray(x) for k, x in arrays.items()}
+        examples = tf.data.Dataset.from_tensor_slices(arrays)
     if how == SHUFFLED:
         examples = examples.shuffle(len(arrays["y"]), seed=0)
     return examples.batch(BATCH).prefetch(tf.data.AUTOTUNE).as_numpy_iterator()
@@ -108,10 +105,10 @@ def of_grain(data, how, array_record=False):
         source = grain.MapDataset.source(file).map(peer_readers.decoded)
         options = grain.ReadOptions()
     if how == ORDERED:
-        steps = ordering.input.map_dataset(source, data.orders, units_per_step=BATCH // WORKERS)
-    else:
-        steps = (source.shuffle(seed=0) if how == SHUFFLED else source).batch(BATCH)
-    steps = steps.to_iter_dataset(options)
+        source = ordering.input.grain_dataset(source, data.indices)
+    elif how == SHUFFLED:
+        source = source.shuffle(seed=0)
+    steps = source.batch(BATCH).to_iter_dataset(options)
     if data.processes:
         steps = steps.mp_prefetch(grain.MultiprocessingOptions(data.processes))
     return steps
@@ -146,11 +143,10 @@ def of_mosaicml(data, how):
 
 LOADERS = {  # {(storage, loader, what reads an order in it): (Data, how) -> batches}
     ("arrays", "ordering.input.read_epochs", ""): read_epochs,
-    ("arrays", "ordering.input.batches", ""): batches,
-    ("arrays", "tf.data", "batches"): of_tf_data,
-    ("arrays", "Grain", "map_dataset"): of_grain,
+    ("arrays", "tf.data", "tf_dataset"): of_tf_data,
+    ("arrays", "Grain", "grain_dataset"): of_grain,
     ("arrays", "torchdata StatefulDataLoader", "step_indices"): of_torchdata,
-    ("ArrayRecord", "Grain", "map_dataset"): functools.partial(of_grain, array_record=True),
+    ("ArrayRecord", "Grain", "grain_dataset"): functools.partial(of_grain, array_record=True),
     ("MDS", "mosaicml-streaming", "read_epochs"): of_mosaicml,
 }
 
@@ -160,8 +156,6 @@ def ways_of(data: Data) -> dict[tuple, Callable]:
     ways = {}
     for (storage, loader, _), read in LOADERS.items():
         for how in HOW:
-            if loader == "tf.data" and how == ORDERED:  # the row of `batches`
-                continue
             way = functools.partial(read, data, how)
             try:
                 next(iter(way()))

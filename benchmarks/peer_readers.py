@@ -216,13 +216,13 @@ def ours_hosts(place, saved):
 
 
 def ours_in_grain(place, saved):
-    """`map_dataset`, read by Grain's processes; the position is the number of steps."""
+    """`grain_dataset`, read by Grain's processes; the position is the number of steps."""
     import grain
 
     import ordering
 
     source, done = Examples(place.folder), saved or 0
-    steps = ordering.input.map_dataset(source, _one_order(source), units_per_step=BATCH)[done:]
+    steps = ordering.input.grain_dataset(source, _one_order(source)).batch(BATCH)[done:]
     processes = grain.MultiprocessingOptions(place.readers)
     return _counted(steps.to_iter_dataset().mp_prefetch(processes), done)
 
@@ -272,7 +272,7 @@ WAYS = {  # {name: (what readers are, function)}
     "mosaicml StreamingDataLoader, ranks": ("hosts", mosaicml_hosts),
     "mosaicml StreamingDataLoader": ("processes", mosaicml_processes),
     "read_epochs, resize": ("hosts", ours_hosts),
-    "map_dataset, mp_prefetch": ("processes", ours_in_grain),
+    "grain_dataset, mp_prefetch": ("processes", ours_in_grain),
     "step_indices, DataLoader": ("processes", ours_in_torch),
 }
 

@@ -156,8 +156,8 @@ def measure(task: Task, recipe: Recipe, *, rounds: int = 7, per_round: int = 20)
     """Times loads and steps of one worker's batches on this machine, one after the other.
 
     t_step: a step of SGD with momentum, waited for, its batch on the device. t_load: reading a
-    batch in a random order, of arrays or of a source, through `ordering.input.batches`, or one by
-    one without TensorFlow, and moving it to the device. Each is the median of `rounds` means over
+    batch in a random order, of arrays or of a source, by `ordering.input.tf_dataset`, or one by one
+    without TensorFlow, and moving it to the device. Each is the median of `rounds` means over
     `per_round`, because batches read in parallel arrive in bursts; a first round warms up. In a
     run, loads and steps share the cores, which is not measured here.
     """
@@ -172,7 +172,8 @@ def measure(task: Task, recipe: Recipe, *, rounds: int = 7, per_round: int = 20)
     order = np.concatenate([generator.permutation(count) for _ in range(-(-wanted // count))])
     indices = order[:wanted]
     try:
-        read, source = ordering.input.batches(task.train, indices, batch_size=size), "tf.data"
+        examples, source = ordering.input.tf_dataset(task.train, indices), "tf.data"
+        read = examples.batch(size).prefetch(2).as_numpy_iterator()
     except ImportError:
         read, source = map(read_batch, indices.reshape(-1, size)), "one by one"
     batch = jax.device_put(read_batch(np.arange(size)))

@@ -117,19 +117,12 @@ CALLS |= {
                    source=Arg(SOURCE, NO_SOURCES), indices=Arg(np.array([0, 1]), NO_INDICES)),
     "step_indices": call(input.step_indices, **SIZES),
     "step_indices, dealt": call(input.step_indices, **DEALT),
-    "map_dataset": call(lambda **args: list(input.map_dataset(**args)),
-                        source=Arg(SOURCE, [{"x": np.ones(3)}, *NO_SOURCES]), **SIZES),
+    "grain_dataset": call(lambda **args: list(input.grain_dataset(**args).batch(2)),
+                          source=Arg(SOURCE, NO_SOURCES), indices=Arg(np.arange(4), NO_INDICES)),
     "load_ahead": call(loaded, batches=Arg(batches, [None, *LOADS]), depth=2, timeout=30.0,
                        sharding=Arg(None, SHARDINGS), first_load=0),
-    "batches": call(
-        lambda **args: list(input.batches(**args)), source=Arg(SOURCE, NO_SOURCES),
-        indices=Arg(np.arange(4), NO_INDICES), batch_size=2, seed=0, first_batch=0, prefetch=2,
-        num_parallel_calls=1),
-    "batches, transformed": call(
-        lambda transform: list(
-            input.batches(SOURCE, np.arange(4), batch_size=2, transform=transform)),
-        transform=Arg(lambda batch, seed: batch, wrong_functions(
-            {}, lambda b: b, lambda b, s: None, lambda b, s: THING))),
+    "tf_dataset": call(lambda **args: list(input.tf_dataset(**args)),
+                       source=Arg(SOURCE, NO_SOURCES), indices=Arg(np.arange(4), NO_INDICES)),
     "read_epochs": call(
         epochs, source=Arg(SOURCE, [
             {"x": np.ones(3)}, lambda o: [np.ones(2)], lambda o, s, e: None, lambda o, s, e: 3,

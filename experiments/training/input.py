@@ -74,20 +74,12 @@ class Source(NamedTuple):
         return self._replace(train=of_seed(seed))
 
 
-def examples_of(orders: np.ndarray, source: Source) -> tuple[np.ndarray, int]:
-    """(indices of the examples in a slice of own workers' orders, step by step, W B S per step)."""
-    sizes, total = source.sizes, source.total
+def examples_of(indices: np.ndarray, source: Source) -> np.ndarray:
+    """The examples, by their numbers in the source, that the orders of own workers name."""
+    sizes, size = source.sizes, source.sizes.unit_size
     if source.units is not None:
-        orders, total = np.take_along_axis(source.units[source.owned], orders, 1), source.units.size
-    indices, size = ordering.input.step_indices(
-        orders,
-        units_per_step=sizes.units_per_step,
-        unit_size=sizes.unit_size,
-        num_units=sizes.num_units,
-        total=total,
-    )
-    first = 0 if total else source.owned[0] * sizes.num_units * sizes.unit_size
-    return first + indices, size
+        return source.units[source.owned].reshape(-1)[indices // size] * size + indices % size
+    return indices if source.total else indices + source.owned[0] * sizes.num_units * size
 
 
 class Known(NamedTuple):
@@ -108,6 +100,7 @@ def read_epochs(
       first_load: where the run continues; delay: least seconds of the clock per load.
     """
     sizes, owned = source.sizes, source.owned
+    size = len(owned) * sizes.units_per_step * sizes.unit_size
     at_epoch = getattr(source.train, "at_epoch", lambda epoch: source.train)
 
     def live():
@@ -118,23 +111,25 @@ def read_epochs(
         batch = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), batch)
         return place_rows(batch, source.sharding)
 
-    def by_thread(data, indices, size):
+    def by_thread(data, indices):
         read = ordering.input.reader(data)[1]
         return (read(indices[start : start + size]) for start in range(0, len(indices), size))
 
-    def by_tfdata(data, indices, size):
-        return ordering.input.batches(data, indices, batch_size=size)
+    def by_tfdata(data, indices):
+        batches = ordering.input.tf_dataset(data, indices).batch(size)
+        return batches.prefetch(DEPTH).as_numpy_iterator()
 
     reads = {"thread": by_thread, "tfdata": by_tfdata}[source.reads]
     throttled = Throttle(delay, clock or Clock())
 
-    def read(orders, first_step, epoch):
-        del first_step  # the slice of the orders begins there
-        batches = map(place, reads(at_epoch(epoch), *examples_of(orders, source)))
+    def read(indices, first_step, epoch):
+        del first_step  # the indices begin there
+        batches = map(place, reads(at_epoch(epoch), examples_of(indices, source)))
         return throttled(batches) if delay else batches
 
     return ordering.input.read_epochs(
-        read, live, units_per_step=sizes.units_per_step, first_load=first_load,
+        read, live, units_per_step=sizes.units_per_step, unit_size=sizes.unit_size,
+        total=source.total, first_load=first_load,
         # A load may wait for the first loads of the next epoch, each of which may be delayed.
         ahead=LOOK_AHEAD, depth=DEPTH, timeout=agree.patience + (DEPTH + 2) * delay,
     )  # fmt: skip

@@ -44,7 +44,7 @@ class BlockEpochs(Epochs):
     def position(self, orders: State | None = None) -> dict[str, Any]:
         """The position of the next batch, to be saved beside the parameters.
 
-        Call it after `next_epoch`, if the epoch has ended and is not the last.
+        Call it after `after`.
 
         Args:
           orders: the state of the order of all workers, if `live` gives those of this host.
@@ -105,13 +105,13 @@ def read_blocks(
       share: `(first, count, workers)`, the workers of this host. Only an epoch that was broken off
         with another number of workers needs it, and only on several hosts.
       readers: >= 1, threads that read blocks; or a function `windows -> iterable of windows`, which
-        reads them by another loader, as Grain, tf.data or PyTorch, in their sequence.
+        reads them by another loader, as Grain or PyTorch, in their sequence.
       depth, timeout, sharding: as in `ordering.input.load_ahead`.
 
     Returns:
       An iterator of `(records, places)` on the device, as those of `windows`. After the step of a
-      batch look at `window_ended`, where sums of the blocks' gradients are complete, and at
-      `epoch_ended`, where the order's `next_epoch` is due. `position()` is what to save.
+      batch look at `window_ended`, where sums of the blocks' gradients are complete, and then
+      call `orders = reads.after(order, orders)`. `position()` is what to save.
 
     Raises:
       ValueError: for sizes that do not fit; for a position of other files, which it names.
@@ -237,7 +237,7 @@ def mixture(readers: Mapping[str, BlockEpochs]) -> Mixture:
     """Batches of several sources side by side, each in its own order and epoch.
 
     The step joins what it gets. Small sources begin their next epoch while large ones are still in
-    their first: ask each of `readers` for `window_ended` and `epoch_ended`.
+    their first: ask each of `readers` for `window_ended` and call its `after`.
 
     Args:
       readers: `{name: read_blocks(..., batch_size=shares(weights, batch_size=b)[name])}`.

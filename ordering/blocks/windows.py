@@ -177,9 +177,8 @@ def windows(
     records are shuffled, and cut into T = ceil(K S / b) batches. The shuffle depends on the seed,
     the epoch and the window alone, so any number of readers gives the same batches.
 
-    Windows are elements that a Grain `MapDataset.source`, PyTorch's `DataLoader(windows,
-    batch_size=None)` and `ordering.input.batches` read in their processes and threads;
-    `batches_of` cuts what they deliver into batches.
+    Windows are elements that a Grain `MapDataset.source` and PyTorch's `DataLoader(windows,
+    batch_size=None)` read in their processes; `batches_of` cuts what they deliver into batches.
 
     Args:
       blocks: of `split`.

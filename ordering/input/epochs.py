@@ -1,20 +1,23 @@
 """An iterator over all epochs, which reads ahead across their boundaries."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from ordering import base
-from ordering.base import State
+from ordering.base import Ordering, State
 from ordering.input.loader import Loader, LoadError, load_ahead
-from ordering.input.sources import Steps, check_read_whole, reader
+from ordering.input.sources import check_examples, reader, step_indices
 from syncopate import plans
+from syncopate.workers import AXIS
 
 Load = Callable[[np.ndarray, int, int], Loader]
 
@@ -38,6 +41,7 @@ class Epochs(Iterator, contextlib.AbstractContextManager):
         self._steps, self._num_epochs, self._ahead = steps, num_epochs, ahead
         self._first_epoch = first_epoch
         self.epoch, self.step = divmod(first_load, steps)
+        self._followed = -1  # the last epoch whose end `after` has seen
         self._loaders: list[tuple[int, Loader]] = []  # and the first load of each
         self._opened = first_load  # those before it have a loader
         self._due = True  # this epoch's order is still to be checked and loaded
@@ -51,9 +55,26 @@ class Epochs(Iterator, contextlib.AbstractContextManager):
 
     @property
     def epoch_ended(self) -> bool:
-        """Whether the last batch was the last of its epoch: after its step, call the order's
-        `next_epoch`."""
+        """Whether the last batch was the last of its epoch."""
         return self.step == self._steps
+
+    def after(self, order: Ordering, orders: State, *, axis_name: str = AXIS) -> State:
+        """The orders after a step: once at the end of an epoch those of the next, else the same.
+
+        Call it after every step, `orders = reads.after(order, orders)`.
+
+        Args:
+          order: whose `next_epoch` ends an epoch.
+          orders: its state, of one worker or of all, simulated or with a device for each.
+          axis_name: the workers' axis.
+        """
+        if not self.epoch_ended or self._followed == self.epoch:
+            return orders
+        self._followed = self.epoch
+        sharding = orders.current.sharding
+        on_mesh = isinstance(sharding, NamedSharding) and sharding.spec[:1] == (axis_name,)
+        with jax.transfer_guard("allow"):
+            return _next_epoch(order, orders, axis_name, sharding.mesh if on_mesh else None)
 
     def __next__(self) -> PyTree[jax.Array]:
         self.wait()
@@ -126,8 +147,8 @@ class Epochs(Iterator, contextlib.AbstractContextManager):
             if (orders_in := np.unique(orders_in) - self._first_epoch).tolist() != [epoch]:
                 raise ValueError(
                     f"epoch {epoch - 1} has been read, and the state has the order of epoch "
-                    f"{', '.join(map(str, orders_in))}: call the order's next_epoch once, after "
-                    "the step for which epoch_ended is True."
+                    f"{', '.join(map(str, orders_in))}: call orders = reads.after(order, orders) "
+                    "after every step, and next_epoch nowhere else."
                 )
 
     def _look_ahead(self):
@@ -153,6 +174,25 @@ class Epochs(Iterator, contextlib.AbstractContextManager):
             rest = orders[..., first // self._batches * self._units :]
             self._loaders.append((self._opened, self._load(rest, first, epoch)))
             self._opened = epoch * self._steps + stop
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2, 3))
+def _next_epoch(order: Ordering, orders: State, axis_name: str, mesh: Mesh | None) -> State:
+    """The orders of the next epoch of one worker or of all, on their devices if they have some."""
+    if orders.current.ndim == 1:
+        return order.next_epoch(orders)
+    if mesh is None:
+        return jax.vmap(order.next_epoch, axis_name=axis_name)(orders)
+
+    def on_device(orders):
+        own = order.next_epoch(jax.tree.map(lambda x: x[0], orders))
+        return jax.tree.map(lambda x: x[None], own)
+
+    spec = PartitionSpec(axis_name)
+    return jax.shard_map(
+        on_device, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={axis_name},
+        check_vma=False,
+    )(orders)  # fmt: skip
 
 
 def _copies(*arrays):
@@ -215,32 +255,34 @@ def read_epochs(
     """Batches of one epoch after the other, read ahead across the boundaries.
 
     `ahead` steps before an epoch ends, the steps of the next epoch that are already decided begin
-    to load. The others follow when `next_epoch` has made their order.
+    to load. The others follow when `after` has made their order.
 
     Args:
-      source: as in `reader`; or a function `(orders, first_step, epoch) -> batches` that returns an
-        iterable of the batches of a slice of that epoch's orders, int[.., m], which starts at
-        `first_step`. A thread reads it and copies to the device (`load_ahead`).
+      source: as in `reader`; or a function `(indices, first_step, epoch) -> batches`: a pipeline of
+        your own that reads the examples `indices`, int64[n], from `first_step` of that epoch on,
+        and gives an iterable of one batch per step, as of W B S examples. A thread reads it and
+        copies to the device (`load_ahead`).
       live: returns the newest state of the orders, of one worker or of all, from the loop.
       units_per_step: B in [1, M], units per worker and step.
-      unit_size, total: as in `step_indices`, unless the source is a function.
+      unit_size, total: as in `step_indices`.
       num_epochs: number of epochs; None for no end.
       first_load: >= 0, for a run that resumes from an orders' state: the `load` that was saved with
-        it, counted from the first epoch of the orders. At an epoch's end, save both after
-        `next_epoch`. With another units_per_step go on where an epoch ended, or at the load before
-        which as many units are read: n A / B after n loads of A units.
+        it, counted from the first epoch of the orders. Save both behind `after`. With another
+        units_per_step go on where an epoch ended, or at the load before which as many units are
+        read: n A / B after n loads of A units.
       ahead: >= 1, steps before an epoch's end at which the next one begins to load.
       depth, timeout, sharding: as in `load_ahead`.
 
     Returns:
-      An `Epochs` iterator. `epoch_ended` is True with the last batch of an epoch: after its step,
-      call `next_epoch`. `load` is the number of the next batch over all epochs, `ready()` tells
-      whether it is on the device, and `close()` ends the threads.
+      An `Epochs` iterator. `after(order, orders)` belongs behind every step, and makes the orders
+      of the next epoch where one has ended, as `epoch_ended` tells. `load` is the number of the
+      next batch over all epochs, `ready()` tells whether it is on the device, and `close()` ends
+      the threads. From a source, batches of several workers have leaves [W, B S, ...].
 
     Raises:
       ValueError: for a source or size that does not fit, a source of which a whole step or more
-        would never be read, or orders that are not at `first_load`; from `next`, if `next_epoch`
-        was not called, which an order of one's own shows by `epoch`.
+        would never be read, or orders that are not at `first_load`; from `next`, if `after` was
+        not called, which an order of one's own shows by `epoch`.
       LoadError: from `next`, with the number of the load that failed, hangs or is missing.
 
     Examples:
@@ -252,8 +294,7 @@ def read_epochs(
       ... )
       >>> for batch in reads:
       ...     print(batch.shape)  # a step of the training
-      ...     if reads.epoch_ended:
-      ...         state = order.next_epoch(state)
+      ...     state = reads.after(order, state)
       (4,)
       (2,)
       (4,)
@@ -270,20 +311,25 @@ def read_epochs(
     num_steps = -(-num_units // units)
     sizes = {"units_per_step": units_per_step, "unit_size": unit_size, "total": total}
     if callable(source):
-        plans.check_function("source", source, "orders", "first_step", "epoch")
+        plans.check_function("source", source, "indices", "first_step", "epoch")
     else:
-        check_read_whole(reader(source)[0], state.current.shape, **sizes)
+        num_examples, read = reader(source)
+        check_examples(num_examples, state.current.shape, **sizes)
 
     def load(orders, first_step, epoch):
+        indices, size = step_indices(orders, num_units=num_units, **sizes)
         if callable(source):
-            batches: Any = source(orders, first_step, epoch)
+            batches: Any = source(indices, first_step, epoch)
         else:
-            steps = Steps(source, orders, num_units=num_units, **sizes)
-            batches = map(steps.__getitem__, range(len(steps)))
+            steps = (read(indices[i : i + size]) for i in range(0, indices.size, size))
+            batches = map(of_workers, steps) if orders.ndim == 2 else steps
         first = epoch * num_steps + first_step
         return load_ahead(
             batches, depth=depth, timeout=timeout, sharding=sharding, first_load=first
         )
+
+    def of_workers(batch):
+        return jax.tree.map(lambda x: x.reshape(len(state.current), -1, *x.shape[1:]), batch)
 
     return Epochs(
         load, live, num_units=num_units, units=units, batches=1, steps=num_steps, ahead=ahead,

@@ -105,7 +105,7 @@ def load_ahead(
     which it awaits a place. Loading starts at the call.
 
     Args:
-      batches: an iterable of trees of arrays, such as `ordering.input.batches` or a Grain loader;
+      batches: an iterable of trees of arrays, such as a dataset of tf.data or a Grain loader;
         only the thread uses it.
       depth: >= 1, length of the queue.
       timeout: seconds > 0 after which waiting for a load is an error; None waits forever.

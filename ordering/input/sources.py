@@ -1,6 +1,5 @@
 """Data sources, and their examples in the sequence of an order."""
 
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +10,8 @@ from jaxtyping import Int, PyTree
 
 from ordering import base
 from syncopate import plans
+
+ARRAYS = np.ndarray | jax.Array | dict | tuple  # a tree of arrays, and no list of examples
 
 
 def reader(
@@ -40,7 +41,7 @@ def reader(
       (5, [[3, 3], [1, 1]])
     """
     is_list = hasattr(source, "__len__") and hasattr(source, "__getitem__")
-    if isinstance(source, np.ndarray | jax.Array | dict | tuple):
+    if isinstance(source, ARRAYS):
         # A Hugging Face data set has a shape, too, but is no array.
         leaves = jax.tree.leaves(source)
         shapes = [leaf.shape if hasattr(leaf, "dtype") else () for leaf in leaves]
@@ -56,8 +57,10 @@ def reader(
         num_examples, take = len(source), lambda i: _read_examples(source, i.tolist())
     else:
         raise ValueError(
-            f"the source is a {type(source).__name__}: pass arrays, a tuple or dict of arrays, or "
-            "an object with __len__ and __getitem__ (from Hugging Face, without streaming)."
+            f"the source is a {type(source).__name__}, and an order needs source[i]: pass arrays, "
+            "a tuple or dict of them, or an object with __len__ and __getitem__, as "
+            "tfds.data_source in place of tfds.load, or load_dataset without streaming. Of files "
+            "that can only be read in sequence, order blocks (ordering.blocks)."
         )
     if num_examples == 0:
         raise ValueError("the source is empty: pass at least one example.")
@@ -220,7 +223,7 @@ def step_indices(
 
     Returns:
       `(indices, batch_size)`: int64[W m S], and W B S, the number of examples in a whole step.
-      `batches(source, indices, batch_size=batch_size)` reads the steps.
+      `tf_dataset(source, indices).batch(batch_size)` reads the steps.
 
     Raises:
       ValueError: if units are out of range or named twice, or a size does not fit.
@@ -260,20 +263,25 @@ def step_indices(
     return units, workers * units_per_step * unit_size
 
 
-def check_read_whole(
+def check_examples(
     num_examples: int, shape: tuple[int, ...], *, units_per_step: int, unit_size: int = 1,
-    num_units: int | None = None, total: int | None = None,
+    total: int | None = None,
 ) -> None:  # fmt: skip
-    """Raises ValueError if orders of this shape would never read a whole step of the examples.
+    """Raises ValueError if orders of this shape name more examples than there are, or would never
+    read a whole step of them.
 
     Less is left over where all steps are to have one size.
     """
-    workers, length = (1, *shape)[-2:]
-    owned = length if num_units is None else num_units
+    workers, owned = (1, *shape)[-2:]
     unit_size = plans.check_whole("unit_size", unit_size, 1)
     units = workers * owned if total is None else plans.check_whole("total", total, 1)
     all_workers = units // owned  # of dealt orders, which may be on other hosts
     left_over = num_examples - units * unit_size
+    if left_over < 0:
+        raise ValueError(
+            f"the source has {num_examples} examples, and the orders name {units} units of "
+            f"{unit_size}: pass a source of the examples of all workers, or another unit_size."
+        )
     if left_over >= all_workers * units_per_step * unit_size:
         raise ValueError(
             f"the source has {num_examples} examples, of which {left_over} would never be read, as "
@@ -289,40 +297,3 @@ def _repeats(units: np.ndarray, most: int) -> bool:
     seen = np.zeros(most, bool)
     seen[units] = True
     return int(np.count_nonzero(seen)) < len(units)
-
-
-class Steps:
-    """The batches of an epoch by step, from the arguments of `reader` and `step_indices`.
-
-    Leaves are [W, B S, ...] for orders int[W, M], and [B S, ...] for an order int[M]. Reading uses
-    no JAX device, so that any process can read.
-    """
-
-    def __init__(self, source: PyTree | Sequence, orders: ArrayLike | Sequence, **sizes):
-        self.indices, self.batch_size = step_indices(orders, **sizes)
-        order = f"{zlib.crc32(np.ascontiguousarray(self.indices).data):08x}"
-        # The part of a reader's state that tells which epoch it belongs to.
-        self.epoch = {"order": order, "examples_per_step": self.batch_size}
-        self.workers = np.shape(orders)[0] if np.ndim(orders) == 2 else None
-        num_examples, self._read = reader(source)
-        check_read_whole(num_examples, np.shape(orders), **sizes)
-        if self.indices.size and self.indices.max() >= num_examples:
-            raise ValueError(
-                f"the order names example {self.indices.max()}, and the source has {num_examples}: "
-                "pass a source of the examples of all workers, or another unit_size."
-            )
-
-    def __len__(self) -> int:
-        return -(-self.indices.size // self.batch_size)
-
-    def __getitem__(self, step: int) -> PyTree[np.ndarray]:
-        step = int(step)
-        if not 0 <= step < len(self):
-            raise IndexError(
-                f"there is no step {step} in an epoch of {len(self)} steps: the next epoch has "
-                "another order. Call next_epoch, and read the order that it returns."
-            )
-        batch = self._read(self.indices[step * self.batch_size :][: self.batch_size])
-        if self.workers is None:
-            return batch
-        return jax.tree.map(lambda x: x.reshape(self.workers, -1, *x.shape[1:]), batch)

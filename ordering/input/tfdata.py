@@ -1,165 +1,124 @@
-"""Batches of the examples that an order names, read ahead by tf.data.
+"""An order as a `tf.data.Dataset`. TensorFlow is imported only when it is used.
 
-TensorFlow is imported only when it is used. If it sees a GPU it takes the memory that JAX needs:
-install tensorflow-cpu, or call `tf.config.set_visible_devices([], "GPU")` first.
+If it sees a GPU it takes the memory that JAX needs: install tensorflow-cpu, or call
+`tf.config.set_visible_devices([], "GPU")` first.
 """
 
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import atexit
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import jax
+import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Int, PyTree
 
+from ordering.input.loader import said
 from ordering.input.sources import check_indices, reader
-from syncopate import plans
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+READ_AT_ONCE = 64  # examples: a call from TensorFlow into Python costs as much as reading some
 
 
-def batches(
-    source: PyTree[ArrayLike] | Sequence,
-    indices: Int[ArrayLike, "n"] | Sequence[int],
-    *,
-    batch_size: int,
-    transform: Callable[[PyTree, Any], PyTree] | None = None,
-    seed: int = 0,
-    first_batch: int = 0,
-    num_parallel_calls: int | None = None,
-    prefetch: int = 2,
-) -> Iterator[PyTree]:
-    """Batches of the indexed examples, read ahead on tf.data's threads.
+def tf_dataset(
+    source: PyTree[ArrayLike] | Sequence, indices: Int[ArrayLike, "n"] | Sequence[int]
+) -> "tf.data.Dataset":
+    """The examples that an order names, one by one, as a `tf.data.Dataset`.
 
-    Batch i is `source[indices[i B : (i + 1) B]]`. Reading starts at the call. The source must
-    allow reads from several threads, as two open iterators use several in any case.
+    Element i is `source[indices[i]]`. It takes the place of a shuffled dataset, whose `map`,
+    `batch` and `prefetch` stay. Several threads read 64 examples at a time, in a fixed sequence.
 
     Args:
       source: as in `reader`; all examples have the same shapes.
-      indices: int[n] in [0, N), as from `step_indices`.
-      batch_size: B >= 1; the last batch has the indices that are left.
-      transform: `(batch, seed) -> batch` in TensorFlow, to decode and augment a whole batch.
-        `seed` is int64[2], the seed and the number of the batch, for tf.random.stateless_*. One
-        example is read at the call, to learn the structure.
-      seed: >= 0, for the transform; pass another one in every epoch.
-      first_batch: number of the first batch, so that chained iterators augment as one.
-      num_parallel_calls: batches read at once. If None, tf.data chooses, at most one per core:
-        pass more if reading waits for a disk or a network.
-      prefetch: >= 1, finished batches that wait for the consumer.
+      indices: int[n] in [0, N): the order of one worker, `state.current`, or those of several as
+        from `step_indices`, whose second result is the size for `batch`. A run goes on from step t
+        by `indices[t * size :]`.
 
     Returns:
-      An iterator of trees of NumPy arrays; those from a transform are read-only.
+      A `tf.data.Dataset` of one epoch. `shuffle` would break the order, and `repeat` repeats it.
 
     Raises:
-      ValueError: at the call, for a source, index or size that does not fit.
+      ValueError: for a source or indices that do not fit.
       ImportError: if TensorFlow is not installed.
-      RuntimeError: from `next`, naming the examples, if a batch cannot be read or transformed.
+      tf.errors.OpError: from its iterators, with the numbers of examples that cannot be read.
 
     Examples:
       >>> import numpy as np
       >>> from syncopate import ordering
-      >>> source = {"x": np.arange(5), "y": np.arange(5) ** 2}
-      >>> for batch in ordering.input.batches(source, [4, 0, 3], batch_size=2):
-      ...     print(batch["x"], batch["y"])
-      [4 0] [16  0]
-      [3] [9]
+      >>> dataset = ordering.input.tf_dataset((np.arange(5), np.arange(5) ** 2), [4, 0, 3])
+      >>> [(int(x), int(y)) for x, y in dataset.as_numpy_iterator()]
+      [(4, 16), (0, 0), (3, 9)]
     """
-    plans.check_whole("first_batch", first_batch, 0)
-    plans.check_whole("seed", seed, 0)
-    batch_size = plans.check_whole("batch_size", batch_size, 1)
-    prefetch = plans.check_whole("prefetch", prefetch, 1)
-    if num_parallel_calls is not None:
-        plans.check_whole("num_parallel_calls", num_parallel_calls, 1)
     num_examples, read = reader(source)
     indices = check_indices(indices, num_examples)
-    if transform is not None:
-        plans.check_function("transform", transform, "batch", "seed")
     try:
         import tensorflow as tf
     except ImportError as error:
         raise ImportError(
-            "ordering.input.batches needs TensorFlow, which cannot be imported: "
-            "pip install 'syncopate[data]'."
+            "tf_dataset needs TensorFlow, which cannot be imported: pip install 'syncopate[data]'."
         ) from error
-    if not indices.size:
-        return iter(())
-    count, failures = -(-indices.size // batch_size), {}
 
-    def part(i):
-        return indices[i * batch_size :][:batch_size]
+    def kind(leaf):
+        return leaf.shape[1:], tf.as_dtype(leaf.dtype)
 
-    def load(i):
+    like, structure = jax.tree.flatten(read(np.zeros(1, int)))
+    kinds = list(map(kind, like))
+
+    def load(first):
+        part = indices[first:][:READ_AT_ONCE]
         try:
-            return read(part(i))
-        except Exception as error:  # TensorFlow keeps only its text, and ends on StopIteration
-            ended = isinstance(error.__cause__, StopIteration)
-            failures[i] = error.__cause__ if ended else error
-            raise RuntimeError(repr(error)) from error
-
-    if transform is None:
-        make, finish = _kept(tf, load)
-    else:
-        make, finish = _transformed(tf, load, read(indices[:1]), transform, seed, first_batch)
-    make = tf.autograph.experimental.do_not_convert(make)
-    calls = tf.data.AUTOTUNE if num_parallel_calls is None else num_parallel_calls
-    dataset = tf.data.Dataset.range(count).map(make, calls, deterministic=True)
-    options = tf.data.Options()
-    options.experimental_warm_start = True  # pyright: ignore - made at run time
-    running = [dataset.prefetch(prefetch).with_options(options).as_numpy_iterator()]
-
-    def run():
-        for i in range(count):
-            try:
-                leaves = next(running[0])
-            except tf.errors.OpError as error:
-                cause = failures.get(i, error)
-                raise RuntimeError(
-                    f"batch {first_batch + i}, examples {part(i)}: {type(cause).__name__}: {cause}"
-                ) from cause
-            yield finish(i, leaves)
-
-    stream = run()
-    # Threads that still read at exit would hang the interpreter.
-    weakref.finalize(stream, running.clear)
-    return stream
-
-
-def _kept(tf, load):
-    """`(make, finish)`: batches stay in Python, as tensors would cost copies."""
-    made = {}
-
-    def keep(i):
-        made[int(i)] = load(int(i))
-        return i
-
-    return (
-        lambda i: tf.numpy_function(keep, [i], tf.int64),
-        lambda i, leaves: made.pop(i),
-    )
-
-
-def _transformed(tf, load, one, transform, seed, first_batch):
-    """`(make, finish)`: tensors like those of the example `one` pass through the transform."""
-    ones, structure = jax.tree.flatten(one)
-    shapes = [leaf.shape[1:] for leaf in ones]
-    types = [tf.as_dtype(leaf.dtype) for leaf in ones]
-    transform = tf.function(transform)
-    structures = []
-
-    def load_leaves(i):
-        leaves, found = jax.tree.flatten(load(int(i)))
-        kinds = [(leaf.shape[1:], tf.as_dtype(leaf.dtype)) for leaf in leaves]
-        if found != structure or kinds != list(zip(shapes, types, strict=True)):
-            raise ValueError("the examples differ in structure, shapes or types: make them alike.")
+            with _reads:
+                leaves, found = jax.tree.flatten(read(part))
+            if found != structure or list(map(kind, leaves)) != kinds:
+                raise ValueError(
+                    "they are not like the first in structure, shapes and types: make them alike, "
+                    "or decode in map, as images that the source leaves encoded."
+                )
+        except Exception as error:  # of which TensorFlow keeps only the text
+            raise RuntimeError(f"examples {part}: {said(error)}") from error
         return leaves
 
-    def make(i):
-        leaves = tf.numpy_function(load_leaves, [i], types)
-        for leaf, shape in zip(leaves, shapes, strict=True):
+    def make(first):
+        leaves = tf.numpy_function(load, [first], [dtype for _, dtype in kinds])
+        for leaf, (shape, _) in zip(leaves, kinds, strict=True):
             leaf.set_shape((None, *shape))
-        number = tf.stack([tf.constant(seed, tf.int64), first_batch + i])
-        leaves, found = jax.tree.flatten(transform(jax.tree.unflatten(structure, leaves), number))
-        if not leaves:
-            raise ValueError("transform returns no tensors: return the batch.")
-        structures.append(found)  # tf.data would stack lists
-        return tuple(leaves)
+        return jax.tree.unflatten(structure, leaves)
 
-    return make, lambda i, leaves: jax.tree.unflatten(structures[0], leaves)
+    make = tf.autograph.experimental.do_not_convert(make)
+    parts = tf.data.Dataset.range(0, indices.size, READ_AT_ONCE)
+    return parts.map(make, tf.data.AUTOTUNE, deterministic=True).unbatch()
+
+
+class _Reads:
+    """The reads that TensorFlow's threads run. None may begin or end while Python exits.
+
+    An iterator that Python frees then waits for its reads, and these wait for Python.
+    """
+
+    def __init__(self):
+        self._lock, self._begun, self._ended, self._closed = threading.Lock(), 0, 0, False
+        atexit.register(self._close)
+
+    def __enter__(self):
+        with self._lock:
+            self._begun += 1
+            self._ended += self._closed
+        if self._closed:
+            raise RuntimeError("the program has ended.")
+
+    def __exit__(self, *_):
+        with self._lock:
+            self._ended += 1
+
+    def _close(self):
+        self._closed, seen = True, None
+        while seen != self._begun or self._ended < self._begun:
+            seen = self._begun
+            time.sleep(0.05)
+
+
+_reads = _Reads()

@@ -40,14 +40,7 @@ def by_torch(epoch):
     return torch.utils.data.DataLoader(epoch, batch_size=None, num_workers=0)
 
 
-def by_tfdata(epoch):
-    pytest.importorskip("tensorflow")
-    numbers = np.arange(len(epoch))
-    for window in ordering.input.batches(epoch, numbers, batch_size=1):
-        yield tuple(x[0] for x in window)
-
-
-LOADERS = {"none": iter, "grain": by_grain, "torch": by_torch, "tf.data": by_tfdata}
+LOADERS = {"none": iter, "grain": by_grain, "torch": by_torch}
 
 
 @pytest.mark.parametrize("name", LOADERS)

@@ -1,13 +1,15 @@
 """Loaders of other libraries read the same steps with any number of processes."""
 
 import json
+import sys
 
+import jax
 import numpy as np
 import pytest
 
-from ordering.input import map_dataset, step_indices
+from ordering.input import grain_dataset, step_indices
 from tests.refused import refuses
-from tests.sources import SIZES, assert_same, epoch_of
+from tests.sources import SIZES, Examples, assert_same, epoch_of
 
 grain = pytest.importorskip("grain", reason="Grain is not installed: pip install grain")
 
@@ -21,10 +23,14 @@ IN_PROCESSES = [
 
 
 @pytest.mark.parametrize("size,count", [(size, 0) for size in SIZES] + IN_PROCESSES)
-def test_a_grain_dataset_is_restored_at_every_element(size, count):
-    source, orders, sizes, wanted = epoch_of(size)
-    dataset = map_dataset(source, orders, **sizes)
-    assert_same([dataset[t] for t in range(len(dataset))], wanted)
+def test_a_grain_dataset_is_restored_at_every_step(size, count):
+    source, orders, sizes, steps = epoch_of(size)
+    indices, per_step = step_indices(orders, **sizes)
+    wanted = [jax.tree.map(lambda x: x.reshape(-1, *x.shape[orders.ndim :]), b) for b in steps]
+    for kind in (lambda x: x, Examples, lambda x: grain.MapDataset.source(Examples(x))):
+        dataset = grain_dataset(kind(source), indices).batch(per_step)
+        assert_same([dataset[t] for t in range(len(dataset))], wanted)
+        assert_same(dataset[1:], wanted[1:])
     dataset = dataset.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=4))
     if count:
         dataset = dataset.mp_prefetch(grain.MultiprocessingOptions(num_workers=count))
@@ -32,66 +38,22 @@ def test_a_grain_dataset_is_restored_at_every_element(size, count):
     for batch in wanted:
         states.append(reads.get_state())
         assert_same([next(reads)], [batch])
-    states.append(reads.get_state())
     again = iter(dataset)
     for done, state in enumerate(states):
         again.set_state(json.loads(json.dumps(state)))
         assert_same(again, wanted[done:])
 
 
-def test_a_grain_source_with_maps_and_the_end_of_an_epoch():
-    examples = grain.MapDataset.source(np.arange(12)).map(lambda i: {"i": i, "square": i * i})
-    dataset = map_dataset(examples, [[3, 0, 5, 1, 2, 4], [0, 1, 2, 3, 4, 5]], units_per_step=4)
-    steps = [np.array([[3, 0, 5, 1], [6, 7, 8, 9]]), np.array([[2, 4], [10, 11]])]
-    assert_same(dataset, [{"i": step, "square": step**2} for step in steps])
-    for epoch in (dataset, dataset.map(lambda x: x)):
-        with pytest.raises(ValueError, match="an order is of one epoch"):
-            epoch.repeat(2)
-    with pytest.raises(ValueError, match="the order is the shuffle"):
-        dataset.shuffle(seed=0)
-    with pytest.raises(IndexError, match="no step 2 in an epoch of 2 steps"):
-        dataset.map(lambda x: x)[2]
-
-
-SIX = np.arange(6)
-OTHERS = {
-    "order": ([5, 4, 3, 2, 1, 0], 2, "state's order is '.{8}', and this epoch's is '.{8}'"),
-    "sizes": (SIX, 3, "state's examples_per_step is 2, and this epoch's is 3"),
-}
-OTHER = pytest.mark.parametrize("order,units_per_step,message", OTHERS.values(), ids=OTHERS)
-READS = {
-    "plain": lambda dataset: dataset,
-    "with maps": lambda dataset: dataset[1:].seed(0).map(lambda x: x + 1).filter(lambda x: True),
-    "iter": lambda dataset: dataset.map(lambda x: x + 1).to_iter_dataset().map(lambda x: x),
-    "in processes": lambda dataset: dataset.to_iter_dataset().mp_prefetch(),
-}
-
-
-def test_a_state_of_another_number_of_processes_is_refused_by_grain():
-    """Grain itself raises an IndexError there, or hangs."""
-    epoch = map_dataset(SIX, SIX, units_per_step=2)
-    counts, of = range(3), grain.MultiprocessingOptions
-    reads = [iter(epoch.to_iter_dataset().mp_prefetch(of(count))) for count in counts]
-    for saved in counts:
-        state = reads[saved].get_state()
-        for count in counts:
-            if count == saved:
-                reads[count].set_state(state)
-                continue
-            with pytest.raises(ValueError, match=f"processes is {saved}, and .* is {count}"):
-                reads[count].set_state(state)
-    assert_same(epoch[1:].to_iter_dataset(), [np.array([2, 3]), np.array([4, 5])])
-
-
-@OTHER
-@pytest.mark.parametrize("reads", READS.values(), ids=READS)
-def test_a_state_of_another_epoch_is_refused_by_grain(order, units_per_step, message, reads):
-    state = iter(reads(map_dataset(SIX, SIX, units_per_step=2))).get_state()
-    other = iter(reads(map_dataset(SIX, order, units_per_step=units_per_step)))
-    with pytest.raises(ValueError, match=message):
-        other.set_state(json.loads(json.dumps(state)))
-    with pytest.raises(ValueError, match="state's order is None"):
-        other.set_state({"next_index": 1})
+def test_examples_of_a_grain_source_stay_as_they_are():
+    """Also such as no batch could hold."""
+    rows = [{"text": "a" * i, "tokens": [i] * i, "missing": None} for i in range(4)]
+    found = grain_dataset(grain.MapDataset.source(rows), jax.numpy.array([2, 0, 3]))
+    assert list(found) == [rows[2], rows[0], rows[3]]
+    x, y = np.arange(4), jax.numpy.arange(4) ** 2
+    assert [int(a) + int(b) for a, b in grain_dataset((x, y), [3, 1])] == [12, 2]
+    ends = grain_dataset(Examples(x, fail_at=1, error=StopIteration("gone")), [0, 1])
+    with pytest.raises(RuntimeError, match="the source raised StopIteration"):
+        list(ends)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -107,9 +69,17 @@ def test_lists_of_step_indices_are_a_batch_sampler(size, count):
         assert_same([b.numpy() for b in loader], [b["y"].reshape(-1) for b in wanted[done:]])
 
 
+SIX = np.arange(6)
 test_wrong_inputs_are_refused = refuses({
-    "a large unit": (
-        lambda: map_dataset(SIX, SIX, units_per_step=2, unit_size=2),
-        "the order names example 11, and the source has 6",
+    "a larger order": (lambda: grain_dataset(SIX, range(8)), "index 6 is out of range: the source"),
+    "a stream": (
+        lambda: grain_dataset(grain.MapDataset.source(SIX).to_iter_dataset(), [0]),
+        "and an order needs source",
     ),
 })  # fmt: skip
+
+
+def test_without_grain(monkeypatch):
+    monkeypatch.setitem(sys.modules, "grain", None)
+    with pytest.raises(ImportError, match="pip install grain"):
+        grain_dataset(SIX, [0])

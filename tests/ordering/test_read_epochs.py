@@ -93,9 +93,10 @@ def test_the_next_epoch_is_read_ahead_as_far_as_it_is_known():
     state, observe, next_epoch = order_of("pair_balance", 20, 2)
     asked = []
 
-    def read(orders, first_step, epoch):
-        asked.append((epoch, first_step, orders))
-        return iter(np.split(orders, orders.shape[-1] // 2, axis=-1))
+    def read(indices, first_step, epoch):
+        steps = indices.reshape(-1, 2, 2) - 20 * np.arange(2)[:, None]  # [step, worker, unit]
+        asked.append((epoch, first_step, np.concatenate(steps, axis=-1)))
+        return iter(steps)
 
     reads = read_epochs(read, lambda: state, units_per_step=2, ahead=4)
     for _ in range(10):
@@ -112,20 +113,10 @@ def test_the_next_epoch_is_read_ahead_as_far_as_it_is_known():
     np.testing.assert_array_equal(np.concatenate(found, axis=-1), state.current)
 
 
-@pytest.mark.parametrize("reader", ["thread", "tf.data"])
-def test_a_source_is_read_ahead_of_the_next_epoch(reader):
+def test_a_source_is_read_ahead_of_the_next_epoch():
     state, observe, next_epoch = order_of("cd_grab")
-    source = Examples(source_of())
-
-    def by_tfdata(orders, first_step, epoch):
-        indices, size = ordering.input.step_indices(orders, units_per_step=3, num_units=13)
-        return ordering.input.batches(source, indices, batch_size=size, first_batch=first_step)
-
-    if reader == "tf.data":
-        pytest.importorskip("tensorflow")
-    given = by_tfdata if reader == "tf.data" else source
-    found = []
-    with read_epochs(given, lambda: state, units_per_step=3, num_epochs=2) as reads:
+    source, found = Examples(source_of()), []
+    with read_epochs(source, lambda: state, units_per_step=3, num_epochs=2) as reads:
         for t in range(10):
             if t == 3:  # this call opens the next epoch; nothing else is loading
                 wait_for(lambda: len(source.asked) >= 26)
@@ -147,7 +138,7 @@ def test_one_worker_with_a_donated_state_and_no_known_units():
     state = state._replace(left=jnp.zeros((), jnp.int32))  # as of dealt chunks: nothing is known
     orders = [np.array(s.current) for s in (state, order.next_epoch(state))]
     reads = read_epochs(np.arange(20), lambda: state, units_per_step=8, num_epochs=2)
-    with pytest.raises(ValueError, match="epoch 0 has been read"):
+    with pytest.raises(ValueError, match=r"call orders = reads.after\(order, orders\) after every"):
         list(reads)
     reads = read_epochs(np.arange(20), lambda: state, units_per_step=8, num_epochs=2)
     found = []
@@ -155,7 +146,7 @@ def test_one_worker_with_a_donated_state_and_no_known_units():
         found.append(np.asarray(batch))
         copied = jax.tree.map(jnp.copy, state)
         jax.tree.map(lambda x: x.delete(), state)
-        state = order.next_epoch(copied) if reads.epoch_ended else copied
+        state = reads.after(order, copied)
     assert [x.size for x in found] == [8, 8, 4, 8, 8, 4]
     np.testing.assert_array_equal(np.concatenate(found), np.concatenate(orders))
 
@@ -163,8 +154,8 @@ def test_one_worker_with_a_donated_state_and_no_known_units():
 def test_an_error_names_its_load():
     state = order_of("cd_grab")[0]
 
-    def fails(orders, first_step, epoch):
-        yield orders[:, :3]
+    def fails(indices, first_step, epoch):
+        yield indices[:6]
         raise OSError(f"no disk in epoch {epoch}")
 
     state = state._replace(epoch=state.epoch + 1)
@@ -181,10 +172,10 @@ def test_ready_is_right_at_the_end_of_an_epoch():
     state, _, next_epoch = order_of("random_reshuffling")
     gates = [threading.Semaphore(0) for _ in range(2)]
 
-    def read(orders, first_step, epoch):
-        for part in np.split(orders, [3, 6, 9, 12], axis=-1):
+    def read(indices, first_step, epoch):
+        for part in np.split(indices, [6, 12, 18, 24]):
             gates[epoch].acquire()
-            yield part
+            yield part.reshape(2, -1) - 13 * np.arange(2)[:, None]
 
     options = {"units_per_step": 3, "num_epochs": 2, "timeout": 0.05}
     with read_epochs(read, lambda: state, **options) as reads:
@@ -218,6 +209,38 @@ def test_a_source_that_ends_within_an_epoch_is_an_error():
             next(reads)
 
 
+MESHES = [None, (("worker", 4),), (("worker", 4), ("data", 2))]
+
+
+@pytest.mark.parametrize("axes", MESHES)
+@pytest.mark.parametrize("name", ["cd_grab", "dealt", "random_reshuffling"])
+def test_after_ends_each_epoch_once_for_all_workers(name, axes):
+    """Where transfers are forbidden, and in steps that repeat the last batch of an epoch."""
+    order = {
+        "cd_grab": ordering.cd_grab(12, units_per_step=2, gathers="sync"),
+        "dealt": ordering.dealt_reshuffling(12),
+        "random_reshuffling": ordering.random_reshuffling(12),
+    }[name]
+    workers = 4 if axes is None else jax.make_mesh([n for _, n in axes], [n for n, _ in axes])
+    key, args = jax.random.key(0), (jnp.zeros(3), jnp.zeros((2, 3)))
+    gradients = ordering.per_example(lambda w, x: jnp.square(x @ w))
+    state = ordering.start(order, key, gradients, args, workers=workers)
+    expected = ordering.start(order, key, gradients, args, workers=4)
+    read = functools.partial(read_epochs, np.arange(48), units_per_step=5, num_epochs=3)
+    total = 48 if name == "dealt" else None
+    with jax.transfer_guard("disallow"), read(lambda: state, total=total) as reads:
+        for _ in reads:
+            before, state = state, reads.after(order, state)
+            assert (state is before) == (not reads.epoch_ended)
+            assert reads.after(order, state) is state
+            if reads.epoch_ended:
+                with jax.transfer_guard("allow"):
+                    expected = jax.vmap(order.next_epoch, axis_name="worker")(expected)
+                    np.testing.assert_array_equal(state.current, expected.current)
+                assert axes is None or state.current.sharding.mesh == workers
+    assert reads.load == 9
+
+
 def reads_of(live):
     return lambda: read_epochs(source_of(), live, units_per_step=3)
 
@@ -235,7 +258,7 @@ test_wrong_inputs_are_refused = refuses({
     "an order": (reads_of(lambda: np.arange(3)), "live gives a ndarray: pass lambda: state"),
     "a source of one argument": (
         lambda: read_epochs(lambda order: [], lambda: order_of("grab")[0], units_per_step=3),
-        r"source is <.*: pass a function of \(orders, first_step, epoch\)",
+        r"source is <.*: pass a function of \(indices, first_step, epoch\)",
     ),
     "an order of another size": (
         lambda: list(read_epochs(np.arange(6), iter(

@@ -265,14 +265,8 @@ OBSERVING = [name for name, row in tables.ORDERS.items() if row.observes]
 def test_an_order_that_rests_is_read_epoch_after_epoch(name, num_units, size):
     """Of equal gradients, or of the same ones in every epoch."""
     order = tables.ORDERS[name].make(num_units, size)
-    init, observe, next_epoch = map(
-        tables.vmap_workers,
-        (
-            lambda key: order.init(key, jnp.zeros(3)),
-            lambda state, g: order.observe(state, g),
-            order.next_epoch,
-        ),
-    )
+    init = tables.vmap_workers(lambda key: order.init(key, jnp.zeros(3)))
+    observe = tables.vmap_workers(order.observe)
     state = init(jax.random.split(jax.random.key(0), 2))
     found = []
     with read_epochs(
@@ -280,9 +274,7 @@ def test_an_order_that_rests_is_read_epoch_after_epoch(name, num_units, size):
     ) as reads:
         for batch in reads:
             found.append(np.asarray(batch))
-            state = observe(state, jnp.ones((2, batch.shape[1], 3)))
-            if reads.epoch_ended:
-                state = next_epoch(state)
+            state = reads.after(order, observe(state, jnp.ones((2, batch.shape[1], 3))))
     visited = np.concatenate(found, axis=1).reshape(2, 5, num_units).swapaxes(0, 1)
     assert (np.sort(visited.reshape(5, -1)) == np.arange(2 * num_units)).all()
 
@@ -297,7 +289,7 @@ def test_next_epoch_is_called_once(name, calls):
     found = [next(reads) for _ in range(3)]
     for _ in range(calls):
         state = order.next_epoch(state)
-    with pytest.raises(ValueError, match=f"epoch 0 has been read, .* epoch {calls}: call the"):
+    with pytest.raises(ValueError, match=f"epoch 0 has been read, .* epoch {calls}: call orders"):
         for _ in range(3):  # the first may be known already
             found.append(next(reads))
 
@@ -311,8 +303,7 @@ def test_an_epoch_that_is_known_is_read_once():
     options = {"window": 4, "batch_size": 3, "num_epochs": 4}
     with ordering.blocks.read_blocks(blocks, lambda: state, **options) as reads:
         for _ in reads:
-            if reads.epoch_ended:
-                state = order.next_epoch(state)
+            state = reads.after(order, state)
     assert len(parts[0].read.asked) == 40
 
 
@@ -331,8 +322,7 @@ def test_no_more_threads_read_than_readers(readers):
     options = {"window": 4, "batch_size": 2, "num_epochs": 3, "readers": readers}
     with ordering.blocks.read_blocks(blocks_of(act, 24), lambda: newest[0], **options) as reads:
         for _ in reads:
-            if reads.epoch_ended:
-                newest[0] = order.next_epoch(newest[0])
+            newest[0] = reads.after(order, newest[0])
     assert len(most) == 36 and max(most) <= readers
 
 
@@ -345,8 +335,7 @@ def test_another_step_size_goes_on_where_as_many_units_were_read():
         with read_epochs(np.arange(60), lambda: newest[0], **options) as reads:
             for _ in range(most):
                 found += numbers(next(reads))
-                if reads.epoch_ended:
-                    newest[0] = order.next_epoch(newest[0])
+                newest[0] = reads.after(order, newest[0])
     assert sorted(found[:60]) == sorted(found[60:]) == list(range(60))
 
 
@@ -373,11 +362,8 @@ test_what_would_not_be_read_is_refused = refuses({
     "without next_epoch": (gone_on(state_of(60), 5, 12), "gives the orders of epoch 0"),
     "a source that grew": (gone_on(state_of(60), 5, 0, 80), "80 examples, of which 20 would nev"),
     "a step of it": (gone_on(state_of(60), 5, 6, 65), "65 examples, of which 5 would never be"),
-    "in Grain": (
-        lambda: ordering.input.map_dataset(np.arange(80), np.arange(60), units_per_step=5),
-        "80 examples, of which 20 would never be read, as the orders name 60 units of 1",
-    ),
-    "a position before next_epoch": (
+    "a source that shrank": (gone_on(state_of(60), 5, 0, 59), "59 examples, and the orders"),
+    "a position before the end": (
         lambda: [next(ENDED) for _ in range(6)] and ENDED.position(), "epoch 0 has been read"
     ),
 })  # fmt: skip
@@ -398,8 +384,7 @@ def test_a_program_that_forbids_transfers_reads_and_goes_on():
         reads = read_epochs(np.arange(12), lambda: state, units_per_step=5, num_epochs=3)
         for batch in reads:
             found.append(batch)
-            if reads.epoch_ended:
-                state = order.next_epoch(state)
+            state = reads.after(order, state)
         blocks = blocks_of()
         for _ in range(2):
             options = {"window": 2, "batch_size": 2, "num_epochs": 1, "position": position}

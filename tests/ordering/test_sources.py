@@ -8,11 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ordering
-from ordering.input import reader, step_indices
-from ordering.input.sources import Steps
+from ordering.input import read_epochs, reader, step_indices
 from tests import tables
 from tests.refused import refuses
-from tests.sources import SIZES, Examples, assert_same, epoch_of
+from tests.sources import SIZES, Examples, epoch_of
 
 
 @given(st.integers(1, 4), st.integers(1, 30), st.integers(1, 3), st.data())
@@ -43,17 +42,19 @@ def test_step_indices_are_the_units_of_every_worker(workers, num_units, unit_siz
     np.testing.assert_array_equal(dealt, indices)
 
 
+def epoch_in(source, orders, **sizes):
+    """The batches of one epoch in these orders."""
+    orders = jnp.asarray(orders)
+    state = STATE._replace(current=orders, next=orders)
+    return read_epochs(source, lambda: state, num_epochs=1, **sizes)
+
+
 @pytest.mark.parametrize("size", SIZES)
-def test_steps_by_number(size):
+def test_the_steps_of_an_epoch(size):
     source, orders, sizes, wanted = epoch_of(size)
-    steps = Steps(source, jnp.asarray(orders), **sizes)
-    assert_same([steps[t] for t in range(len(steps))[::-1]], wanted[::-1])
-    on_device = Steps(jax.tree.map(jnp.asarray, source), orders, **sizes)
-    found = [on_device[t] for t in range(len(steps))]
-    jax.tree.map(np.testing.assert_array_equal, found, wanted)
-    for behind in (-1, len(steps)):
-        with pytest.raises(IndexError, match="the next epoch has another order"):
-            steps[behind]
+    for data in (source, jax.tree.map(jnp.asarray, source), Examples(source)):
+        found = [*epoch_in(data, orders, **sizes)]
+        jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
 COLUMNS = {
@@ -115,10 +116,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("kind", [None, "numpy", "torch", "jax"])
 def test_formats_of_tables_are_read_right(table, kind):
     source = table(COLUMNS).with_format(kind)
-    batch = Steps(source, [[2, 0, 1], [1, 0, 2]], units_per_step=3)[0]
-    rows = ([2, 0, 1], [4, 3, 5])
+    batch = read(source, 2, 0, 4)
     for name, column in COLUMNS.items():
-        assert batch[name].tolist() == [[column[i] for i in row] for row in rows]
+        assert batch[name].tolist() == [column[i] for i in (2, 0, 4)]
     assert batch["x"].dtype == (np.float64 if kind is None else np.float32)
     assert all(type(leaf) is np.ndarray for leaf in batch.values())
 

@@ -1,6 +1,5 @@
-"""`batches` equals the plain NumPy loop, and reads ahead."""
+"""`tf_dataset` gives the examples of an order one by one, in a pipeline as anyone writes it."""
 
-import functools
 import pathlib
 import subprocess
 import sys
@@ -11,15 +10,14 @@ import jax
 import numpy as np
 import pytest
 
-from ordering.input import batches
+import ordering
+from ordering.input import read_epochs, step_indices, tf_dataset
 from tests.refused import refuses
-from tests.sources import Examples, assert_same
-from tests.waiting import wait_for
+from tests.sources import SIZES, Examples, assert_same, epoch_of
 
 tf = pytest.importorskip("tensorflow")
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-WAYS = pytest.mark.parametrize("transform", [None, lambda batch, seed: batch])
 
 
 class Pair(NamedTuple):
@@ -32,8 +30,8 @@ class ManyExamples(Examples):
         return [self[i] for i in indices]
 
 
-def data(size=23, seed=0):
-    rng = np.random.default_rng(seed)
+def data(size):
+    rng = np.random.default_rng(0)
     return {
         "image": rng.integers(0, 256, (size, 3, 2), dtype=np.uint8),
         "more": (rng.normal(size=size).astype(np.float32), np.arange(size) % 2 == 0),
@@ -49,106 +47,102 @@ SOURCES = {
 }
 
 
-def plain_loop(arrays, indices, batch_size):
-    return [
-        jax.tree.map(lambda x, part=indices[i : i + batch_size]: x[part], arrays)
-        for i in range(0, len(indices), batch_size)
-    ]
-
-
 @pytest.mark.parametrize("name", SOURCES)
-@WAYS
-def test_equals_the_plain_loop(name, transform):
-    for kind, size, batch_size in ((lambda x: x, 23, 5), (Examples, 20, 5), (ManyExamples, 1, 7)):
-        arrays = SOURCES[name](size)
-        order = np.random.default_rng(1).permutation(size)
-        found = batches(kind(arrays), order, batch_size=batch_size, transform=transform)
-        assert_same(found, plain_loop(arrays, order, batch_size))
+def test_equals_the_plain_loop(name):
+    for kind, size, batch_size in ((lambda x: x, 23, 5), (Examples, 200, 7), (ManyExamples, 1, 7)):
+        arrays, order = SOURCES[name](size), np.random.default_rng(1).permutation(size)
+        dataset = tf_dataset(kind(arrays), order)
+        found = list(dataset.batch(batch_size).prefetch(2).as_numpy_iterator())
+        parts = [order[i : i + batch_size] for i in range(0, size, batch_size)]
+        assert_same(found, [jax.tree.map(lambda x, part=part: x[part], arrays) for part in parts])
+        shapes = [spec.shape for spec in tf.nest.flatten(dataset.element_spec)]
+        assert shapes == [x.shape[1:] for x in jax.tree.leaves(arrays)]
 
 
 class Slow(Examples):
     def __getitem__(self, index):
-        time.sleep(0.002 * (index % 5))
+        time.sleep(0.0005 * (index % 5))
         return super().__getitem__(index)
 
 
-def test_the_sequence_does_not_depend_on_how_long_reading_takes():
-    arrays, order = data(40), np.random.default_rng(2).permutation(40)
-    found = batches(Slow(arrays), order, batch_size=3, num_parallel_calls=4)
-    assert_same(found, plain_loop(arrays, order, 3))
+@pytest.mark.parametrize("size", SIZES)
+def test_batches_are_the_steps_of_all_workers_and_go_on_from_any(size):
+    """However long reading and mapping take."""
+    source, orders, sizes, wanted = epoch_of(size)
+    indices, per_step = step_indices(orders, **sizes)
+    for step in (0, 1):
+        dataset = tf_dataset(Slow(source), indices[step * per_step :])
+        found = list(dataset.batch(per_step).as_numpy_iterator())
+        flat = [jax.tree.map(lambda x: x.reshape(-1, *x.shape[orders.ndim :]), b) for b in wanted]
+        assert_same(found, flat[step:])
 
 
-@WAYS
-def test_text_keeps_its_zeros(transform):
+def test_maps_of_examples_and_of_batches_stay_as_they_are():
+    images = np.random.default_rng(0).integers(0, 256, (90, 4, 4, 1), dtype=np.uint8)
+    encoded = [{"image": tf.io.encode_png(x).numpy(), "label": i} for i, x in enumerate(images)]
+    order = np.random.default_rng(1).permutation(90)
+
+    def decode(example):
+        return tf.io.decode_png(example["image"], channels=1), example["label"]
+
+    def augment(number, batch):
+        noise = tf.random.stateless_normal(tf.shape(batch[0]), [5, number])
+        return tf.cast(batch[0], tf.float32) + noise, batch[1]
+
+    def run(first_step):
+        examples = tf_dataset(encoded, order[8 * first_step :]).map(decode, tf.data.AUTOTUNE)
+        return list(examples.batch(8).enumerate(first_step).map(augment).as_numpy_iterator())
+
+    whole = run(0)
+    assert_same(run(3), whole[3:])
+    for t, (x, y) in enumerate(whole):
+        part = order[8 * t :][:8]
+        noise = tf.random.stateless_normal((len(part), 4, 4, 1), [5, t]).numpy()
+        np.testing.assert_array_equal(x, images[part].astype(np.float32) + noise)
+        np.testing.assert_array_equal(y, part)
+
+
+def test_text_keeps_its_zeros():
     texts = [b"abc\0\0", b"", b"\0x", "é"]
-    (found,) = batches(texts, [2, 3, 0, 1], batch_size=4, transform=transform)
-    found = [x.encode() if isinstance(x, str) else x for x in found]
+    found = list(tf_dataset(texts, [2, 3, 0, 1]).as_numpy_iterator())
     assert found == [texts[2], "é".encode(), texts[0], texts[1]]
     for dtype in ("S3", "U3", object):
-        arrays = np.array(["a", "bcd"], dtype)
-        (found,) = batches(arrays, [1, 0], batch_size=2, transform=transform)
-        assert found.astype("U3").tolist() == ["bcd", "a"]
+        found = list(tf_dataset(np.array(["a", "bcd"], dtype), [1, 0]).as_numpy_iterator())
+        assert found == [b"bcd", b"a"]
 
 
-def augment(batch, seed):
-    if tf.random.stateless_uniform([], seed) < 0.5:  # becomes a tf.cond
-        batch = dict(batch, image=batch["image"][:, ::-1])
-    noise = tf.random.stateless_normal(tf.shape(batch["image"]), seed)
-    return {"x": tf.cast(batch["image"], tf.float32) + noise, "both": [batch["more"][1], seed]}
+def test_a_pipeline_is_read_ahead_of_the_next_epoch():
+    """Four workers; the last step of an epoch has fewer examples."""
+    order, found, wanted = ordering.random_reshuffling(13), [], []
+    state = ordering.start(order, jax.random.key(0), workers=4)
 
+    def pipeline(indices, first_step, epoch):
+        return tf_dataset(Examples(np.arange(104)), indices).map(lambda x: 2 * x).batch(24)
 
-def test_transform_depends_on_seed_and_batch_number_only():
-    order = np.random.default_rng(0).permutation(23)
-    read = functools.partial(batches, data(), batch_size=4, transform=augment)
-    once = list(read(order, seed=5))
-    assert [b["both"][1].tolist() for b in once] == [[5, i] for i in range(6)]
-    assert once[0]["x"].shape == (4, 3, 2) and once[-1]["x"].shape == (3, 3, 2)
-    for cut in (0, 1, 4):
-        head, tail = order[: 4 * cut], order[4 * cut :]
-        assert_same([*read(head, seed=5), *read(tail, seed=5, first_batch=cut)], once)
-    other = list(read(order, seed=6))
-    assert not np.array_equal(other[0]["x"], once[0]["x"])
-    assert once[0]["x"][0, 0, 0] % 1 != once[1]["x"][0, 0, 0] % 1
-
-
-def test_transform_decodes_text():
-    images = np.random.default_rng(0).integers(0, 256, (5, 4, 4, 1), dtype=np.uint8)
-    encoded = [tf.io.encode_png(image).numpy() for image in images]
-
-    def decode(texts, seed):
-        return tf.map_fn(tf.io.decode_png, texts, fn_output_signature=tf.uint8)
-
-    found = batches(encoded, [4, 2, 0], batch_size=2, transform=decode)
-    assert_same(found, [images[[4, 2]], images[[0]]])
-
-
-def test_reading_starts_at_the_call_and_stops_with_the_iterator():
-    source = Examples(np.arange(100))
-    stream = batches(source, np.arange(10, 100), batch_size=2, prefetch=3)
-    wait_for(lambda: {10, 11, 12, 13, 14, 15} <= set(source.asked))
-    assert 99 not in source.asked
-    assert next(stream).tolist() == [10, 11]
-    source = Slow(np.arange(1000))
-    stream = batches(source, np.arange(1000), batch_size=1)
-    wait_for(lambda: source.asked)
-    del stream  # waits for the reading threads
-    asked = len(source.asked)
-    time.sleep(0.1)
-    assert len(source.asked) == asked < 1000
+    sizes = {"units_per_step": 3, "unit_size": 2, "num_epochs": 3}
+    with read_epochs(pipeline, lambda: state, **sizes) as reads:
+        for batch in reads:
+            if reads.step == 1:
+                wanted += list(step_indices(state.current, units_per_step=3, unit_size=2)[0])
+            found += batch.tolist()
+            state = reads.after(order, state)
+    assert found == [2 * i for i in wanted] and len(found) == 312
 
 
 @pytest.mark.slow
-def test_the_interpreter_exits_while_an_iterator_reads():
+@pytest.mark.parametrize("read", ["iter(dataset)", "ordering.input.load_ahead(dataset)"])
+def test_the_interpreter_exits_while_a_dataset_is_read(read):
     """Also, TensorFlow is imported only when it is used."""
-    code = """
+    code = f"""
 import sys, time, numpy as np, ordering
 print("tensorflow" in sys.modules)
 class Slow:
-    def __len__(self): return 1000
+    def __len__(self): return 10_000
     def __getitem__(self, i):
-        time.sleep(0.02)
+        time.sleep(0.002)
         return np.zeros(2)
-stream = ordering.input.batches(Slow(), np.arange(1000), batch_size=2)
+dataset = ordering.input.tf_dataset(Slow(), np.arange(10_000)).batch(2).prefetch(2)
+stream = {read}
 next(stream)
 print("end")
 """
@@ -159,67 +153,46 @@ print("end")
 
 
 @pytest.mark.parametrize("kind", [Examples, ManyExamples])
-@WAYS
 @pytest.mark.parametrize("error", [OSError("disk 7 is gone"), StopIteration("disk 7 is gone")])
-def test_a_source_that_fails(kind, transform, error):
-    source = kind(np.arange(20), fail_at=13, error=error)
-    stream = batches(source, [1, 2, 13, 4, 5], batch_size=2, first_batch=6, transform=transform)
-    assert next(stream).tolist() == [1, 2]
-    with pytest.raises(RuntimeError, match=r"batch 7, examples \[13  4\].*disk 7") as caught:
+def test_a_source_that_fails(kind, error):
+    source = kind(np.arange(100), fail_at=80, error=error)
+    stream = tf_dataset(source, np.arange(100)).batch(2).as_numpy_iterator()
+    for i in range(32):  # the examples of the first read
+        assert next(stream).tolist() == [2 * i, 2 * i + 1]
+    with pytest.raises(tf.errors.OpError, match=r"(?s)examples \[64 65 .* 99\].*disk 7"):
         next(stream)
-    assert caught.value.__cause__ is error
 
 
 class Short(ManyExamples):
     def __getitems__(self, indices):
-        return super().__getitems__(indices[:1])
+        return super().__getitems__(indices)[:1]
 
 
-def at_most_three(batch, seed):
-    tf.debugging.assert_less(batch, 3, message="three is too much")
-    return batch
-
-
-RAGGED, KEPT = [np.zeros(2), np.zeros(2), np.zeros(3)], lambda batch, seed: batch
-FAILING = {  # the second batch of two examples
-    "shapes in a batch": (RAGGED, None, r"examples \[2 0\]: ValueError.*one shape"),
-    "shapes in a tensor": (RAGGED, KEPT, r"examples \[2 0\]: ValueError.*one shape"),
-    "types": ([1, 2, 2.5], KEPT, r"examples \[2 0\]: .* differ in structure"),
-    "structures": ([(1, 2), (1, 2), {"a": 1}], KEPT, r"examples \[2 0\]: ValueError"),
-    "a transform": (
-        np.int32([0, 0, 3]),
-        at_most_three,
-        r"batch 1, examples \[2 0\].*three is too much",
-    ),
+RAGGED = [np.zeros(2), np.zeros(2), np.zeros(3)]
+FAILING = {
+    "shapes": (RAGGED, [0, 2], "one shape"),
+    "shapes of others": (64 * RAGGED[:1] + RAGGED[2:], range(65), "not like the first in struct"),
+    "types": (64 * [1] + [2.5], range(65), "not like the first in structure, shapes and types"),
+    "structures": ([(1, 2), {"a": 1}], [0, 1], "give all examples of the source the same keys"),
+    "too few": (Short(np.arange(4)), [0, 1], "gave 1 examples for 2"),
 }
 
 
-@pytest.mark.parametrize("source,transform,message", FAILING.values(), ids=FAILING)
-def test_examples_that_do_not_fit_together(source, transform, message):
-    stream = batches(source, [0, 1, 2, 0], batch_size=2, transform=transform)
-    next(stream)
-    with pytest.raises(RuntimeError, match=f"(?s){message}"):
-        next(stream)
+@pytest.mark.parametrize("source,indices,message", FAILING.values(), ids=FAILING)
+def test_examples_that_do_not_fit_together(source, indices, message):
+    with pytest.raises(tf.errors.OpError, match=f"(?s)examples .*{message}"):
+        list(tf_dataset(source, indices))
 
 
-def test_a_source_that_returns_too_few_examples():
-    with pytest.raises(RuntimeError, match="gave 1 examples for 2"):
-        next(batches(Short(np.arange(4)), [0, 1], batch_size=2))
-
-
-def of(indices, **sizes):
-    return lambda: batches(np.arange(3), indices, **{"batch_size": 1} | sizes)
-
-
+STREAM = tf.data.Dataset.range(3)
 test_bad_input = refuses({
-    "no batch": (of([0], batch_size=0), "batch_size is 0"),
-    "transform": (of([0], transform={}), "transform is a dict: pass a function"),
-    "no result": (of([0], transform=lambda batch, seed: None), "transform returns no tensors"),
-    "too large": (of([0, 3]), "index 3 is out of range: the source has 3"),
+    "too large": (lambda: tf_dataset(np.arange(3), [0, 3]), "index 3 is out of range: the source"),
+    "of workers": (lambda: tf_dataset(np.arange(4), [[0, 1], [1, 0]]), r"step_indices\(...\)\[0\]"),
+    "a stream": (lambda: tf_dataset(STREAM, [0]), "tfds.data_source"),
 })  # fmt: skip
 
 
 def test_without_tensorflow(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorflow", None)
     with pytest.raises(ImportError, match=r"pip install 'syncopate\[data\]'"):
-        batches(np.arange(3), [0], batch_size=1)
+        tf_dataset(np.arange(3), [0])
