@@ -65,12 +65,10 @@ MANY = [(case, {}, 1) for case in cases()] + [
     (("cd_grab", "qsr", "diffusion+cosine"), {"mesh": True}, 1),
 ]
 FEW = [
-    (("rr", "accumulate", "fixed"), {}, 13),
-    (("rr", "parallel", "diffusion+cosine"), {**STREAMED, "average": ("ema",)}, 19),
+    (("cd_grab+sketch16+scaled", "accumulate", "fixed"), {}, 19),
     (("cd_grab+sketch16+dealt", "qsr", "diffusion+cosine"),
      {**STREAMED, "average": ("epoch", "ema")}, 23),
     (("cd_grab", "qsr", "measured"), STREAMED, 17),
-    (("cd_grab+sketch16+scaled", "qsr", "none"), {}, 19),
 ]  # fmt: skip
 
 
