@@ -27,13 +27,10 @@ class Choice(NamedTuple):
     text: str | None = None  # for people, of EVERYWHERE
 
 
-# Choices of every task, which its loader need not have: its first examples alone, noisy labels.
+# Choices of every task, which its loader need not have: its first examples alone.
 EVERYWHERE = {
     "num_train": Choice(int, COUNT, text="first examples alone, of every task"),
     "num_test": Choice(int, COUNT, text="first examples alone, of every task"),
-    "label_noise": Choice(
-        float, base.SHARE, text="share of training labels drawn anew, of every task with classes"
-    ),
 }
 
 
@@ -197,9 +194,7 @@ def load(
                 f"the model is {model}. Leave it out, or choose that model."
             )
     more = {k: choices.pop(k) for k in EVERYWHERE if k in choices and k not in known}
-    noise = more.pop("label_noise", 0.0)
     task = base.with_first(loader(data_dir, abstract=abstract, **choices), **more)
-    task = base.with_label_noise(task, noise) if noise else task
     given = setting.recipe
     return task, given if isinstance(given, Recipe) else task.recipe._replace(**given)
 

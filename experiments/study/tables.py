@@ -63,7 +63,7 @@ class SyncRule(NamedTuple):
     """A row of SYNC_RULES: `plan` gives the SyncPlan, and `rounds` what a step and a sync do."""
 
     label: str
-    plan: Callable  # of a RunConfig; option h_max
+    plan: Callable  # of a RunConfig
     # (inner optimizer, axis_name=) -> Rounds
     rounds: Callable = DRIFTING
     wire: Callable | None = None  # makes that in which `rounds` sends changes
@@ -250,7 +250,7 @@ SYNC_RULES = {
     ),
     "inverse": SyncRule("H ~ 1/η", _at_volume_of_qsr(1), takes=LOCAL, reads=("h_base", "growth")),
     "qsr": SyncRule(
-        "QSR", _qsr, takes=(*LOCAL, "h_max"), reads=("h_base", "growth")
+        "QSR", _qsr, takes=LOCAL, reads=("h_base", "growth")
     ),
     "cubic": SyncRule("H ~ 1/η³", _at_volume_of_qsr(3), takes=LOCAL, reads=("h_base", "growth")),
     # What slow input asks for: e is the echo factor.
@@ -263,15 +263,10 @@ SYNC_RULES = {
 }  # fmt: skip
 
 
-def _sync_rule(row: SyncRule, *, h_max=None, align=None, **of_rounds):
+def _sync_rule(row: SyncRule, *, align=None, **of_rounds):
     """The row with values of its options; those `of_rounds` are wire, correction and outer."""
-    plan, rounds = row.plan, row.rounds
-    if h_max is not None:
-        plan = functools.partial(plan, h_max=h_max)
-    if of_rounds:
-        rounds = functools.partial(rounds, **of_rounds)
-    if align is not None:
-        plan = _aligned(plan, align)
+    rounds = functools.partial(row.rounds, **of_rounds) if of_rounds else row.rounds
+    plan = row.plan if align is None else _aligned(row.plan, align)
     return row._replace(plan=plan, rounds=rounds, wire=of_rounds.get("wire", row.wire))
 
 
@@ -373,7 +368,7 @@ OPTIONS = {
     "sketch": Option("order", "numbers that stand for a gradient", "{} numbers"),
     "team": Option("order", "workers that sign together, of a sketched order", "teams of {}"),
     "scale": Option("order", "what the optimizer's second moment makes of a gradient", {
-        "scaled": ("scaled", 0.5), "root": ("scaled by the root", 0.25),
+        "scaled": ("scaled", 0.5)
     }),
     "signs": Option("order", "who gives signs instead of the greedy rule", {
         "walk": ("walk", lambda: syncopate.ordering.self_balancing_walk())
@@ -393,7 +388,6 @@ OPTIONS = {
         "proximal1": ("proximal 1", lambda: syncopate.local_opt.proximal(1.0)),
     }),
     "outer": Option("sync", "outer optimizer: rate and momentum", _outer()),
-    "h_max": Option("sync", "longest round", "H at most {}"),
     "align": Option("sync", "where rounds end besides", {
         "half": ("to the half epoch", 0.5), "epoch": ("to the epoch", 1),
     }),

@@ -194,21 +194,6 @@ def with_first(task: Task, *, num_train: int | None = None, num_test: int | None
     return task._replace(**parts, **({"optimum": None} if "train" in parts else {}))
 
 
-def with_label_noise(task: Task, share: float) -> Task:
-    """The task with this share of the training labels redrawn uniformly from all classes."""
-    y = task.train["y"] if isinstance(task.train, dict) else None
-    if y is None or y.ndim != 1 or not np.issubdtype(y.dtype, np.integer):
-        raise UserError(
-            f"label_noise needs class labels in memory, which {task.name} lacks: leave it out."
-        )
-    if not isinstance(y, np.ndarray) or not share:  # shapes alone
-        return task
-    draw = np.random.default_rng(0)
-    drawn = draw.integers(0, y.max() + 1, len(y)).astype(y.dtype)
-    noisy = np.where(draw.random(len(y)) < share, drawn, y)
-    return task._replace(train={**task.train, "y": noisy}, optimum=None)
-
-
 def split(x, y, *, num_train: int, seed: int = 0) -> tuple[dict, dict]:
     """Train and test set: a seeded shuffle, whose first `num_train` examples are for training."""
     order = np.random.default_rng(seed).permutation(len(x))

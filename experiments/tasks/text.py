@@ -25,7 +25,6 @@ from experiments.tasks.sources import check_unpacked, reading
 from syncopate.refusals import UserError
 
 END, UNKNOWN = "<eos>", "<unk>"  # end of a line; a word outside the vocabulary
-WORDS = base.Range(int, "[3, 2147483647]")  # these two, and a word
 
 
 def words(lines: Iterable[str]) -> Iterator[str]:
@@ -38,8 +37,6 @@ def vocabulary(found: Iterable[str], max_words: int | None = None) -> list[str]:
 
     `END` and `UNKNOWN` are always included and counted. Ties are in alphabetical order.
     """
-    if max_words is not None:
-        WORDS.check("max_words", max_words)
     counts = collections.Counter(found)
     special = [(word, counts.pop(word, 0)) for word in (END, UNKNOWN)]
     ranked = sorted(counts.items(), key=_rank)[: max_words and max_words - len(special)]
@@ -188,7 +185,7 @@ def _read(data_dir):
 
 SST2 = "https://dl.fbaipublicfiles.com/glue/data/SST-2.zip"
 NUM_SENTENCES = 67_349, 872
-BERT_FEATURES = 768
+BERT_FEATURES, TEXT_FEATURES = 768, 256
 SST2_RECIPE = Recipe(workers=16, units_per_step=8, unit_size=1, epochs=30, learning_rates=(1e-4,))
 
 
@@ -196,7 +193,6 @@ def sst2(
     data_dir: str | None = None,
     model: str = "head",
     *,
-    num_features: int | None = None,
     abstract: bool = False,
 ) -> Task:
     """Features of 67,349 training sentences and phrases, and of 872 test sentences.
@@ -206,28 +202,22 @@ def sst2(
 
     Otherwise the features are TF-IDF, fitted on the training sentences: log-scaled counts of words
     and pairs of neighbouring words that occur at least three times, times their log inverse
-    frequency, projected on `num_features` singular vectors (seeded). Every sentence's features are
+    frequency, projected on 256 singular vectors (seeded). Every sentence's features are
     normalised to mean square 1, or zero if it has no known word.
 
     Args:
       data_dir: folder of train_full.tsv (or train.tsv) and dev.tsv, or of embeddings.npz.
       model: "head" only, softmax regression.
-      num_features: d >= 1, for TF-IDF alone; 256 if None.
       abstract: with BERT's 768 dimensions.
     """
     check_model("sst2", model, ("head",))
     if abstract:
         train, test = base.abstract_sets(NUM_SENTENCES, (BERT_FEATURES,))
     elif os.path.exists(saved := os.path.join(data_dir or "", "embeddings.npz")):
-        if num_features is not None:
-            raise UserError(
-                f"--num_features is {num_features}: {saved!r} has features of its own. Leave "
-                "num_features out, or move the file away."
-            )
         train, test = _embeddings(saved)
     else:
         (texts, y), (test_texts, test_y) = (sentences(data_dir, part) for part in ("train", "dev"))
-        x, test_x = features(texts, test_texts, num_features=num_features or 256)
+        x, test_x = features(texts, test_texts, num_features=TEXT_FEATURES)
         train, test = {"x": x, "y": y}, {"x": test_x, "y": test_y}
     head = network("mlp", num_features=train["x"].shape[1], hidden=(), num_classes=2)
     return Task("sst2", head, train, test, SST2_RECIPE)
@@ -247,10 +237,10 @@ def features(
         ngram_range=(1, 2), min_df=3, sublinear_tf=True, token_pattern=r"\S+", dtype=np.float32
     )
     counts = counter.fit_transform(train)
-    if not 1 <= num_features < counts.shape[1]:
+    if counts.shape[1] <= num_features:
         raise UserError(
-            f"num_features is {num_features}: pass at least 1 and less than {counts.shape[1]}, the "
-            "number of words and pairs that occur three times."
+            f"{counts.shape[1]} words and pairs of train.tsv occur three times, and more than "
+            f"{num_features} are needed: get the whole file from {SST2}."
         )
     reduce = decomposition.TruncatedSVD(num_features, n_iter=2, random_state=0)
     x, x_test = reduce.fit_transform(counts), reduce.transform(counter.transform(test))

@@ -113,7 +113,6 @@ def load(
     *,
     corpus: str = "wikitext2",
     length: int | None = None,
-    max_words: int | None = None,
     abstract: bool = False,
 ) -> Task:
     """Windows of words and the words after them: {"x": int32[N, L], "y": int32[N, L]}.
@@ -140,8 +139,6 @@ def load(
         tests on the validation text, with the 4096 most frequent words for "lstm", 2048 for "gpt2"
         and 1024 for "slowrun", both of width 64 with windows of 64; it ignores the ".npy" files.
       length: L >= 1, tokens of a window, instead of the model's.
-      max_words: size of the vocabulary, including "<eos>" and "<unk>". None keeps all words, or
-        those named above for "wikitext2_small".
       abstract: of the whole published text. Vocabularies have 33,278 and 267,735 words, and GPT-2
         on "wikitext103" the paper's 50,257 byte pairs; its number of windows is still counted in
         words, an assumption.
@@ -152,14 +149,13 @@ def load(
     check_model(corpus, model, chosen.sizes)
     size, recut = chosen.sizes[model], None
     length = size.length if length is None else length
-    max_words = size.max_words if max_words is None else max_words
     if abstract:
         train, test = (abstract_windows(number, length) for number in chosen.num_tokens)
         byte_pairs = corpus == "wikitext103" and model != "lstm"
         num_words = BPE_WORDS if byte_pairs else chosen.num_words
-        vocab_size = min(num_words, max_words or num_words)
+        vocab_size = min(num_words, size.max_words or num_words)
     else:
-        train, test, vocab_size, starts = _read_corpus(data_dir, corpus, max_words)
+        train, test, vocab_size, starts = _read_corpus(data_dir, corpus, size.max_words)
         recut = Recut(train, starts, length)
         train, test = windows(train, length), windows(test, length)
     if model == "lstm":
@@ -203,11 +199,6 @@ def _read_corpus(data_dir, corpus, max_words):
     files = CORPORA[corpus].files
     saved = [os.path.join(data_dir or "", f"{part}.npy") for part in files]
     if files[0] == "train" and all(map(os.path.exists, saved)):
-        if max_words is not None:
-            raise UserError(
-                f"max_words is {max_words}: {saved[0]!r} already holds ids, which are all kept. "
-                "Leave max_words out, or move the file away."
-            )
         train, test = map(_tokens, saved)
         return train, test, 1 + int(max(train.max(), test.max())), _starts(train == BPE_WORDS - 1)
     known = vocabulary(words(lines(data_dir, corpus, files[0])), max_words)

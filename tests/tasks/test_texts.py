@@ -96,8 +96,6 @@ def test_the_most_frequent_words_are_kept():
     assert text.vocabulary(found) == ["b", "a", "c", "<eos>", "d", "<unk>"]
     assert text.vocabulary([*found, *["<unk>"] * 3], 3) == ["<unk>", "b", "<eos>"]
     np.testing.assert_array_equal(text.encode("abcde", ["b", "a", "<unk>"]), [1, 0, 2, 2, 2])
-    with pytest.raises(ValueError, match="max_words is 2"):
-        text.vocabulary(found, 2)
 
 
 def test_the_small_task_trains_on_the_test_text_and_files_of_the_archive_are_read_too(words):
@@ -117,8 +115,6 @@ def test_saved_tokens_replace_a_text(words):
     np.testing.assert_array_equal(task.train["y"], [[1, 2, 3, 4], [5, 6, 7, 8]])
     params = jax.eval_shape(task.model.init, jax.random.key(0))
     assert params["tokens"].shape == (12, 128) and params["positions"].shape == (4, 128)
-    with pytest.raises(ValueError, match="max_words is 5"):
-        TASKS["wikitext103"](str(words), max_words=5)
 
 
 def test_documents_are_permuted_and_a_text_is_cut_anew_in_every_epoch():
@@ -197,7 +193,6 @@ def test_slowrun_trains_on_windows_that_are_cut_anew(words, tmp_path, monkeypatc
         ({"corpus": "enwik8"}, "wikitext103"),
         ({"length": 0}, "length is 0"),
         ({"length": 8}, "has 8 tokens"),
-        ({"max_words": 1}, "max_words is 1"),
     ],
 )
 def test_wikitext_refuses_invalid_settings(settings, word, words):
@@ -222,20 +217,24 @@ def test_wikitext2_has_the_published_number_of_tokens():
     assert numbers == [217646, 245569]
 
 
-def test_features_of_sentences_are_normalised_and_independent_of_the_test_set(tmp_path):
+def test_features_of_sentences_are_normalised_and_independent_of_the_test_set(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(text, "TEXT_FEATURES", 5)
     generator = np.random.default_rng(0)
     sentences = [" ".join(generator.choice(list("abcdefgh"), 6)) for _ in range(40)]
     rows = "".join(f"{s} \t{k % 2}\n" for k, s in enumerate(sentences))
     (tmp_path / "train_full.tsv").write_text("sentence\tlabel\n" + rows, encoding="utf-8")
     (tmp_path / "dev.tsv").write_text(f"sentence\tlabel\n{sentences[3]}\t1\nzz\t0\n")
-    task = TASKS["sst2"](str(tmp_path), num_features=5)
+    task = TASKS["sst2"](str(tmp_path))
     assert task.train["x"].shape == (40, 5) and task.train["x"].dtype == np.float32
     np.testing.assert_allclose(np.mean(task.train["x"] ** 2, axis=1), 1, rtol=1e-5)
     np.testing.assert_allclose(task.test["x"][0], task.train["x"][3], rtol=1e-4)
     np.testing.assert_array_equal(task.test["x"][1], 0)
     np.testing.assert_array_equal(task.train["y"], np.arange(40) % 2)
-    with pytest.raises(ValueError, match="num_features is 1000"):
-        TASKS["sst2"](str(tmp_path), num_features=1000)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="more than 256 are needed"):
+        TASKS["sst2"](str(tmp_path))
 
 
 def test_embeddings_in_the_folder_are_used(tmp_path):
