@@ -35,9 +35,8 @@ from typing import NamedTuple
 
 from absl import app, flags
 
-from benchmarks import block_files
+from benchmarks import block_files, timing
 from benchmarks.block_readers import AROUND
-from experiments import timing
 
 
 class Case(NamedTuple):

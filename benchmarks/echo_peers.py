@@ -27,8 +27,8 @@ import numpy as np
 from absl import app, flags
 
 import models
-from experiments import timing
-from experiments.results.statistics import median_interval
+from benchmarks import timing
+from benchmarks.timing import median_interval
 from ordering import echo
 from ordering.input import load_ahead
 

@@ -23,8 +23,8 @@ from absl import app, flags
 
 import local_opt
 import ordering
+from benchmarks import timing
 from benchmarks.growth_units import GRADIENT, ORDERS, STEPS, lifted
-from experiments import timing
 from ordering import echo
 
 SIZES = {

@@ -20,7 +20,7 @@ from absl import app, flags
 
 import local_opt
 import ordering
-from experiments import timing
+from benchmarks import timing
 from experiments.study.cost import tree_bytes
 from experiments.training import checkpoint
 from experiments.training.config import Plans

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import ordering
-from experiments.timing import compared, medians, print_rows
+from benchmarks.timing import compared, medians, print_rows
 from ordering.kernel import balance_blocks
 from ordering.pairs import subtract
 from ordering.sketches.linear import SIZE

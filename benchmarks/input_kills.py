@@ -27,8 +27,7 @@ from collections.abc import Iterator
 import numpy as np
 from absl import app, flags
 
-from benchmarks import peer_readers
-from experiments import timing
+from benchmarks import peer_readers, timing
 
 READERS, AFTER, KILL_AT, PATIENCE = 2, (2, 1, 4), 25, 240
 

@@ -25,9 +25,8 @@ import numpy as np
 from absl import app, flags
 
 import ordering
-from benchmarks import peer_readers
+from benchmarks import peer_readers, timing
 from benchmarks.peer_readers import BATCH, PIXELS, Examples
-from experiments import timing
 
 WORKERS = 4
 SEQUENCE, SHUFFLED, ORDERED = HOW = ("in sequence", "shuffled", "in CD-GraB's order")

@@ -39,10 +39,9 @@ from typing import NamedTuple
 import numpy as np
 from absl import app, flags
 
-from benchmarks import local_problem
+from benchmarks import local_problem, timing
 from benchmarks.local_problem import Job
-from experiments import timing
-from experiments.results.statistics import median_interval
+from benchmarks.timing import median_interval
 
 ULPS = 32  # of the largest parameter: the most that 80 steps in another order of sums may differ
 

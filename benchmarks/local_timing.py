@@ -10,9 +10,9 @@ import optax
 
 import local_opt
 import models
-from experiments import timing
+from benchmarks import timing
+from benchmarks.timing import medians
 from experiments.cluster.devices import owned_sharding, worker_mesh
-from experiments.timing import medians
 from local_opt.workers import AXIS
 
 WORKERS = 4  # of a sync

@@ -25,8 +25,7 @@ from absl import app, flags
 
 import models
 import ordering
-from benchmarks import host_loops, local_timing, single_examples
-from experiments import timing
+from benchmarks import host_loops, local_timing, single_examples, timing
 from models.gpt2 import SIZES as GPT2
 from ordering import kernel as sign_kernel
 

@@ -19,9 +19,8 @@ import jax.numpy as jnp
 
 import local_opt
 import ordering
-from benchmarks import torch_tasks
+from benchmarks import timing, torch_tasks
 from benchmarks.torch_tasks import MOMENTUM, Problem
-from experiments import timing
 
 SKETCH = 1024
 STRICT = ordering.greedy()._replace(  # the rule of grab-sampler: a product of zero is a minus

@@ -20,10 +20,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from absl import app, flags
 
-from benchmarks import order_epochs, torch_tasks
+from benchmarks import order_epochs, timing, torch_tasks
 from benchmarks.order_epochs import Way
 from benchmarks.torch_tasks import Problem
-from experiments import timing
 
 
 def published_class(folder: str) -> type:

@@ -20,7 +20,7 @@ import numpy as np
 from absl import app, flags
 
 import ordering
-from experiments import timing
+from benchmarks import timing
 
 EXAMPLES, SIZE = 16, 1024
 MICROBATCHES = (None, 4, 1)
@@ -141,6 +141,6 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    flags.DEFINE_list("models", ["gpt", "vit", "lenet"], "of experiments/timing.py")
+    flags.DEFINE_list("models", ["gpt", "vit", "lenet"], "of benchmarks/timing.py")
     flags.DEFINE_integer("repeats", 21, "timed calls of every way")
     app.run(main)

@@ -20,10 +20,10 @@ import numpy as np
 from absl import app, flags
 
 import ordering
-from experiments import timing
+from benchmarks import timing
 
 EXAMPLES, SIZE = 16, 1024
-HEADS, PATCH, EPSILON = 3, 4, 1e-6  # of the ViT in experiments/timing.py
+HEADS, PATCH, EPSILON = 3, 4, 1e-6  # of the ViT in benchmarks/timing.py
 
 
 def named(tree) -> dict[str, np.ndarray]:

@@ -2,17 +2,15 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-import models
 import ordering.input
 from experiments.cluster import progress
-from experiments.results.statistics import median_interval
 from experiments.study.cost import Machine
 from experiments.study.tables import ECHO_POLICIES, row_of
 from experiments.tasks import Recipe, Task
@@ -35,31 +33,6 @@ def in_turns(calls: dict[str, Callable], repeats: int) -> dict[str, list[float]]
     return times
 
 
-def compared(calls: dict[str, Callable], repeats: int) -> Iterator[tuple]:
-    """(name, median seconds, {other: (median ratio to it in the same turn, low, high)})."""
-    times = {name: np.array(s) for name, s in in_turns(calls, repeats).items()}
-    for name, seconds in times.items():
-        ratios = {other: median_interval(seconds / times[other]) for other in times}
-        yield name, statistics.median(seconds), ratios
-
-
-def against_first(calls: dict[str, Callable], repeats: int) -> Iterator[tuple]:
-    """(name, median seconds, (median ratio to the first of the same turn, its interval))."""
-    for name, seconds, ratios in compared(calls, max(6, repeats)):  # for the intervals
-        middle, low, high = ratios[next(iter(calls))]
-        yield name, seconds, (round(middle, 3), f"{low:.3f} to {high:.3f}")
-
-
-def print_rows(rows: Iterable[dict], head: Sequence[str] = ()) -> tuple[str, ...]:
-    """Prints each row as it comes, below its columns unless these are the head; returns those."""
-    for row in rows:
-        if tuple(row) != tuple(head):
-            head = tuple(row)
-            print("| " + " | ".join(head) + " |\n|" + " --- |" * len(head))
-        print("| " + " | ".join(str(value) for value in row.values()) + " |", flush=True)
-    return tuple(head)
-
-
 def medians(calls: dict[str, Callable], repeats: int) -> dict[str, float]:
     """Median seconds of every call."""
     return {name: statistics.median(s) for name, s in in_turns(calls, repeats).items()}
@@ -74,35 +47,6 @@ def carry_on(step: Callable, state) -> Callable:
         return held[0]
 
     return call
-
-
-def step_task(name: str) -> Task:
-    """A task of the published shapes, with random data."""
-    rng = np.random.default_rng(0)
-
-    def task(model, shape, classes):
-        x, y = rng.normal(size=shape).astype(np.float32), rng.integers(0, classes, shape[:1])
-        return Task(name, model, {"x": x, "y": y.astype(np.int32)}, {}, None)
-
-    def text(make, **sizes):
-        words = rng.integers(0, 1024, (2, 64, 64), np.int32)
-        model = make(vocab_size=1024, width=192, **sizes)
-        return Task(name, model, {"x": words[0], "y": words[1]}, {}, None)
-
-    image = (32, 32, 3)
-    make = {
-        "digits": lambda: task(
-            models.softmax_regression(num_features=64, num_classes=10), (1536, 64), 10
-        ),
-        "hmda": lambda: task(models.logistic_regression(num_features=20), (65536, 20), 2),
-        "lenet": lambda: task(models.lenet(), (512, 28, 28, 1), 10),
-        "gpt": lambda: text(models.gpt2, context=64, depth=3, heads=3),
-        "vit": lambda: task(
-            models.vit(image_shape=image, width=192, depth=3, heads=3), (64, *image), 10
-        ),
-        "lstm": lambda: text(models.lstm),
-    }
-    return make[name]()
 
 
 def training_calls(

@@ -257,20 +257,6 @@ def interval(found) -> tuple[float, float]:
     return float(np.mean(found)), float(stdtrit(count - 1, 0.975) * deviation)
 
 
-def median_interval(found) -> tuple[float, float, float]:
-    """Median, and the order statistics that enclose it in 95 % of all cases.
-
-    The bounds are infinite with fewer than six values.
-    """
-    from scipy.special import bdtr
-
-    ordered = np.sort(np.asarray(list(found), float))
-    count = len(ordered)
-    rank = int((bdtr(np.arange(count), count, 0.5) <= 0.025).sum())
-    low, high = (ordered[rank - 1], ordered[count - rank]) if rank else (-math.inf, math.inf)
-    return float(np.median(ordered)), float(low), float(high)
-
-
 def metric_of(comparison: Comparison) -> str:
     """The name of the metric that is reported: the criterion's, or what the task's test measures.
 

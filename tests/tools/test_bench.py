@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 import models
-from benchmarks import bench, local_timing
-from experiments import timing
+from benchmarks import bench, local_timing, timing
 from experiments.study.tables import row_of
 from experiments.tasks import TASKS
 from experiments.training import loop
