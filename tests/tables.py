@@ -133,6 +133,7 @@ def run_workers(order, gradients, units_per_step, *, epochs=2, run=vmap_workers,
     run_one = run(epoch)
     for _ in range(epochs):
         state = run_one(state, gradients)
+        assert (state.epoch == len(orders)).all()
         orders.append(np.asarray(state.current))
     assert run_one._cache_size() == 1, "a state keeps its structure, shapes and dtypes"
     return np.stack(orders)
