@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+from scipy.linalg import hadamard
 
 
 def greedy_sign(dot, norm2):
@@ -351,14 +352,11 @@ def loads_ahead(decide, total_steps, load_ticks, step_ticks, depth):
 
 
 def hash_signs(seed, places):
-    """The signs of `ordering.sketches.linear.hash_signs`, entry by entry, in Python's integers."""
-    signs = []
-    for place in np.ravel(places):
-        x = (int(place) * 0x9E3779B1 & 0xFFFFFFFF) ^ seed
-        for shift, factor in ((16, 0x21F0AAAD), (15, 0xD35A2D97)):
-            x = (x ^ x >> shift) * factor & 0xFFFFFFFF
-        signs.append(1.0 - 2.0 * (x >> 31))
-    return np.reshape(signs, np.shape(places))
+    """The signs of `ordering.sketches.linear.hash_signs`, in integers of 64 bits."""
+    x = np.uint64(places) * np.uint64(0x9E3779B1) & np.uint64(0xFFFFFFFF) ^ np.uint64(seed)
+    for shift, factor in ((16, 0x21F0AAAD), (15, 0xD35A2D97)):
+        x = (x ^ x >> np.uint64(shift)) * np.uint64(factor) & np.uint64(0xFFFFFFFF)
+    return 1.0 - 2.0 * (x >> np.uint64(31))
 
 
 def fold(leaf, seed, size, block):
@@ -393,11 +391,8 @@ def fold(leaf, seed, size, block):
 
 def group_signs(length, sums, groups):
     """[K, p, m] without random signs: the sum of entry n, and its sign in every group."""
-    found = np.zeros((length, sums, groups))
-    for n in range(length):
-        place, i = n % sums, n // sums % groups
-        for f in range(groups):
-            found[n, place, f] = (-1) ** bin(i & f).count("1")
+    found, n = np.zeros((length, sums, groups)), np.arange(length)
+    found[n, n % sums] = hadamard(groups)[n // sums % groups]
     return found
 
 

@@ -48,6 +48,10 @@ MODELS = {
 QUICK = ("mlp",)
 
 
+def sketched_by(loss, params, batch):
+    return jax.jit(parts_of(ordering.sketched(loss, SKETCH_KEY, size=64)))(params, batch)
+
+
 def assert_sketched(loss, params, batch, size=64, scale=None):
     """The results equal gradients that were formed, scaled, and sketched by the same map."""
 
@@ -60,6 +64,7 @@ def assert_sketched(loss, params, batch, size=64, scale=None):
     close(found[2], jax.jit(jax.vmap(to_sketch))(scaled))
     close(found[1], formed[1])
     np.testing.assert_allclose(found[0], formed[0], rtol=1e-5)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -88,7 +93,7 @@ class ScannedGPT(nn.Module):
     def __call__(self, ids):
         embed = nn.Embed(48, 32)
         stack = nn.scan(
-            nn.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=3
+            nn.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=2
         )
         x, _ = stack()(embed(ids), None)
         return embed.attend(x)
@@ -96,7 +101,8 @@ class ScannedGPT(nn.Module):
 
 def test_linen_scanned_with_remat_and_tied_embeddings():
     module, batch = ScannedGPT(), tokens()
-    params = jax.jit(module.init)(jax.random.key(0), batch["x"])
+    shapes = jax.eval_shape(module.init, jax.random.key(0), batch["x"])
+    params = jax.tree.map(lambda p: np.float32(0.2 * RNG.normal(size=p.shape)), shapes)
 
     def loss(params, batch, key):
         logits = module.apply(params, batch["x"])
@@ -182,8 +188,8 @@ def test_parameters_without_numbers_change_no_sketch():
     x, w = np.ones((N, 20), np.float32), jnp.ones((20, 24))
     plain = lambda p, b, key: jnp.square(b @ p["w"]).sum(-1)  # noqa: E731
     loss = lambda p, b, key: plain(p, b, key) + (b[:, :0] @ p["e"] + p["e"].sum()).sum(-1)  # noqa: E731
-    both = parts_of(ordering.sketched(loss, SKETCH_KEY, size=64))({"w": w, "e": w[:0]}, x)
-    alone = parts_of(ordering.sketched(plain, SKETCH_KEY, size=64))({"w": w}, x)
+    both = sketched_by(loss, {"w": w, "e": w[:0]}, x)
+    alone = sketched_by(plain, {"w": w}, x)
     assert both[1]["e"].shape == (0, 24)
     close((both[1]["w"], both[0]), (alone[1]["w"], alone[0]))
     norms = np.linalg.norm(both[2], axis=1) / np.linalg.norm(alone[2], axis=1)
@@ -198,8 +204,7 @@ def test_under_vmap_over_workers_and_with_a_large_sketch():
     shared = jax.jit(jax.vmap(run, (None, 0)))(params, batch)
     close(jax.jit(jax.vmap(run))(own, batch), shared)
     first = jax.tree.map(lambda x: x[0], (batch, shared))
-    close(jax.jit(run)(params, first[0]), first[1])
-    assert_sketched(layered, params, first[0], size=1024)
+    close(assert_sketched(layered, params, first[0], size=1024), first[1])
 
 
 @pytest.mark.parametrize("in_turn", [False, True])
@@ -235,14 +240,11 @@ def test_bfloat16_products_have_float32_sketches():
     def loss(w, batch, key):
         return jnp.sum(jnp.tanh(batch.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)), -1)
 
-    w, batch = (
-        jax.random.normal(jax.random.key(0), (60, 50)),
-        RNG.normal(size=(N, 60)).astype(np.float32),
-    )
-    _, mean, rows = ordering.sketched(loss, SKETCH_KEY, size=64)(w, batch, jax.random.clone(KEY))
+    w, batch = (RNG.normal(size=shape).astype(np.float32) for shape in ((60, 50), (N, 60)))
+    _, mean, rows = sketched_by(loss, w, batch)
     assert mean.dtype == rows.dtype == jnp.float32
-    _, _, formed = ordering.per_example(loss)(w, batch, jax.random.clone(KEY))
-    expected = jax.vmap(sketch_of(loss, w, batch, SKETCH_KEY, size=64))(formed)
+    formed = jax.jit(parts_of(ordering.per_example(loss)))(w, batch)[2]
+    expected = jax.jit(jax.vmap(sketch_of(loss, w, batch, SKETCH_KEY, size=64)))(formed)
     assert np.linalg.norm(rows - expected) < 0.02 * np.linalg.norm(expected)
 
 

@@ -159,14 +159,16 @@ def test_sketches_of_a_table_keep_how_frequent_its_rows_are():
     assert np.mean(np.square(error[:, 0, 1])) < 6 / size
 
 
-@pytest.mark.parametrize("length, sums, groups", [(7, 1, 4), (50, 3, 8), (300, 2, 128), (90, 5, 1)])
+@pytest.mark.parametrize("length, sums, groups", [(50, 3, 8), (300, 2, 128), (90, 5, 1)])
 def test_sums_of_groups_equal_the_reference(length, sums, groups, monkeypatch):
     """Also as an accelerator computes them; and their products a TensorSketch of outer products."""
     x, y = (RNG.normal(size=(3, n)).astype(np.float32) for n in (length, 20))
-    left, right = (hash_signs(jnp.uint32(n.shape[1]), jnp.arange(n.shape[1])) for n in (x, y))
+    left, right = (
+        np.asarray(hash_signs(jnp.uint32(n.shape[1]), jnp.arange(n.shape[1]))) for n in (x, y)
+    )
     of_x = grouped_sums(x, left, sums, groups)
     expected = np.einsum(
-        "tk,kpm->tpm", x * np.asarray(left), reference.group_signs(length, sums, groups)
+        "tk,kpm->tpm", x * left, reference.group_signs(length, sums, groups)
     )
     np.testing.assert_allclose(of_x, expected, atol=1e-4)
     np.testing.assert_allclose(
