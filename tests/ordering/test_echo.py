@@ -130,7 +130,7 @@ def test_an_augment_needs_no_hash_and_is_not_kept():
         gone = weakref.ref(augment)
         epoch(augment)
         del augment
-        gc.collect()
+        gc.collect(1)
         assert gone() is None
 
 

@@ -122,7 +122,7 @@ def test_an_abandoned_loader_is_freed_and_its_thread_ends():
     next(steps)
     abandoned = weakref.ref(loader)
     del loader, steps
-    gc.collect()
+    gc.collect(1)
     assert abandoned() is None
     thread.join(PATIENCE)
     assert not thread.is_alive()
@@ -171,7 +171,7 @@ def test_a_loader_may_be_collected_by_its_own_thread(monkeypatch):
         yield np.zeros(1)
         dropped.wait(5)
         held.clear()  # the last reference
-        gc.collect()
+        gc.collect(1)
         yield np.ones(1)
 
     before = loading_threads()

@@ -73,7 +73,7 @@ def test_calls_outside_of_the_axis_name_it(name):
     needed = "axis 'worker' is not .*axis_name='worker'.*shard_map.*lift.*axis_name="
     with pytest.raises(ValueError, match=needed):
         order.init(jax.random.key(0), PARAMS)
-    run = jax.vmap(lambda key: order.init(key, PARAMS), axis_name="worker")
+    run = tables.vmap_workers(lambda key: order.init(key, PARAMS))
     state = jax.tree.map(lambda x: x[0], run(jax.random.split(jax.random.key(0), W)))
     rows = jnp.zeros((B, D))
     if name != "dealt_reshuffling":
@@ -128,10 +128,11 @@ def of_params(order, params):
     return lambda: states(order, params)
 
 
+@functools.cache
 def pairs_state(workers, num_units, size, make=ordering.pair_balance):
     order = make(num_units, units_per_step=size)
     keys = jax.random.split(KEY, workers)
-    return jax.vmap(lambda key: order.init(key, PARAMS))(keys), order
+    return jax.jit(jax.vmap(lambda key: order.init(key, PARAMS)))(keys), order
 
 
 def order_state():

@@ -15,6 +15,7 @@ from tests import reference, tables
 SEED = jnp.uint32(12345)
 SKETCH_KEY, RNG = jax.random.key(7), np.random.default_rng(0)
 fold = jax.jit(fold_leaf, static_argnums=2)
+sums_of = jax.jit(grouped_sums, static_argnums=(2, 3))
 
 
 SHAPES = [
@@ -166,18 +167,17 @@ def test_sums_of_groups_equal_the_reference(length, sums, groups, monkeypatch):
     left, right = (
         np.asarray(hash_signs(jnp.uint32(n.shape[1]), jnp.arange(n.shape[1]))) for n in (x, y)
     )
-    of_x = grouped_sums(x, left, sums, groups)
-    expected = np.einsum(
-        "tk,kpm->tpm", x * left, reference.group_signs(length, sums, groups)
-    )
+    of_x = sums_of(x, left, sums, groups)
+    expected = np.einsum("tk,kpm->tpm", x * left, reference.group_signs(length, sums, groups))
     np.testing.assert_allclose(of_x, expected, atol=1e-4)
     np.testing.assert_allclose(
         table_of_sums(left, sums, groups).reshape(length, sums, groups),
-        grouped_sums(jnp.eye(length), left, sums, groups),
+        sums_of(jnp.eye(length), left, sums, groups),
     )
-    of_y = grouped_sums(y, right, sums, groups)
+    of_y = sums_of(y, right, sums, groups)
     found = np.einsum("tpm,tqm->pqm", of_x, of_y) / np.sqrt(groups)
     met = reference.product_sketch(x.T @ y, left, right, (groups, sums, sums))
     np.testing.assert_allclose(found, met, atol=1e-3)
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, cpu, default: default(*args))
-    np.testing.assert_allclose(grouped_sums(x, left, sums, groups), of_x, atol=1e-4)
+    elsewhere = jax.jit(lambda x: grouped_sums(x, left, sums, groups))(x)
+    np.testing.assert_allclose(elsewhere, of_x, atol=1e-4)

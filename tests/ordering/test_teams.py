@@ -50,7 +50,8 @@ def test_teams_equal_the_reference(num_units, units_per_step, gathers, team_size
 
 
 @pytest.mark.parametrize(
-    "gathers,rule", [("sync", "greedy"), ("step", "self_balancing_walk"), ("sync", "kernel_halving")]
+    "gathers,rule",
+    [("sync", "greedy"), ("step", "self_balancing_walk"), ("sync", "kernel_halving")],
 )
 def test_teams_on_a_mesh_equal_simulated_ones(gathers, rule):
     order = made(10, 3, gathers, team_size=2, rule=tables.RULES[rule]())
