@@ -12,7 +12,6 @@ from ordering import blocks
 from tests.bad_values import (
     INF,
     KEY,
-    NAN,
     PARAMS,
     THING,
     Arg,
@@ -20,7 +19,6 @@ from tests.bad_values import (
     X,
     but_none,
     call,
-    real,
     whole,
     word,
 )
@@ -44,11 +42,6 @@ NO_FILTERS = [3, "text", THING, {}, [], KEPT[:5], KEPT.astype(int), KEPT * 0.5, 
 BLOCKS = blocks.split(np.arange(12), unit_size=2)  # 6 units
 NO_BLOCKS = [None, 3, "text", THING, {}, [], np.arange(12), [PART], PART, blocks.files, KEY]
 ORDERS = np.array([[3, 0, 5], [1, 4, 2]])
-NO_ORDERS = [
-    None, 3, "text", 0.5, ORDERS * 1.0, ORDERS + 1, ORDERS * 0, -ORDERS, ORDERS[None], THING, {},
-    [[0, 1], [0]], ORDERS > 0, 1j * ORDERS, np.full((2, 3), NAN), np.full((2, 3), 2**40), KEY,
-    ORDERS[:, :2] * 2, np.arange(5), Foreign(2, 3),
-]  # fmt: skip
 NO_SHARES = [3, "text", THING, {}, (0, 1), (0, 1, 3), (3, 2, 4), (0, 0, 4), (-1, 1, 4), [0.5, 1, 4],
              (0, 1, 2, 3), (0, None, 4), (0, 1, INF), ("a", 1, 4)]  # fmt: skip
 WINDOW = Arg(2, [4, *whole()])
@@ -75,7 +68,6 @@ def read(blocks_=BLOCKS, live=lambda: STATE, **args):
 
 
 POSITION = read()
-EPOCH = blocks.windows(BLOCKS, ORDERS, window=2, batch_size=2, epoch=0, total=6)
 CHANGES = [
     {"step": np.array(99)}, {"step": -1}, {"epoch": "a"}, {"seed": np.arange(4)}, {"epoch": -1},
     {"files": POSITION["files"] + 1}, {"broken": ORDERS[0]}, {"step": THING}, {"step": 0.5},
@@ -91,7 +83,6 @@ ROWS = {"w": jnp.ones((3, 3))}
 PLACES = jnp.array([0, 1, -1])
 PAIRS = ordering.pair_balance(6, units_per_step=2)
 PAIRS_STATE = PAIRS.init(KEY, X)
-NO_SUMS = [None, 3, "text", THING, {}, X, blocks.sums(jnp.zeros(2), window=2), SUMS.gradients]
 READERS = {"web": blocks.read_blocks(BLOCKS, lambda: STATE, window=2, batch_size=2)}
 
 CALLS = {
@@ -109,14 +100,6 @@ CALLS = {
         lambda **args: len(blocks.split(**args)), parts=Arg([PART], NO_PARTS), unit_size=2,
         multiple_of=Arg(2, whole()), keep=Arg(KEPT, NO_FILTERS),
         decode=Arg(None, [3, "text", THING, lambda: 0, lambda a, b: a])),
-    "windows": call(
-        lambda blocks_, **args: blocks.windows(blocks_, **args)[0], blocks_=Arg(BLOCKS, NO_BLOCKS),
-        orders=Arg(ORDERS, NO_ORDERS), window=WINDOW, batch_size=2, epoch=Arg(0, whole(0)), seed=0,
-        num_units=Arg(3, [2, *but_none(whole())]), total=Arg(6, [5, 7, *but_none(whole())]),
-        share=Arg((0, 1, 2), NO_SHARES)),
-    "batches_of": call(
-        lambda **args: list(blocks.batches_of(**args)), first_batch=0,
-        loaded=Arg([(np.zeros(2), np.zeros(2))], [None, 3, THING, {"a": 3}, 0.5])),
     "read_blocks": call(
         read, blocks_=Arg(BLOCKS, NO_BLOCKS), live=Arg(lambda: STATE, NO_STATES), window=WINDOW,
         batch_size=2, seed=0, num_epochs=Arg(2, but_none(whole(0))), readers=Arg(2, whole()),
@@ -126,22 +109,17 @@ CALLS = {
         blocks.resize, position=Arg(POSITION, NO_POSITIONS[:8]),
         fresh=Arg(FRESH, [None, 3, THING, SINGLE_STATE, {}, POSITION, dealt(3)[1]]),
         order=Arg(ORDER, [None, 3, THING, STATE, ordering.dealt_reshuffling, PAIRS])),
-    "shares": call(
-        blocks.shares, batch_size=Arg(8, [1, *whole()]),
-        weights=Arg({"a": 3, "b": 1.0}, [
-            None, 3, "text", THING, {}, [], [1, 2], {"a": 1, "b": 1e-9},
-            *({"a": 1, "b": bad} for bad in real(0))])),
     "mixture": call(
         lambda readers: blocks.mixture(readers).position(), readers=Arg(READERS, [
             None, 3, "text", THING, {}, [], [1, 2], {"web": BLOCKS}, {"web": None}, STATE,
             list(READERS.values())])),
     "sums": call(blocks.sums, params=Arg(X, PARAMS), window=Arg(2, whole())),
-    "add": call(
-        lambda **args: blocks.add(**args), sums=Arg(SUMS, NO_SUMS),
+    "Sums.add": call(
+        SUMS.add,
         gradients=Arg(ROWS, [None, 3, THING, X, jnp.ones(3), {"v": ROWS["w"]}]),
         places=Arg(PLACES, [None, 3, THING, PLACES[:2], PLACES[None], PLACES * 0.5, [0, 1, 1]])),
-    "observe": call(
-        blocks.observe, order=Arg(PAIRS, [None, 3, THING, PAIRS_STATE, ordering.grab]),
+    "Sums.observe": call(
+        SUMS.observe, order=Arg(PAIRS, [None, 3, THING, PAIRS_STATE, ordering.grab]),
         state=Arg(PAIRS_STATE, [None, 3, THING, SINGLE_STATE, {}]),
-        sums=Arg(SUMS, NO_SUMS), units=Arg(2, [1, 3, *whole()])),
+        units=Arg(2, [1, 3, *whole()])),
 }  # fmt: skip

@@ -1,10 +1,8 @@
 """An iterator over all epochs of blocks, which reads ahead and tells its position."""
 
 import contextlib
-import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from fractions import Fraction
 from typing import Any
 
 import jax
@@ -166,46 +164,6 @@ def read_blocks(
     )  # fmt: skip
 
 
-def shares(weights: Mapping[str, float], *, batch_size: int) -> dict[str, int]:
-    """How many records of a batch come from each source, in proportion to the weights.
-
-        b_i = floor(b w_i / sum w), and one more where the remainders are largest, first ones first
-
-    Args:
-      weights: a weight > 0 for each name.
-      batch_size: b, records in a batch.
-
-    Returns:
-      `{name: b_i}`, which add up to b. They are the same in each batch, so that its shape is.
-
-    Raises:
-      ValueError: for weights that are not above 0, or so small that a source gets no record.
-
-    Examples:
-      >>> from syncopate import ordering
-      >>> ordering.blocks.shares({"web": 0.7, "code": 0.2, "books": 0.1}, batch_size=32)
-      {'web': 23, 'code': 6, 'books': 3}
-    """
-    batch_size = plans.check_whole("batch_size", batch_size, 1)
-    if not isinstance(weights, Mapping) or not weights:
-        raise ValueError(f"weights is {weights!r}: pass a dict of names and weights.")
-    values = [plans.check_number(f"weight of {k}", w, "(0, inf)") for k, w in weights.items()]
-    # As they are written: sums of floats are rounded in other ways from Python 3.12 on.
-    parts = [Fraction(repr(value)) for value in values]
-    exact = [batch_size * part / sum(parts) for part in parts]
-    found = [math.floor(wanted) for wanted in exact]
-    remainders = sorted(range(len(exact)), key=lambda i: found[i] - exact[i])
-    for i in remainders[: batch_size - sum(found)]:
-        found[i] += 1
-    for name, share, wanted in zip(weights, found, exact, strict=True):
-        if not share:
-            raise ValueError(
-                f"{name} gets {float(wanted):.3g} of the {batch_size} records of a batch, none: "
-                "raise its weight or the batch size."
-            )
-    return dict(zip(weights, found, strict=True))
-
-
 class Mixture(Iterator, contextlib.AbstractContextManager):
     """What `mixture` returns: an iterator of `{name: (records, places)}`.
 
@@ -240,7 +198,7 @@ def mixture(readers: Mapping[str, BlockEpochs]) -> Mixture:
     their first: ask each of `readers` for `window_ended` and call its `after`.
 
     Args:
-      readers: `{name: read_blocks(..., batch_size=shares(weights, batch_size=b)[name])}`.
+      readers: `{name: read_blocks(...)}`; their batch sizes are the shares of the sources.
 
     Returns:
       An iterator that ends where the first of the readers does. `position()` is the tree of all

@@ -201,16 +201,6 @@ def windows(
 
     Raises:
       ValueError: for orders or sizes that do not fit the blocks.
-
-    Examples:
-      >>> import numpy as np, ordering
-      >>> blocks = ordering.blocks.split(np.arange(12), unit_size=3)
-      >>> epoch = ordering.blocks.windows(
-      ...     blocks, [2, 0, 3, 1], window=2, batch_size=3, epoch=0, shuffle=False
-      ... )
-      >>> records, places = epoch[0]
-      >>> records.tolist(), places.tolist()
-      ([[6, 7, 8], [0, 1, 2]], [[0, 0, 0], [1, 1, 1]])
     """
     check_blocks(blocks)
     batch_size = plans.check_whole("batch_size", batch_size, 1)
@@ -264,15 +254,6 @@ def batches_of(loaded: Iterable, *, first_batch: int = 0) -> Iterator[tuple[PyTr
 
     Returns:
       An iterator of `(records, places)`, leaves [W, b, ...] or [b, ...].
-
-    Examples:
-      >>> import numpy as np, ordering
-      >>> blocks = ordering.blocks.split(np.arange(4), unit_size=2)
-      >>> epoch = ordering.blocks.windows(
-      ...     blocks, [1, 0], window=2, batch_size=2, epoch=0, shuffle=False
-      ... )
-      >>> [records.tolist() for records, _ in ordering.blocks.batches_of(epoch, first_batch=1)]
-      [[0, 1]]
     """
     check_batches("loaded", loaded)
     skipped = plans.check_whole("first_batch", first_batch, 0)

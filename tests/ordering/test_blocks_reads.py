@@ -203,29 +203,3 @@ def test_a_mixture_is_its_readers_side_by_side(first, second, data):
     assert whole == [{name: own[t] for name, own in expected.items()} for t in range(count)]
     done = data.draw(st.integers(1, count))
     assert mixed(places[done - 1])[0] == whole[done:]
-
-
-@given(st.lists(st.floats(0.01, 9), min_size=1, max_size=5), st.integers(1, 64))
-def test_shares_are_whole_parts_of_a_batch(weights, batch_size):
-    weights = {f"source {i}": w for i, w in enumerate(weights)}
-    exact = {name: batch_size * w / sum(weights.values()) for name, w in weights.items()}
-    try:
-        found = ordering.blocks.shares(weights, batch_size=batch_size)
-    except ValueError as error:
-        assert min(exact.values()) < 1 and "raise its weight or the batch size" in str(error)
-        return
-    assert sum(found.values()) == batch_size
-    assert all(abs(found[name] - exact[name]) < 1 for name in weights)
-
-
-@given(st.lists(st.integers(1, 99), min_size=1, max_size=6), st.integers(64, 4096))
-def test_shares_of_decimal_weights_are_those_of_whole_numbers(tenths, batch_size):
-    """0.7, 0.2, 0.1 tie as 7, 2, 1 do, however a version of Python adds up floats."""
-    found = []
-    for scale in (1, 10, 1000):
-        weights = {f"source {i}": w / scale for i, w in enumerate(tenths)}
-        try:
-            found.append(ordering.blocks.shares(weights, batch_size=batch_size))
-        except ValueError:
-            found.append(None)
-    assert found[0] == found[1] == found[2]

@@ -1,7 +1,5 @@
 """Sums over shuffled windows are the gradients of whole blocks, and orders get them."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +7,7 @@ import pytest
 
 import local_opt
 import ordering
-from ordering.blocks import add, observe, read_blocks, split, sums
+from ordering.blocks import read_blocks, split, sums
 from tests import block_cases, reference
 from tests.refused import refuses
 from tests.tables import vmap_workers, whole_numbers
@@ -35,7 +33,7 @@ def block_sums(units):
 def add_batch(found, records, places):
     batch = jnp.asarray(VECTORS)[records]
     rows = ordering.per_example(loss)(jnp.asarray(PARAMS), batch, jax.random.key(0))[2]
-    return add(found, rows, places)
+    return found.add(rows, places)
 
 
 ADD = jax.jit(add_batch)
@@ -80,7 +78,10 @@ def test_an_order_of_blocks_is_that_of_their_gradients(name):
     totals, orders = np.zeros((COUNT, ENTRIES)), []
     direct = jax.jit(lambda state, rows: order.observe(state, rows))
     ending = jax.jit(order.next_epoch)
-    by_sums = jax.jit(functools.partial(observe, order), static_argnames="units")
+    by_sums = jax.jit(
+        lambda state, found, units: found.observe(order, state, units=units),
+        static_argnames="units",
+    )
 
     def end(state, found, units):
         totals[units] = block_sums(units)
@@ -135,7 +136,7 @@ def test_the_orders_of_workers_are_those_of_the_gradients_of_blocks(how, run):
         return after
 
     ends = {
-        count: run(lambda state, found, count=count: observe(order, state, found, units=count))
+        count: run(lambda state, found, count=count: found.observe(order, state, units=count))
         for count in (3, 1)
     }
     train(order, state, run(add_batch), end, following, epochs=3)
@@ -154,7 +155,7 @@ def test_a_gradient_that_is_not_finite_is_in_the_sum_of_its_block_alone(at, wron
     rows = jax.tree.map(lambda x: jnp.asarray(x, dtype), gradients)
     for run in (lambda g: g, jax.jit, vmap_workers):
         one = run is not vmap_workers
-        added = run(lambda found, tree: add(found, tree, jnp.asarray(places)))
+        added = run(lambda found, tree: found.add(tree, jnp.asarray(places)))
         args = (empty, rows) if one else jax.tree.map(lambda x: x[None], (empty, rows))
         found = added(*args).gradients
         for name, g in gradients.items():
@@ -177,7 +178,7 @@ def test_sketches_are_added_as_gradients_are():
         sketched = ordering.sketched(wide, key, size=16)(params, batch, key)[2]
         found = []
         for rows in (sketched, ordering.sketch_rows(formed, ordering.sketch(key, size=16))):
-            added = add(sums(jnp.zeros(16), window=2), rows, jnp.asarray(places))
+            added = sums(jnp.zeros(16), window=2).add(rows, jnp.asarray(places))
             found.append((added, rows))
         return found
 
@@ -193,14 +194,14 @@ ROWS = jnp.ones((4, ENTRIES))
 test_bad_input = refuses({
     "window": (lambda: sums(jnp.zeros(3), window=0), "window is 0: pass a whole number"),
     "params": (lambda: sums({}, window=2), "params is {}: pass a tree of the shapes of one grad"),
-    "fewer places": (lambda: add(FULL, ROWS, jnp.zeros(3, int)),
+    "fewer places": (lambda: FULL.add(ROWS, jnp.zeros(3, int)),
                      r"shape \(3,\) .* for 4 gradients"),
-    "places of all": (lambda: add(FULL, ROWS, jnp.zeros((2, 4), int)), "places of one worker's"),
+    "places of all": (lambda: FULL.add(ROWS, jnp.zeros((2, 4), int)), "places of one worker's"),
     "other rows": (
-        lambda: add(FULL, jnp.ones((4, 2)), jnp.zeros(4, int)),
+        lambda: FULL.add(jnp.ones((4, 2)), jnp.zeros(4, int)),
         r"gradients is real\[4, 2\] and in sums real\[4, 3\]",
     ),
-    "units": (lambda: observe(ORDER, STATE, FULL, units=3), r"units is 3: pass .* in 1 \.\. 2"),
-    "part of a window": (lambda: observe(ORDER, STATE, FULL, units=1),
+    "units": (lambda: FULL.observe(ORDER, STATE, units=3), r"units is 3: pass .* in 1 \.\. 2"),
+    "part of a window": (lambda: FULL.observe(ORDER, STATE, units=1),
                          "gradients of 1 units; a step"),
 })  # fmt: skip

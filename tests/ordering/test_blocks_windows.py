@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ordering
-from ordering.blocks import batches_of, windows
-from ordering.blocks.windows import permutation
+from ordering.blocks.windows import batches_of, permutation, windows
 from tests import block_cases, reference_blocks
 from tests.block_cases import as_lists
 from tests.refused import refuses

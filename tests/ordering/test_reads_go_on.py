@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import ordering
+from ordering.blocks import windows
 from ordering.blocks.files import Part
 from ordering.input import LoadError, read_epochs
 from tests import tables
@@ -177,9 +178,9 @@ def test_a_decoder_that_raises_the_end_loses_no_record():
 
     part = Part("texts", 12, (1, 2), lambda a, b: [b"%d" % i for i in range(a, b)])
     blocks = ordering.blocks.split([part], unit_size=4, decode=decode)
-    epoch = ordering.blocks.windows(blocks, [0, 1, 2], window=1, batch_size=4, epoch=0)
+    epoch = windows.windows(blocks, [0, 1, 2], window=1, batch_size=4, epoch=0)
     with pytest.raises(RuntimeError, match=r"the source raised StopIteration\("):
-        list(ordering.blocks.batches_of(epoch))
+        list(windows.batches_of(epoch))
 
 
 HANGS = """
