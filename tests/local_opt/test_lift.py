@@ -295,8 +295,13 @@ def test_a_shared_result_that_differs_is_refused_on_one_device_and_on_meshes(
         (jax.jit(lifted) if jit else lifted)(*args)
 
 
-@by_way
-@pytest.mark.parametrize("jit", [True, False])
+# Compiled in every way, and at once where no other axes are: that takes a second a way.
+by_way_and_jit = pytest.mark.parametrize(
+    "way,jit", [*((way, True) for way in WAYS), ("vmap", False), ("Explicit", False)]
+)
+
+
+@by_way_and_jit
 def test_shared_results_that_are_equal_pass(way, jit):
     rounds = local_opt.parallel_rounds(optax.adam(0.1))
 
@@ -359,8 +364,9 @@ def moved(state, batch, key):
     return State(params, state.step + 1), Batch(2 * batch.x, batch.rate), metrics
 
 
-@pytest.mark.parametrize("way", [*WAYS, "turns"])
-@pytest.mark.parametrize("jit", [True, False])
+@pytest.mark.parametrize(
+    "way,jit", [*((way, True) for way in (*WAYS, "turns")), ("vmap", False), ("turns", False)]
+)
 def test_words_may_be_trees_of_named_tuples_and_dataclasses(way, jit):
     turns = way == "turns"
     workers = W if turns else WAYS[way]("worker")
@@ -601,14 +607,15 @@ def test_two_numbers_owned_by_two_workers_are_never_a_key(jit):
         (jax.jit(draw) if jit else draw)(numbers)
 
 
-@by_way
+@pytest.mark.parametrize("way", ["vmap", "Explicit", "Explicit 2"])
 def test_an_order_starts_and_a_count_is_read_outside_of_jit(way):
     """JAX refuses x[0] along an explicit axis, which `jax.make_mesh` makes."""
     workers, order = WAYS[way]("worker"), ordering.grab(8)
     start = local_opt.lift(order.init, workers, "key shared -> owned")
-    state, key = start(jax.random.key(0), jnp.zeros(4)), jax.random.key(0)
-    alone = [order.init(jax.random.fold_in(key, w), jnp.zeros(4)).current for w in range(W)]
-    np.testing.assert_array_equal(state.current, alone)
+    state = start(jax.random.key(0), jnp.zeros(4))
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jnp.arange(W))
+    alone = jax.vmap(order.init, (0, None), axis_name="worker")(keys, jnp.zeros(4))
+    np.testing.assert_array_equal(state.current, alone.current)
     assert int(local_opt.consolidate(local_opt.owned({"step": 7}, workers))["step"]) == 7
     assert int(local_opt.consolidate(state.epoch)) == 0
 

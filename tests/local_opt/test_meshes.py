@@ -265,7 +265,14 @@ def test_the_table_has_every_feature():
     assert {len(cells) for cells in table()[0].values()} == {len(MESHES)}
 
 
-@pytest.mark.parametrize("number", range(len(MESHES)))
+# One of each number of axes, of which two as `jax.make_mesh` makes them; the others take time.
+TRIED = (0, 3, 4)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(n, marks=() if n in TRIED else pytest.mark.slow) for n in range(len(MESHES))],
+)
 @pytest.mark.parametrize("name", FEATURES)
 def test_a_cell_of_the_table(name, number):
     names, shape, kind = MESHES[number]

@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 import local_opt
 from experiments.cluster.devices import worker_mesh
 from ordering import echo
-from tests.problems import RUNS, WIRES, W, vmap
+from tests.problems import RUNS, WIRES, W, copies, vmap
 
 
 def started(workers=4):
@@ -116,10 +116,11 @@ def rows(kind, shape):
 
 
 def tree_of(kinds):
-    """Leaves [4, ...] of all kinds and shapes, and keys, which differ between workers."""
+    """Leaves [4, ...] of all kinds, some in all shapes, and keys, which differ between workers."""
     tree = {
         f"{jnp.dtype(kind).name} {name}": rows(kind, shape)
         for kind in kinds for name, shape in SHAPES.items()
+        if name == "matrix" or kind in (jnp.int32, jnp.bool_, jnp.int4, jnp.float32)
     }  # fmt: skip
     return tree | {"key": jax.random.split(jax.random.key(0), 4)}
 
@@ -162,7 +163,7 @@ def test_one_model_and_agreement_of_every_type_on_every_mesh(where):
     given = tree_of(KINDS)
     tree, mesh = placed(given, where)
     equal, _ = placed(jax.tree.map(lambda x: x[jnp.zeros(4, int)], given), where)
-    for entered in (False, mesh is not None):
+    for entered in {False, mesh is not None}:
         with jax.set_mesh(mesh) if entered else contextlib.nullcontext():
             found = local_opt.consolidate(tree)
             local_opt.check_synced(equal, ulps=0)
@@ -176,19 +177,21 @@ def test_one_model_and_agreement_of_every_type_on_every_mesh(where):
 
 
 @pytest.mark.parametrize("strict", ["standard", "strict"])
-@pytest.mark.parametrize("kind", FLOATING, ids=lambda kind: jnp.dtype(kind).name)
-def test_means_of_every_floating_type(kind, strict):
-    x = rows(kind, (4, 2, 4))
-    if jnp.dtype(kind).itemsize > 1 or jnp.dtype(kind).name.startswith("float8"):
-        x = (x + rows(kind, (4, 2, 4)) + 1).astype(kind)
-    expected = mean_by_hand(x)
+def test_means_of_every_floating_type(strict):
+    given = {}
+    for kind in FLOATING:
+        x, dtype = rows(kind, (4, 2, 4)), jnp.dtype(kind)
+        if dtype.itemsize > 1 or dtype.name.startswith("float8"):
+            x = (x + rows(kind, (4, 2, 4)) + 1).astype(kind)
+        given[dtype.name] = x
+    expected, x = jax.tree.map(mean_by_hand, given), jax.tree.map(jnp.asarray, given)
     with jax.numpy_dtype_promotion(strict):
-        for run in ("vmap", "shard_map"):
-            mean = RUNS[run](local_opt.synchronize)(jnp.asarray(x))
-            np.testing.assert_array_equal(np.asarray(mean), np.stack([expected] * 4))
-        np.testing.assert_array_equal(np.asarray(local_opt.consolidate(jnp.asarray(x))), expected)
-        lifted = local_opt.lift(lambda x: x, 4, "owned -> mean")
-        np.testing.assert_array_equal(np.asarray(lifted(jnp.asarray(x))), expected)
+        every = [jax.jit(RUNS[run](local_opt.synchronize))(x) for run in ("vmap", "shard_map")]
+        once = local_opt.consolidate(x), local_opt.lift(lambda x: x, 4, "owned -> mean")(x)
+    for found in every:
+        jax.tree.map(np.testing.assert_array_equal, found, copies(expected))
+    for found in once:
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def test_numpy_leaves_of_64_bits_keep_their_type_and_their_numbers(recwarn):
@@ -219,7 +222,7 @@ def test_workers_that_meet_close_to_zero_agree_to_the_rounding_of_their_way():
     numbers = [*zip(before.T, after.T, strict=True)]
     refused = [pair for pair in numbers if pair[1][0] != pair[1][1]]
     assert refused
-    for b, x in refused:
+    for b, x in refused[:3]:
         with pytest.raises(ValueError, match="before=, the parameters before that step"):
             local_opt.check_synced(x)
         with pytest.raises(ValueError, match="apart"):
@@ -228,7 +231,7 @@ def test_workers_that_meet_close_to_zero_agree_to_the_rounding_of_their_way():
     rng = np.random.default_rng(0)
     for scale in (1e-3, 1.0, 1e3):
         for workers in (2, 3, 8):
-            start = scale * rng.normal(size=(workers, 50))
+            start = scale * rng.normal(size=(workers, 12))
             start -= (1 - 1e-4) * start.mean(axis=0)
             before, after = met(start)
             local_opt.check_synced([*after.T], before=[*before.T])
@@ -279,7 +282,7 @@ def test_steps_and_syncs_keep_their_types(options, setting):
 
     other = jax.enable_x64(True) if setting == "x64" else jax.numpy_dtype_promotion("strict")
     with other:
-        found, _ = jax.jit(vmap(run))(x, jnp.arange(1, 5, dtype=jnp.float32))
+        found, _ = jax.eval_shape(vmap(run), x, jnp.ones(4, jnp.float32))
     assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(lambda x: x.dtype, x)
 
 
