@@ -26,15 +26,14 @@ FOUND = {
 }
 PROGRAMS = {name: code for name, (code, _) in FOUND.items()}
 SHOWN = {name: shown for name, (_, shown) in FOUND.items()}
-NOT_YET = (
-    "blocks", "checkpoints", "clusters", "flax", "input", "meshes", "optax", "together"
-)  # fmt: skip
+NOT_YET = ("clusters", "input")
 NUMBER = r"-?\d+(?:\.\d+)?(?:e[+-]\d+)?"
 # Whole loops, with a model, an optimizer and input of their own.
 LOOPS = {
     "averages-0", "blocks-0", "blocks-1", "checkpoints-0", "clusters-1", "echoing-0",
     "flax_equinox-0", "flax_equinox-1", "flax_equinox-2", "flax_equinox-4", "flax_equinox-5",
-    "input-1", "meshes-0", "meshes-1", "optax-0", "orders-0", "start-0", "start-1", "together-0",
+    "input-1", "meshes-0", "meshes-1", "optax-0", "optax-1", "orders-0", "start-0", "start-1",
+    "together-0",
 }  # fmt: skip
 
 
