@@ -55,6 +55,7 @@ class Ordering(NamedTuple):
     sync: Callable[[State], State] = lambda state: state
 
 
+@jax.transfer_guard("allow")
 def start(
     order: Ordering,
     key: Key[Array, ""],

@@ -222,10 +222,11 @@ def test_after_ends_each_epoch_once_for_all_workers(name, axes):
         "random_reshuffling": ordering.random_reshuffling(12),
     }[name]
     workers = 4 if axes is None else jax.make_mesh([n for _, n in axes], [n for n, _ in axes])
-    key, args = jax.random.key(0), (jnp.zeros(3), jnp.zeros((2, 3)))
+    key, args = np.asarray(jax.random.PRNGKey(0)), (jnp.zeros(3), jnp.zeros((2, 3)))
     gradients = ordering.per_example(lambda w, x: jnp.square(x @ w))
-    state = ordering.start(order, key, gradients, args, workers=workers)
-    expected = ordering.start(order, key, gradients, args, workers=4)
+    expected = ordering.start(order, jax.random.key(0), gradients, args, workers=4)
+    with jax.transfer_guard("disallow"):
+        state = ordering.start(order, key, gradients, args, workers=workers)
     read = functools.partial(read_epochs, np.arange(48), units_per_step=5, num_epochs=3)
     total = 48 if name == "dealt" else None
     with jax.transfer_guard("disallow"), read(lambda: state, total=total) as reads:
