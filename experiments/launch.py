@@ -31,8 +31,12 @@ GRACE = 5.0  # seconds that the others get once one has failed; gloo has no time
 DEVICES = "--xla_force_host_platform_device_count"
 
 
-def launch(command: Sequence[str], processes: int) -> int:
-    """Returns the first failure's exit code, 128 + n if signal n ended that process; 0 if none."""
+def launch(command: Sequence[str], processes: int, survive: int | None = None) -> int:
+    """Returns the first failure's exit code, 128 + n if signal n ended that process; 0 if none.
+
+    Args:
+      survive: passed on; if given, the run ends with process 0 alone, whose failure counts.
+    """
     if not command:
         raise UserError("no experiment: pass --processes=2 -- experiments.NAME --run=mesh")
     cores = os.cpu_count() or 1
@@ -50,6 +54,7 @@ def launch(command: Sequence[str], processes: int) -> int:
     # Pass -P unless the current folder is on this process's own path.
     apart = [] if {"", os.getcwd()} & set(sys.path) else ["-P"]
     command = [sys.executable, *apart, "-m", *command, f"--num_processes={processes}"]
+    command += [] if survive is None else [f"--survive={survive}"]
     running, asked = [], []
 
     def send(number):
@@ -71,7 +76,7 @@ def launch(command: Sequence[str], processes: int) -> int:
             options = {"env": environment, "stdout": out, "start_new_session": True}
             options["preexec_fn"] = _ends_with(os.getpid())
             running.append(subprocess.Popen([*command, *own], **options))
-        return _first_failure(running, send)
+        return _first_failure(running, send, 1 if survive else processes)
     finally:
         send(signal.SIGKILL)
 
@@ -90,15 +95,19 @@ def _ends_with(parent: int) -> Callable[[], None] | None:
     return bind
 
 
-def _first_failure(running, send) -> int:
-    """Waits for all processes, and ends the others once one has failed."""
-    first, until = 0, math.inf
+def _first_failure(running, send, needed) -> int:
+    """Waits for all processes, and ends the others once one of the first, needed ones has failed."""
+    first, until, told = 0, math.inf, set()
     while True:
         codes = [process.poll() for process in running]
-        number, code = next(((n, code) for n, code in enumerate(codes) if code), (0, 0))
-        if code and not first:
-            first, until = 128 - code if code < 0 else code, time.monotonic() + GRACE
-            print(f"[launch] process {number} ended with exit code {first}", file=sys.stderr)
+        for number, code in enumerate(codes):
+            if not code or first or number in told:
+                continue
+            code = 128 - code if code < 0 else code
+            print(f"[launch] process {number} ended with exit code {code}", file=sys.stderr)
+            told.add(number)
+            if number < needed:
+                first, until = code, time.monotonic() + GRACE
         if None not in codes:
             return first
         if time.monotonic() > until:
@@ -109,8 +118,11 @@ def _first_failure(running, send) -> int:
 def define_flags(values: flags.FlagValues) -> None:
     own = {"lower_bound": 1, "upper_bound": 2**31 - 1, "flag_values": values}
     flags.DEFINE_integer("processes", 2, "number of processes", **own)
-    values.register_key_flag_for_module(entry.OWN, values["processes"])
+    text = "of experiments.train, which see: a process but the first may die"
+    flags.DEFINE_integer("survive", None, text, **own)
+    for name in ("processes", "survive"):
+        values.register_key_flag_for_module(entry.OWN, values[name])
 
 
 if __name__ == "__main__":
-    entry.main(define_flags, lambda values, rest: launch(rest, values.processes), rest=True)
+    entry.main(define_flags, lambda values, rest: launch(rest, values.processes, values.survive), rest=True)

@@ -19,7 +19,7 @@ from absl import flags as absl_flags
 
 from experiments.cluster import entry
 from experiments.study import flags, tables
-from experiments.tasks.base import RATE, SEED
+from experiments.tasks.base import COUNT, RATE, SEED
 
 POLICIES = ("mean", "reset", "first")  # of `local_opt.resize`
 
@@ -34,6 +34,8 @@ def define_flags(values: absl_flags.FlagValues) -> None:
     define(SEED, "seed", 0, "of parameters, orders, coins")
     text = "other --workers than the run has had: what becomes of their optimizers' states"
     define(enum, "elastic", None, text, [*POLICIES])
+    text = "go on without processes that have died: seconds without a sign of life; unset: end"
+    define(COUNT, "survive", None, text)
 
 
 def run(values: absl_flags.FlagValues) -> None:

@@ -182,6 +182,15 @@ def for_disk(what: str, path: str) -> Iterator[None]:
         yield
 
 
+def check_new() -> None:
+    """Refuses a process that a run has lost, and that was started again."""
+    if jax.process_index() in _told_places():
+        raise UserError(
+            f"process {jax.process_index()} has died in this run, which goes on without it: give "
+            "the command again, to all processes, once the run has ended."
+        )
+
+
 def came_to(step: int) -> None:
     """Records in the coordinator's store that this process has finished a step."""
     if several():
@@ -217,6 +226,10 @@ def _places() -> dict[int, int]:
     """{process: last step}; empty if the coordinator does not answer."""
     if _get(store(), f"{PLACES}/0", ASKING) is None:
         return {}
+    return _told_places()
+
+
+def _told_places() -> dict[int, int]:
     found = store().key_value_dir_get(PLACES)
     return {int(key.rpartition("/")[2]): int(value) for key, value in found}
 

@@ -26,7 +26,7 @@ import numpy as np
 from absl import flags
 from jax.sharding import Mesh
 
-from experiments.cluster import agree, strict
+from experiments.cluster import agree, living, strict
 from experiments.cluster.agree import several as several
 from experiments.cluster.devices import worker_mesh
 from experiments.cluster.entry import AUTO, PROCESSES
@@ -40,11 +40,13 @@ GONE = re.compile("Connection (reset|closed) by peer|Socket closed")  # of gloo 
 CALLS = itertools.count()  # number of calls of `of_first`, the same in all processes
 
 
-def start(values: flags.FlagValues = flags.FLAGS) -> None:
+def start(values: flags.FlagValues = flags.FLAGS, survive: int | None = None) -> None:
     """Connects to the other processes, if there are any. Call it before anything else of JAX.
 
     Args:
       values: parsed flags, including those of PROCESSES; if these are unset there is one process.
+      survive: seconds without a sign of life after which a process is lost, and the others may go
+        on: see `living`; None: all end.
 
     Raises:
       ValueError: for incomplete or inconsistent flags, or flags that differ between the processes
@@ -61,14 +63,17 @@ def start(values: flags.FlagValues = flags.FLAGS) -> None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # JAX's own service would intercept SIGTERM, and the process would continue.
     jax.config.update("jax_enable_preemption_service", False)
-    _connect(*given.values())
+    own = {} if survive is None else {"heartbeat_timeout_seconds": survive}
+    jax.config.update("jax_enable_recoverability", survive is not None)
+    _connect(*given.values(), **own)
     if several():
+        agree.check_new()
         sys.excepthook = functools.partial(_leave, sys.excepthook)
         agree.came_to(0)
         agree.check_settings(values)
 
 
-def _connect(address, count, number):
+def _connect(address, count, number, **chosen):
     host, _, port = (address or "").rpartition(":")
     fits = port.isdigit() and 0 < int(port) < 1 << 16 and None not in (count, number)
     fits = fits and 0 <= number < count
@@ -79,9 +84,8 @@ def _connect(address, count, number):
             "port of process 0), the same --num_processes=N and its own --process_id, 0 to N - 1; "
             f"or, under SLURM and on TPU pods, only --coordinator_address={AUTO}; or none of them."
         )
-    chosen = {}
     if fits:
-        chosen = dict(zip(PROCESSES, (address, count, number), strict=True))
+        chosen |= dict(zip(PROCESSES, (address, count, number), strict=True))
         chosen["coordinator_bind_address"] = None if number else _place_of(address)
 
     def absent():  # JAX would abort with a C++ stack trace
@@ -179,7 +183,7 @@ def wait(name: str) -> None:
     """Waits until all processes are here; `name` distinguishes such places."""
     if several():
         with agree.for_others(f"all processes to reach: {name}"):
-            multihost_utils.sync_global_devices(name)
+            living.meet() if living.on() else multihost_utils.sync_global_devices(name)
 
 
 def mesh_of(run: str, workers: int) -> Mesh | None:
@@ -219,7 +223,10 @@ def interrupts() -> Iterator[Callable[[bool], tuple[int, bool]]]:
         if not several():
             return own
         with agree.for_others("whether any of them was asked to stop or save"):
-            found = multihost_utils.process_allgather(np.array(own, np.uint8))
+            if living.on():
+                (found,) = living.gathered([np.full((jax.local_device_count(), 2), own, np.uint8)])
+            else:
+                found = multihost_utils.process_allgather(np.array(own, np.uint8))
         number, save = np.max(found, axis=0)
         return int(number), bool(save)
 

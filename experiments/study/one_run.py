@@ -4,19 +4,22 @@ import functools
 import os
 import sys
 
+import jax
 from absl import flags as absl_flags
 
-from experiments.cluster import agree, lock, processes, progress
+from experiments.cluster import agree, living, lock, processes, progress
 from experiments.cluster.agree import data_hash
 from experiments.results import records
 from experiments.study import flags, tables
 from experiments.study.cost import assumed, dry_run, traffic
 from experiments.study.search import go_on
 from experiments.study.study import Study
-from experiments.training import checkpoint, config, input, measure, program, resize
+from experiments.training import checkpoint, config, input, measure, optimizers, program, resize
 from experiments.training import run as training_run
 from experiments.training.step import worker_of
+from local_opt.workers import AXIS
 from ordering.echo import EchoPlan
+from syncopate.refusals import UserError
 
 
 def run(values: absl_flags.FlagValues) -> None:
@@ -26,13 +29,14 @@ def run(values: absl_flags.FlagValues) -> None:
       SystemExit: 128 + n if signal n stopped it; with the reason if it diverged; `lock.BUSY` if
         another run has the folder.
     """
-    processes.start(values)
+    processes.start(values, values.survive)
     task, recipe = flags.setting_from_flags(values)
     rates = recipe.learning_rates
     rate = rates[len(rates) // 2] if values.learning_rate is None else values.learning_rate
     recipe = recipe._replace(learning_rates=(rate,))
     arm = tables.arm_from_flags(values, "run")
     flags.check_used(values, recipe, [arm])
+    _check_survives(values, recipe, arm.rows)
     if values.dry_run:
         only = Study("train", {"run": arm}, values.task, None, (), ())
         return processes.say(dry_run(task, recipe, only, assumed(values)))
@@ -41,7 +45,7 @@ def run(values: absl_flags.FlagValues) -> None:
     folder = values.output_dir or os.path.join("results", f"train_{values.task}")
     settings = {**flags.settings(values, recipe), **arm.words, "data": data_hash(task)}
     settings |= {"seed": values.seed, "learning_rate": rate}
-    with lock.held(folder):
+    with living.left_together(), lock.held(folder):
         done, known = [], None
         if not values.overwrite:
             done = records.found(folder)
@@ -49,6 +53,35 @@ def run(values: absl_flags.FlagValues) -> None:
         built, plans, begun = _prepared(task, recipe, arm.rows, values, known)
         outcome = _train(task, recipe, arm, built, plans, values, folder, settings, begun, done)
         _finish(outcome, built, plans, folder, values)
+
+
+def _check_survives(values, recipe, rows):
+    """Refuses, with --survive, what needs all workers between two syncs."""
+    if values.survive is None:
+        return
+    order, rule, policy = rows
+    if not processes.several():
+        raise UserError(f"--survive is {values.survive} in one process: leave it out.")
+    if recipe.run == "mesh" and recipe.workers != jax.device_count():
+        raise UserError(
+            f"--survive needs a worker on each of the {jax.device_count()} devices: pass "
+            f"--workers={jax.device_count()}, or start fewer processes."
+        )
+    in_step = rule.rounds(optimizers.inner(recipe), axis_name=AXIS).in_step
+    needs = {
+        f"--sync={values.sync} averages in every step": in_step,
+        f"--order={values.order} adds up the gradients of all in every step; with --sketch=1024 it "
+        "does at syncs": order.coordinated and not order.sketch,
+        "--deal and --cut give units anew to all in every epoch": order.deals,
+        "--scale takes the mean of all at an epoch's end": order.scaled,
+        f"--team={values.team} needs all of a team": values.team,
+        "--correction adds up to nothing over all alone": values.correction,
+        f"--echo={values.echo} asks all in every step": policy.online,
+        "--bound_every adds up gradients of all": recipe.bound_every,
+    }
+    if wrong := [text for text, found in needs.items() if found]:
+        told = "; ".join(wrong)
+        raise UserError(f"--survive needs no worker between two syncs, and {told}: leave it out.")
 
 
 def _prepared(task, recipe, rows, values, known):
@@ -71,6 +104,7 @@ def _prepared(task, recipe, rows, values, known):
         task, recipe, order, rule.rounds, sizes=sizes, units=units,
         mesh=processes.mesh_of(recipe.run, recipe.workers),
         reads="thread" if policy.online and reads is None else reads,
+        survives=values.survive is not None,
     )  # fmt: skip
     if text := config.left_out(task, sizes, deals=order.deals):
         processes.say(text)

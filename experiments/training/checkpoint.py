@@ -1,5 +1,7 @@
 """Checkpoints of whole runs, which orbax writes asynchronously and atomically on all processes.
 
+Where processes may be lost, process 0 writes what it gathers from those that live.
+
 A checkpoint is a folder STEP with the state, facts about its run, and a digest of every file.
 Process 0 writes the digest when all processes are done, before the folder is renamed to STEP.
 Every checkpoint therefore has a digest.
@@ -18,12 +20,14 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from experiments.cluster import agree, files, lock, processes, strict
-from experiments.training import loop
+from experiments.cluster import agree, files, living, lock, processes, strict
+from experiments.training import input, loop
 from experiments.training.config import Plans
 from experiments.training.loop import Progress
 from experiments.training.program import Program
 from experiments.training.step import TrainState
+from local_opt.survivors import taken_over
+from local_opt.workers import AXIS
 from syncopate.refusals import UserError
 
 KEPT = 2
@@ -60,13 +64,20 @@ def opened(folder: str) -> Iterator:
     """
     import orbax.checkpoint as ocp
 
-    folder = os.path.abspath(folder)
+    if living.on() and not processes.is_first():
+        yield None
+        return
+    folder, alone = os.path.abspath(folder), {}
+    if living.on():
+        with files.advised(folder):
+            os.makedirs(folder, exist_ok=True)
+        alone = {"create": False, "multiprocessing_options": _alone()}
     written = ocp.AsyncOptions(
         timeout_secs=ORBAX_SECONDS, create_directories_asynchronously=False,
         post_finalization_callback=lambda: _write_digest(folder),
-        barrier_sync_fn=functools.partial(_meet, folder) if agree.several() else None,
+        barrier_sync_fn=None if alone or not agree.several() else functools.partial(_meet, folder),
     )  # fmt: skip
-    options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, async_options=written)
+    options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, async_options=written, **alone)
     with agree.for_disk("the folder of checkpoints", folder):
         manager = ocp.CheckpointManager(folder, options=options)
     failed = False
@@ -79,6 +90,13 @@ def opened(folder: str) -> Iterator:
         if not (failed and agree.several()):
             with agree.for_disk("the last checkpoint to be written", folder):
                 manager.close()
+
+
+def _alone():
+    """Orbax's options of process 0, which meets no other."""
+    import orbax.checkpoint as ocp
+
+    return ocp.options.MultiprocessingOptions(primary_host=0, active_processes={0})
 
 
 def _meet(folder: str, *, key: str, timeout_ms: int) -> None:
@@ -115,7 +133,8 @@ def save(
     import orbax.checkpoint as ocp
 
     lock.check()
-    if manager.latest_step() == at.step:
+    state = _with_lost(state, program.sizes.workers) if living.on() else input.key_data(state)
+    if manager is None or manager.latest_step() == at.step:
         return
     known = {
         "about": dict(about),
@@ -131,6 +150,22 @@ def save(
     items = {STATE: ocp.args.StandardSave(state), KNOWN: ocp.args.JsonSave(known)}
     with agree.for_disk("their parts of a checkpoint", str(manager.directory)):
         manager.save(at.step, args=ocp.args.Composite(**items))
+
+
+def _with_lost(state: TrainState, workers: int) -> TrainState:
+    """The rows of all workers; of the lost those of the first that lives, with keys of their own.
+
+    Both are the same where workers begin, and a sync makes them the same again.
+    """
+    rows, lives = input.on_host(state), living.workers()
+    if len(lives) == workers:
+        return rows
+    new = [worker not in lives for worker in range(workers)]
+    places = [0 if lost else lives.index(worker) for worker, lost in enumerate(new)]
+    wide = jax.tree.map(lambda x: x[np.array(places)], rows)
+    whole = jax.tree.map(input.as_keys, wide, state)
+    take = functools.partial(taken_over, new=new)
+    return input.on_host(jax.jit(jax.vmap(take, axis_name=AXIS))(whole))
 
 
 def _write_digest(folder: str) -> None:
@@ -256,10 +291,12 @@ def read_state(path: str, shapes: TrainState, sharding=None) -> TrainState:
     import orbax.checkpoint as ocp
 
     like = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or x.sharding), shapes
-    )
+        lambda x, y: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or y.sharding),
+        jax.eval_shape(input.key_data, shapes), shapes,
+    )  # fmt: skip
     with agree.for_others("their parts of a checkpoint"), ocp.StandardCheckpointer() as reader:
-        return reader.restore(os.path.join(os.path.abspath(path), STATE), like)
+        found = reader.restore(os.path.join(os.path.abspath(path), STATE), like)
+    return jax.tree.map(input.as_keys, found, shapes)
 
 
 def progress_of(known: Mapping, plans: Plans) -> Progress:
@@ -291,6 +328,8 @@ def export(folder: str, model) -> None:
     """
     import orbax.checkpoint as ocp
 
+    if not processes.is_first():
+        return
     lock.check()
-    with ocp.StandardCheckpointer() as checkpointer:
+    with ocp.StandardCheckpointer(multiprocessing_options=_alone()) as checkpointer:
         checkpointer.save(os.path.abspath(os.path.join(folder, "model")), model, force=True)

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, Sharding
 
 import ordering.input
-from experiments.cluster import agree
+from experiments.cluster import agree, living
 from experiments.training.config import Sizes
 from local_opt.workers import AXIS
 from syncopate.mesh import is_key
@@ -258,13 +258,30 @@ def own_workers(mesh: Mesh | None, workers: int) -> list[int]:
 def on_host(tree):
     """NumPy copies of all values, on every process; of typed PRNG keys their uint32 data.
 
-    If values are spread over processes this is a collective, which all processes must call.
+    If values are spread over processes this is a collective, which all processes must call. If some
+    may be lost, rows are those of `living.workers()`.
     """
 
-    def get(x):
-        x = jax.random.key_data(x) if is_key(x) else x
-        here = not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
-        return np.asarray(x) if here else multihost_utils.process_allgather(x, tiled=True)
+    def spread(x):
+        whole = not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
+        return not whole
 
+    found, structure = jax.tree.flatten(key_data(tree))
+    parts = [x for x in found if spread(x)]
     with agree.for_others("values that all of them hold"):
-        return jax.tree.map(get, tree)
+        if living.on():
+            parts = living.gathered([*map(own, parts)]) if parts else []
+        else:
+            parts = [multihost_utils.process_allgather(x, tiled=True) for x in parts]
+    parts = iter(parts)
+    return structure.unflatten(next(parts) if spread(x) else np.asarray(x) for x in found)
+
+
+def key_data(tree):
+    """The tree with the uint32 data of its typed PRNG keys."""
+    return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
+
+
+def as_keys(x, like):
+    """Key data as typed keys where `like` is one; others as they are."""
+    return jax.jit(jax.random.wrap_key_data)(x) if is_key(like) else x

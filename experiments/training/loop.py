@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from experiments.cluster import agree, processes
+from experiments.cluster import agree, living, processes
 from experiments.cluster.devices import shared_sharding
 from experiments.training import input, timeline
 from experiments.training.config import Plans
@@ -74,6 +74,7 @@ def run(
     ahead = Ahead(program, state.orders)
     batch, loaded, reads = program.data, None, None
     agree.came_to(at.step)
+    living.step = at.step
 
     def orders():
         return state.orders
@@ -94,6 +95,7 @@ def run(
             place = segment.load % program.sizes.loads_per_epoch
             first = np.int32(place * program.sizes.units_per_step)
             doing = f"the steps from {segment.start} to {segment.stop}"
+            living.step = segment.stop
             with agree.for_others(doing):
                 state = carry_out(program, state, segment, batch, following, first, rates)
             if slow.sync and segment.rounds:
@@ -272,7 +274,7 @@ def _lowered(program, plans) -> Iterator[jax.stages.Lowered]:
             batch = input.example_batch(program.source, size)
         yield program.steps(fresh, size).lower(state, batch, zero, zero, zero, rates)
     yield program.reset.lower(state.stats)
-    if any(kind.sync for kind in kinds):
+    if any(kind.sync for kind in kinds) and not living.on():  # else over those that live
         yield program.sync.lower(state, np.float32(0), np.float32(0))
     if any(kind.epoch_end for kind in kinds):
         if program.following is not None:

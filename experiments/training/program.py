@@ -11,6 +11,7 @@ from jax.sharding import SingleDeviceSharding
 
 import local_opt
 import ordering
+from experiments.cluster import living
 from experiments.cluster.devices import owned_sharding, shared_sharding
 from experiments.tasks.base import Recipe, Task
 from experiments.training import config, input, step
@@ -72,6 +73,7 @@ def build(
     mesh: jax.sharding.Mesh | None = None,
     sizes: Sizes | None = None,
     units: np.ndarray | None = None,
+    survives: bool = False,
 ) -> Program:
     """Places the data and prepares the segments.
 
@@ -83,6 +85,7 @@ def build(
       mesh: one device per worker, in one or several processes; None runs all on one device.
       sizes: of a run that began with another number of workers; None: the recipe's.
       units: int32[W, M], the units of each worker; None: neighbouring ones, or all are dealt.
+      survives: processes may be lost from now on, see `living`.
     """
     sizes = sizes or config.sizes_of(task, recipe, deals=row.deals)
     if sizes.unit_size == 1 and row.deals != config.EXAMPLES:
@@ -101,6 +104,7 @@ def build(
     worker = step.worker_of(task, recipe, row, rounds, sizes, in_turn=turns)
     over = mesh or sizes.workers
     total = config.size_of(task.train) // sizes.unit_size if row.deals else None
+    sync = step.sync_of(worker)
     data, source = None, None
     if reads is None:
         if row.deals:
@@ -117,7 +121,7 @@ def build(
         init=_initial(worker, mesh),
         shapes=state_shapes(worker, over, **_places(mesh)),
         steps=steps_of(worker, over, reads=bool(reads), in_turn=turns),
-        sync=lifted(worker, over, step.sync_of(worker), "shared", "shared"),
+        sync=living.begin(sync, mesh) if survives else lifted(worker, over, sync, *2 * ["shared"]),
         epoch_end=lifted(worker, over, step.epoch_end_of(worker)),
         data=data,
         source=source,
@@ -279,6 +283,7 @@ def _readers(worker: Worker, mesh) -> dict[str, Callable]:
     mean = jax.jit(local_opt.consolidate) if own else None
 
     def model(tree):
+        tree = input.on_host(tree) if living.on() else tree
         tree = mean(tree) if mean else tree
         return tree if mesh is None else input.on_host(tree)
 

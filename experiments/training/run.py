@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments.cluster import processes, strict
+from experiments.cluster import living, processes, strict
 from experiments.training import checkpoint, input, loop, measure
 from experiments.training.checkpoint import Evaluation
 from experiments.training.config import Plans
@@ -191,6 +191,7 @@ class Recorder:
         found |= stats.means(step=at.step - self.seen.step, round=at.rounds - self.seen.rounds)
         state = state._replace(stats=self._program.reset(state.stats))  # beside the evaluation
         found |= self._finish()
+        found |= {"living": living.workers()} if living.on() else {}
         found = processes.of_first(strict.plain(found))  # all processes end, or none
         self.ended = at.step == self._total or self._watch.ends(found)
         self.seen = self.seen._replace(
@@ -244,10 +245,11 @@ def _check_finite(stats: StepStats, last_loss: float | None) -> None:
     step, unit = stats.bad_step, stats.bad_unit
     if (step < 0).all():
         return
-    worker = int(np.argmin(np.where(step < 0, np.iinfo(np.int32).max, step)))
-    name = f"unit {unit[worker]}" if unit[worker] >= 0 else "one unit"
+    row = int(np.argmin(np.where(step < 0, np.iinfo(np.int32).max, step)))
+    name = f"unit {unit[row]}" if unit[row] >= 0 else "one unit"
+    worker = living.workers()[row] if living.on() else row
     raise FloatingPointError(
-        f"the loss or gradient of {name} of worker {worker} is not finite in step {step[worker]} "
+        f"the loss or gradient of {name} of worker {worker} is not finite in step {step[row]} "
         f"(last mean loss: {np.nan if last_loss is None else last_loss:.6g}). Lower the learning "
         "rate or look at that unit."
     )
