@@ -229,7 +229,12 @@ def place(tree, sharding: Sharding | None):
 
 def place_as(tree, like):
     """`place`, each array with the sharding of the one in `like`, of arrays or their shapes."""
-    return jax.tree.map(lambda x, y: place(x, y.sharding), tree, like)
+
+    def put(x, y):
+        there = isinstance(x, jax.Array) and x.sharding == y.sharding  # as a process may not copy
+        return x if there else place(x, y.sharding)
+
+    return jax.tree.map(put, tree, like)
 
 
 def place_rows(tree, sharding: Sharding | None):
