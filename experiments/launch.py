@@ -125,4 +125,5 @@ def define_flags(values: flags.FlagValues) -> None:
 
 
 if __name__ == "__main__":
-    entry.main(define_flags, lambda values, rest: launch(rest, values.processes, values.survive), rest=True)
+    run = lambda values, rest: launch(rest, values.processes, values.survive)  # noqa: E731
+    entry.main(define_flags, run, rest=True)

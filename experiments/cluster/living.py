@@ -5,13 +5,14 @@ process dies; syncs, and what is gathered for records, are meetings of `local_op
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from experiments.cluster import agree
+from experiments.cluster import agree, strict
 from local_opt import Survivors
 from local_opt.workers import AXIS
 from syncopate.refusals import UserError
@@ -20,6 +21,7 @@ from syncopate.unstable import multihost_utils
 step = 0  # of this process, after which its meetings are
 _gather: Survivors | None = None  # see `begin`
 _living: Sequence[int] = ()  # processes, as far as they have met
+_calls = itertools.count()  # of `said`
 
 
 def begin(sync: Callable, mesh: Mesh) -> Callable:
@@ -56,6 +58,17 @@ def meet() -> None:
     _met(_gather, lambda: _gather.meet(step))
 
 
+def said(numbers: Sequence[int]) -> list[list[int]]:
+    """What each that lives says. No collective, so that a death in the middle ends nothing."""
+    place = f"said/{next(_calls) % 2}"  # all have read what was there, as they have met since
+    text = strict.dumps(list(numbers))
+    agree.store().key_value_set(f"{place}/{jax.process_index()}", text, allow_overwrite=True)
+    meet()
+    found = agree.store().key_value_dir_get(place)
+    texts = [text for key, text in found if int(key.rpartition("/")[2]) in _living]
+    return [strict.loads(text, "what a process says", list) for text in texts]
+
+
 def gathered(rows: Sequence) -> list[np.ndarray]:
     """Arrays of `workers()` [L, ...] on the host, from those of this process's workers."""
     return [np.asarray(x)[0] for x in _met(_gather, lambda: _gather(step, *rows))]
@@ -84,7 +97,9 @@ def _met(survivors: Survivors, meeting: Callable):
     try:
         found = meeting()
     except RuntimeError as error:
-        raise UserError(str(error)) from error
+        first = "CoordinationService" in str(error.__cause__)  # which process 0 holds
+        told = "process 0 is gone, without which none goes on: " if first else ""
+        raise UserError(f"{told}{error}") from error
     _living = survivors.met.living
     gone = sorted({*before} - {*workers()})
     if gone and not jax.process_index():

@@ -223,10 +223,8 @@ def interrupts() -> Iterator[Callable[[bool], tuple[int, bool]]]:
         if not several():
             return own
         with agree.for_others("whether any of them was asked to stop or save"):
-            if living.on():
-                (found,) = living.gathered([np.full((jax.local_device_count(), 2), own, np.uint8)])
-            else:
-                found = multihost_utils.process_allgather(np.array(own, np.uint8))
+            gather = living.said if living.on() else multihost_utils.process_allgather
+            found = gather(np.array(own, np.uint8))
         number, save = np.max(found, axis=0)
         return int(number), bool(save)
 
