@@ -96,7 +96,7 @@ def _ends_with(parent: int) -> Callable[[], None] | None:
 
 
 def _first_failure(running, send, needed) -> int:
-    """Waits for all processes, and ends the others once one of the first, needed ones has failed."""
+    """Waits for all processes, and ends them once one of the first, needed ones has failed."""
     first, until, told = 0, math.inf, set()
     while True:
         codes = [process.poll() for process in running]
