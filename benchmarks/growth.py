@@ -111,9 +111,7 @@ PLANS = {  # T -> plan
     "constant, H = 1": lambda t: local_opt.constant(1, total_steps=t),
     "constant, H = 4": lambda t: local_opt.constant(4, total_steps=t),
     "from_function, H = 1000": lambda t: local_opt.from_function(lambda s: 1000, total_steps=t),
-    "aligned, epochs of 5000": lambda t: local_opt.aligned(
-        local_opt.constant(4, total_steps=t), every=5000
-    ),
+    "aligned, epochs of 5000": lambda t: local_opt.constant(4, total_steps=t).aligned(every=5000),
     "qsr, warmup and cosine": qsr,
     "fixed, e = 4": lambda t: echo.fixed(4, total_steps=t),
     "bernoulli, p = 1/4": lambda t: local_opt.bernoulli(0.25, total_steps=t, key=KEY(0)),

@@ -5,8 +5,8 @@ from local_opt.cost import count_collectives, sync_bytes
 from local_opt.formats import Wire, rounded_wire, top_k_wire
 from local_opt.lift import lift, owned
 from local_opt.mean import synchronize
-from local_opt.plans import SyncPlan, aligned, from_function
-from local_opt.presets import diloco, muloco, normalize_by_period, slowmo, sparseloco
+from local_opt.plans import SyncPlan, from_function
+from local_opt.presets import diloco, muloco, normalize_by_period, slowmo
 from local_opt.rounds import Rounds, accumulated_rounds, local_rounds, local_steps, parallel_rounds
 from local_opt.rules import bernoulli, constant, qsr
 from local_opt.streaming import stream_segments, streaming_rounds
@@ -20,7 +20,6 @@ __all__ = [
     "SyncPlan",
     "Wire",
     "accumulated_rounds",
-    "aligned",
     "bernoulli",
     "check_same_plan",
     "check_synced",
@@ -41,7 +40,6 @@ __all__ = [
     "qsr",
     "rounded_wire",
     "slowmo",
-    "sparseloco",
     "stream_segments",
     "streaming_rounds",
     "sync_bytes",

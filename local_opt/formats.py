@@ -140,7 +140,8 @@ def top_k_wire(
 
     Args:
       density: in (0, 1], the share of the numbers that is sent; density b is a whole number. 1/128
-        to 1/32 in the paper.
+        to 1/32 in SparseLoCo, which is `local_steps(optax.adamw(lr), constant(30, total_steps=T),
+        outer=optax.sgd(1.0), wire=top_k_wire(1 / 64, bits=2))`.
       bits: of a value: 16, or 2 as in the paper.
       block: b, a positive multiple of 128, at most 65536; 4096 in the paper.
       feedback: in (0, 1], the share of what was not sent that stays for the next sync; 0.95 in the

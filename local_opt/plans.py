@@ -126,6 +126,50 @@ class SyncPlan(plans.Plan):
         count, axis_name, mesh = count_of(workers, axis_name)
         return _mean_of_all(count if mesh is None else mesh, axis_name)(tree, weight)
 
+    def aligned(self, *, every: float, fresh: np.ndarray | None = None) -> "SyncPlan":
+        """A plan whose rounds end at whole multiples of a number of loads, as of an epoch.
+
+        Marks lie after floor(k every + 1/2) loads, k = 1, 2, ..; a round that ends between two
+        is extended to the later one, or to the end of the run. Rounds that would end together are
+        merged. For epochs of n loads take `every=n`, for half epochs n / 2, for pairs of single
+        units 2.
+
+        Rounds are extended by less than `every` loads (but for the rounding). None is lost if all
+        take at least `every` loads and the run ends at a mark.
+
+        Args:
+          every: >= 1, loads between two marks; may be fractional.
+          fresh: bool[T], the steps that load a batch, as `ordering.echo.EchoPlan.fresh`; a mark is
+            then after the last use of a batch. None: every step loads.
+
+        Returns:
+          A plan of T steps; this one if every round ends at a mark.
+
+        Raises:
+          ValueError: for `every` below 1 or not finite, or a `fresh` of another length.
+
+        Examples:
+          >>> from syncopate import local_opt
+          >>> plan = local_opt.constant(5, total_steps=24)
+          >>> plan.aligned(every=6).ends.tolist()
+          [6, 12, 18, 24]
+          >>> plan.aligned(every=12).ends.tolist()
+          [12, 24]
+        """
+        plans.check_number("every", every, "[1, inf)")
+        total_steps = self.total_steps
+        loads = None if fresh is None else _loads(fresh, total_steps)
+        count = total_steps if loads is None else len(loads)
+        marks = np.floor(every * np.arange(1, int(count / every) + 2) + 0.5).astype(np.int64)
+        marks = marks[marks < count]
+        ends = np.append(marks if loads is None else loads[marks], total_steps)
+        ended = np.searchsorted(self.ends, ends, side="right")  # the rounds up to each mark
+        found = ends[np.diff(ended, prepend=0) > 0]
+        if np.array_equal(found, self.ends):
+            return self
+        rule = f"{self.rule}, to the next {every:g} loads"
+        return SyncPlan(np.append(0, found[:-1]), total_steps, rule)
+
     def ends_after(self, step: jax.Array) -> jax.Array:
         """Whether workers synchronise after a traced step; true beyond the plan."""
         # From the host's array only here, as a traced array could not leave its trace.
@@ -219,52 +263,6 @@ def from_function(
         t += int(h)
     name = rule or f"H = {getattr(period, '__name__', 'function')}(t)"
     return SyncPlan(np.array(starts), total_steps, name + (f", offset {offset}" if offset else ""))
-
-
-def aligned(plan: SyncPlan, *, every: float, fresh: np.ndarray | None = None) -> SyncPlan:
-    """A plan whose rounds end at whole multiples of a number of loads, as of an epoch.
-
-    Marks lie after floor(k every + 1/2) loads, k = 1, 2, ..; a round that ends between two marks is
-    extended to the later one, or to the end of the run. Rounds that would end together are merged.
-    For epochs of n loads take `every=n`, for half epochs n / 2, for pairs of single units 2.
-
-    Rounds are extended by less than `every` loads (but for the rounding). None is lost if all take
-    at least `every` loads and the run ends at a mark.
-
-    Args:
-      plan: any plan of T steps.
-      every: >= 1, loads between two marks; may be fractional.
-      fresh: bool[T], the steps that load a batch, as `ordering.echo.EchoPlan.fresh`; a mark is then
-        after the last use of a batch. None: every step loads.
-
-    Returns:
-      A plan of T steps; `plan` itself if every round ends at a mark.
-
-    Raises:
-      ValueError: for `every` below 1 or not finite, or a `fresh` of another length.
-
-    Examples:
-      >>> from syncopate import local_opt
-      >>> plan = local_opt.constant(5, total_steps=24)
-      >>> local_opt.aligned(plan, every=6).ends.tolist()
-      [6, 12, 18, 24]
-      >>> local_opt.aligned(plan, every=12).ends.tolist()
-      [12, 24]
-    """
-    check_plan(plan)
-    plans.check_number("every", every, "[1, inf)")
-    total_steps = plan.total_steps
-    loads = None if fresh is None else _loads(fresh, total_steps)
-    count = total_steps if loads is None else len(loads)
-    marks = np.floor(every * np.arange(1, int(count / every) + 2) + 0.5).astype(np.int64)
-    marks = marks[marks < count]
-    ends = np.append(marks if loads is None else loads[marks], total_steps)
-    ended = np.searchsorted(plan.ends, ends, side="right")  # the rounds up to each mark
-    found = ends[np.diff(ended, prepend=0) > 0]
-    if np.array_equal(found, plan.ends):
-        return plan
-    rule = f"{plan.rule}, to the next {every:g} loads"
-    return SyncPlan(np.append(0, found[:-1]), total_steps, rule)
 
 
 def _loads(fresh, total_steps) -> np.ndarray:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Int, PyTree
 from optax import contrib
 
 from local_opt.corrections import Correction
-from local_opt.formats import Wire, top_k_wire
+from local_opt.formats import Wire
 from local_opt.mean import check_scalar
 from local_opt.opt_state import LOCAL, checked
 from local_opt.plans import SyncPlan, check_plan
@@ -235,63 +235,6 @@ def muloco(
         inner_rate, beta=0.9, nesterov=False, weight_decay=weight_decay, adam_b1=0.9, adam_b2=0.99,
         adam_weight_decay=weight_decay, muon_weight_dimension_numbers=matrices,
     )  # fmt: skip
-    return local_steps(
-        inner, plan, axis_name=axis_name, opt_state=opt_state, outer=outer, wire=wire,
-        correction=correction, specs=specs, drift=drift,
-    )  # fmt: skip
-
-
-def sparseloco(
-    inner: optax.GradientTransformation,
-    plan: SyncPlan,
-    *,
-    axis_name: AxisName = AXIS,
-    learning_rate: float = 1.0,
-    density: float = 1 / 64,
-    feedback: float = 0.95,
-    opt_state: str | Mapping[str, str] = LOCAL,
-    correction: Correction | None = None,
-    specs: PyTree[PartitionSpec] | None = None,
-    drift: bool = False,
-) -> optax.GradientTransformationExtraArgs:
-    """SparseLoCo: local steps of AdamW; a sync sends the largest changes in two bits.
-
-    x_w <- x_w + inner(g_w) in a step; at a sync c_w = x_w - a + f e_w, e_w <- c_w - Q(c_w),
-    a <- a + lr / W sum_w Q(c_w), x_w <- a.
-
-    The feedback takes the place of outer momentum. Q sends 64 of every 4096 numbers, in 14 bits
-    each with their places: 112 bytes where float32 has 16384. Every worker receives those of all
-    others. As in the paper's equation, the sum is divided by W; the authors' code divides each
-    entry by the number of workers that sent it.
-
-    Args:
-      inner: the workers' optimizer; `optax.adamw` in the paper.
-      plan: `constant(30, total_steps=T)` in Covenant-72B; H of 15 to 250 in the paper.
-      learning_rate: lr > 0 of the outer SGD; 1 in Covenant-72B, and 0.65 later.
-      density: in (0, 1], the share of the numbers that is sent, a whole number of 4096.
-      feedback: f in (0, 1].
-      axis_name, opt_state, correction, specs, drift: see `local_rounds`.
-
-    Returns:
-      A GradientTransformationExtraArgs, as `local_steps`.
-
-    Raises:
-      ValueError: for values out of range, and as `local_steps`.
-
-    Examples:
-      >>> import optax, local_opt
-      >>> plan = local_opt.constant(30, total_steps=3000)
-      >>> optimizer = local_opt.sparseloco(optax.adamw(1e-4, b2=0.95), plan)
-
-    References:
-      Sarfi, Thérien, Lidin, Belilovsky, Communication Efficient LLM Pre-training with SparseLoCo,
-      2025, https://arxiv.org/abs/2508.15706
-      Lidin et al., Covenant-72B: Pre-Training a 72B LLM with Trustless Peers Over-the-Internet,
-      2026, https://arxiv.org/abs/2603.08163 and https://github.com/one-covenant/templar
-    """
-    check_number("learning_rate", learning_rate, "(0, inf)")
-    wire = top_k_wire(density, bits=2, feedback=feedback)
-    outer = optax.sgd(learning_rate)
     return local_steps(
         inner, plan, axis_name=axis_name, opt_state=opt_state, outer=outer, wire=wire,
         correction=correction, specs=specs, drift=drift,

@@ -15,8 +15,8 @@ from ordering.resize import resize
 from ordering.shuffles import block_reshuffling, flip_flop, random_reshuffling, shuffle_once, unzip
 from ordering.signs import SignRule, greedy, kernel_halving, self_balancing_walk
 from ordering.sketches.backward import sketched, sketched_parameters
-from ordering.sketches.linear import sketch, sketch_rows, sketch_size
-from ordering.sketches.scale import scale_of, scaled
+from ordering.sketches.linear import sketch, sketch_rows
+from ordering.sketches.scale import scale_of
 
 __all__ = [
     "Ordering",
@@ -42,12 +42,10 @@ __all__ = [
     "random_reshuffling",
     "resize",
     "scale_of",
-    "scaled",
     "self_balancing_walk",
     "shuffle_once",
     "sketch",
     "sketch_rows",
-    "sketch_size",
     "sketched",
     "sketched_parameters",
     "start",

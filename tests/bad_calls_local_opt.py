@@ -68,7 +68,7 @@ CALLS = {
     "qsr": call(local_opt.qsr, power=Arg(2.0, real(0)), **RULE),
     "from_function": call(local_opt.from_function, period=Arg(lambda t: 2, PERIODS), offset=OFFSET,
                           total_steps=T),
-    "aligned": call(local_opt.aligned, plan=Arg(PLAN, NO_PLANS), every=Arg(2, real(0, 0.5)),
+    "SyncPlan.aligned": call(PLAN.aligned, every=Arg(2, real(0, 0.5)),
                     fresh=also("fresh", FRESH, FRESH[:-1], [])),
     "check_same_plan": call(
         local_opt.check_same_plan, gather=Arg(lambda own: own[None], GATHERED),
@@ -168,8 +168,6 @@ CALLS |= {
     "muloco": call(transformed(local_opt.muloco), **but("inner"), inner_rate=Arg(0.1, real()),
                    weight_decay=Arg(0.0, real()),
                    hidden=Arg(None, wrong_functions(lambda params: 3))),
-    "sparseloco": call(transformed(local_opt.sparseloco), **but("momentum"),
-                       density=Arg(1 / 64, real(0)), feedback=Arg(0.95, real(0))),
     "local_rounds": call(rounded(local_opt.local_rounds), **INNER, **OPTIONS, state=OWN,
                          parts=Arg(None, UNFIT), weight=WEIGHT),
     "parallel_rounds": call(rounded(local_opt.parallel_rounds), **INNER, state=Arg(None, STATES),

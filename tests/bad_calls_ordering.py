@@ -248,15 +248,10 @@ CALLS |= {
         leaves=Arg(None, [3, "text", [], [3], THING, {}, LEAVES * 2]), params=X, floor=0.1,
         power=Arg(0.25, [0, 0.6, *KINDS["floor"]]),
         axis_name=Arg("worker", but_none(KINDS["axis_name"]))),
-    "scaled": call(
-        lambda gradients, scale: over_workers(
-            lambda w: ordering.scaled(given(gradients, w), scale)),
-        gradients=Arg(rows_of(ROWS), [None, *but_none(NO_ROWS[1:])]), scale=Arg(X, LIKE_PARAMS)),
     "sketched, scale": call(
         lambda scale: gradients(lambda loss: lambda *a: ordering.sketched(loss, KEY, size=2)(
             *a, scale))(loss=loss_of, params=X, batch=jnp.ones((4, 3))),
         scale=Arg(X, but_none(LIKE_PARAMS))),
-    "sketch_size": call(ordering.sketch_size, num_prefixes=100, error=0.5),
     "resize": call(
         ordering.resize, state=Arg(ALL, [None, 3, "text", THING, {}, X, GRAB.init(KEY, X)]),
         fresh=Arg(ALL, [None, 3, "text", THING, {}, X, GRAB.init(KEY, X), SHUFFLED]),

@@ -185,7 +185,7 @@ PLANS = {
     "qsr, power 3": lambda t: local_opt.qsr(COSINE, total_steps=t, alpha=0.12, h_base=1, power=3),
     "bernoulli": lambda t: local_opt.bernoulli(0.3, total_steps=t, key=jax.random.key(7)),
     "from_function": lambda t: local_opt.from_function(lambda s: 1 + s % 5, total_steps=t),
-    "aligned": lambda t: local_opt.aligned(local_opt.constant(4, total_steps=t), every=3.5),
+    "aligned": lambda t: local_opt.constant(4, total_steps=t).aligned(every=3.5),
 }
 
 # Every maker of a plan to echo once: total_steps -> EchoPlan, for any total_steps >= 1.

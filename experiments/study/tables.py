@@ -277,7 +277,7 @@ def _aligned(plan: Callable, share: float) -> Callable:
         if config.loads_per_epoch is None:
             raise UserError(f"--align to {share:g} epochs needs an epoch's loads: use a study.")
         every = max(1, share * config.loads_per_epoch)
-        return syncopate.local_opt.aligned(plan(config), every=every, fresh=config.fresh)
+        return plan(config).aligned(every=every, fresh=config.fresh)
 
     return aligned
 

@@ -26,6 +26,7 @@ from experiments.training.config import (
     size_of,
 )
 from local_opt.workers import AXIS
+from ordering.sketches import scale as scale_lib
 from ordering.trees import finite_units
 from syncopate.refusals import UserError
 
@@ -171,7 +172,7 @@ def unit_gradients(
     """
 
     def scaled(rows, scale):
-        return rows if scale is None else ordering.scaled(rows, scale)
+        return rows if scale is None else scale_lib.scaled(rows, scale)
 
     if separate and units_per_step > 1:
         if sketch:

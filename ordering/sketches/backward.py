@@ -63,7 +63,7 @@ def sketched(
     Args:
       loss: `(params, batch, key) -> losses[n]` that treats units separately, or their mean.
       key: typed, for the random signs; give all workers the same key.
-      size: k; see `sketch_size`. For models of at most k parameters, rows are the gradients
+      size: k, as of `sketch`. For models of at most k parameters, rows are the gradients
         themselves, padded with zeros.
       has_aux: whether the loss returns auxiliary data too, as in `jax.value_and_grad`. That of all
         units is stacked, leaves [B, ...].

@@ -21,46 +21,11 @@ from ordering import base, trees
 from ordering.base import LANES
 from syncopate import mesh, plans
 
-SIZE = 1024  # sketch_size(10**4)
+SIZE = 1024
 MOST = 2**31 - 1  # numbers of a sketch
 BLOCK = 8192  # entries of a leaf that are added up at once: they stay in a cache
 TILE = 8  # rows of numbers that a TPU keeps together
 SMALL = 4096  # leaves up to this size are folded together
-
-
-def sketch_size(num_prefixes: int, *, error: float = 0.3) -> int:
-    """The k of Johnson and Lindenstrauss for so many vectors, a multiple of 128.
-
-    k >= 4 ln N / (error^2 / 2 - error^3 / 3): a random projection to k numbers then keeps, with
-    high probability, the norms of N given vectors up to a factor of (1 +- error)^(1/2). If it keeps
-    those of all prefix sums v_t of an epoch, a herding bound of the sketches is one of the
-    gradients: max |v_t|_2 <= max |S v_t|_2 / (1 - error)^(1/2), and |v_t|_inf <= |v_t|_2. The
-    prefixes of an order that was made from sketches are not independent of them, so this is a
-    starting point, not a guarantee; docs/results/orders.md has measurements.
-
-    Args:
-      num_prefixes: N >= 2, prefix sums of all epochs: units x epochs.
-      error: in [0.001, 1).
-
-    Returns:
-      k.
-
-    Raises:
-      ValueError: for other values.
-
-    Examples:
-      >>> from syncopate import ordering
-      >>> ordering.sketch_size(10**4), ordering.sketch_size(10**6)
-      (1024, 1536)
-
-    References:
-      Dasgupta, Gupta, An Elementary Proof of a Theorem of Johnson and Lindenstrauss, 2003,
-      https://doi.org/10.1002/rsa.10073
-    """
-    prefixes = plans.check_number("num_prefixes", num_prefixes, "[2, inf)")
-    error = plans.check_number("error", error, "[0.001, 1)")
-    least = 4 * math.log(prefixes) / (error**2 / 2 - error**3 / 3)
-    return LANES * math.ceil(least / LANES)
 
 
 def sketch(
@@ -75,7 +40,10 @@ def sketch(
 
     Args:
       key: typed; one key gives all workers the same map.
-      size: k >= 1; see `sketch_size`.
+      size: k >= 1. By Johnson and Lindenstrauss 4 ln N / (e^2 / 2 - e^3 / 3) keep the norms of N
+        given vectors, as the prefix sums of an epoch, up to a factor of (1 +- e)^(1/2), with high
+        probability: 1024 for N = 10^4 and e = 0.3. The prefixes of an order that was made from
+        sketches depend on them; docs/results/orders.md has measurements.
       specs: for a worker that is several devices (docs/use/meshes.md): how one gradient is split
         over them, a `jax.P` per leaf or one for all, without the workers' axis. Each sketches its
         part, with signs of its own, and the k numbers are summed over them. Another split gives
@@ -99,6 +67,8 @@ def sketch(
     References:
       Charikar, Chen, Farach-Colton, Finding Frequent Items in Data Streams, 2004,
       https://doi.org/10.1016/S0304-3975(03)00400-6
+      Dasgupta, Gupta, An Elementary Proof of a Theorem of Johnson and Lindenstrauss, 2003,
+      https://doi.org/10.1002/rsa.10073
     """
     size, key = plans.check_whole("size", size, 1, MOST), base.check_key(key)
     axes = () if specs is None else mesh.axes_of(specs)

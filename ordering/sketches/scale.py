@@ -116,26 +116,7 @@ def scale_of(
 
 
 def scaled(gradients: PyTree, scale: PyTree) -> PyTree:
-    """Gradients of units times a scale, entry by entry: any order runs on them.
-
-    Args:
-      gradients: of n units, leaves [n, ...].
-      scale: a tree like one gradient, from `scale_of`.
-
-    Returns:
-      A tree like `gradients`, float32.
-
-    Raises:
-      ValueError: if the scale and the gradients have other leaves.
-
-    Examples:
-      >>> import jax.numpy as jnp, ordering
-      >>> ordering.scaled(jnp.ones((2, 3)), jnp.array([1., 2., 3.]))[0].tolist()
-      [1.0, 2.0, 3.0]
-
-    References:
-      Kingma, Ba, Adam: A Method for Stochastic Optimization, 2015, https://arxiv.org/abs/1412.6980
-    """
+    """Gradients of units, leaves [n, ...], times a scale, float32."""
     trees.check_gradients(gradients)
     whole = whole_scale(scale, jax.tree.map(lambda g: g[0], gradients))
     return jax.tree.map(lambda g, s: trees.as_float32(g) * s[None], gradients, whole)

@@ -59,7 +59,7 @@ def fragments(labels):
 
 
 test_what_does_not_fit_is_named = refuses({
-    "plan": (lambda: local_opt.aligned(local_opt.constant, every=2), "plan is a function: "),
+    "plan": (lambda: local_opt.local_steps(SGD, local_opt.constant), "plan is a function: "),
     "the plan first": (lambda: local_opt.local_steps(PLAN, SGD), "plan is a GradientTransf"),
     "inner": (lambda: local_opt.local_rounds(0.1), "inner is 0.1: pass an optimizer, as optax.sgd"),
     "not called": (lambda: local_opt.local_rounds(optax.sgd), "inner is <function sgd"),

@@ -235,11 +235,11 @@ def test_aligned_rounds_wait_for_the_next_mark(name, data):
                                            max_size=total_steps - 1))  # fmt: skip
     loaded = np.array([True, *(fresh if fresh is not None else [True] * (total_steps - 1))])
     plan = tables.PLANS[name](total_steps)
-    found = local_opt.aligned(plan, every=every, fresh=None if fresh is None else loaded)
+    found = plan.aligned(every=every, fresh=None if fresh is None else loaded)
     ends = reference.aligned_ends(set(plan.ends.tolist()), loaded, every)
     assert found.ends.tolist() == ends
     assert found.total_steps == total_steps and 1 <= found.rounds <= plan.rounds
-    again = local_opt.aligned(found, every=every, fresh=None if fresh is None else loaded)
+    again = found.aligned(every=every, fresh=None if fresh is None else loaded)
     assert again is found
     if every == 1 and fresh is None:
         assert found is plan
@@ -269,7 +269,7 @@ BAD = {
                              "total_steps is 1000000000: pass a whole number in 1 .. 10000000")
        for name, make in tables.PLANS.items()},
     "fresh of another run": (
-        lambda: local_opt.aligned(local_opt.constant(1, total_steps=5), every=2, fresh=[True] * 4),
+        lambda: local_opt.constant(1, total_steps=5).aligned(every=2, fresh=[True] * 4),
         r"fresh is bool\[4\]: .*each of the plan's 5 steps"),
     "run longer": (lambda: local_opt.constant(2, total_steps=5).check_run(6),
         r"constant, H = 2\) has 5 steps and the run 6: make the plan with the run's"),

@@ -6,7 +6,7 @@ import optax
 import pytest
 
 import local_opt
-from local_opt import muloco, sparseloco
+from local_opt import muloco
 from tests import reference
 from tests.problems import (
     MATRICES,
@@ -210,7 +210,8 @@ def test_sparseloco_equals_its_pseudocode():
     plan = local_opt.SyncPlan([0, 2], 3)  # the second round sends what the first has lost
     grads = np.float32(RNG.normal(size=(plan.total_steps, W, size)) ** 3)
     found = run_given(
-        sparseloco(optax.sgd(rate), plan, learning_rate=0.65), {"x": first},
+        local_opt.local_steps(
+            optax.sgd(rate), plan, outer=optax.sgd(0.65), wire=WIRES["top_k_2bit"]), {"x": first},
         [[{"x": g} for g in own] for own in grads], plan,
     )  # fmt: skip
     anchor, lost = np.asarray(first, np.float64), np.zeros((W, size))
@@ -227,9 +228,6 @@ LONG = local_opt.constant(1, total_steps=60)
 MADE = {  # without arguments
     "diloco": (local_opt.diloco, {"outer": NESTEROV}),
     "slowmo": (local_opt.slowmo, {"outer": optax.sgd(1.0, momentum=0.5)}),
-    "sparseloco": (
-        sparseloco, {"outer": optax.sgd(1.0), "wire": WIRES["top_k_2bit"]}
-    ),
 }  # fmt: skip
 
 
@@ -250,6 +248,4 @@ test_bad_presets_are_refused = refuses({
         lambda: muloco(0.1, PLAN, hidden=lambda params: True).init(FIRST), "hidden returned True"
     ),
     "momentum": (lambda: local_opt.diloco(SGD, PLAN, momentum=1.0), "momentum is 1.0"),
-    "density": (lambda: sparseloco(SGD, PLAN, density=0.3), "density is 0.3 of blocks of 4096"),
-    "outer": (lambda: sparseloco(SGD, PLAN, learning_rate=0.0), "learning_rate is 0.0"),
 })  # fmt: skip

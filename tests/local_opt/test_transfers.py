@@ -24,7 +24,6 @@ STATES = [jax.vmap(local_opt.local_rounds(SGD).init, axis_size=w)({"w": jnp.ones
 MESH, INT8 = worker_mesh(2), local_opt.rounded_wire("int8")
 HOST = {
     "accumulated_rounds": lambda: local_opt.accumulated_rounds(SGD).init(X),
-    "aligned": lambda: local_opt.aligned(PLAN, every=2),
     "bernoulli": lambda: local_opt.bernoulli(FALL, total_steps=8, key=KEY),
     "check_same_plan": lambda: local_opt.check_same_plan(PLAN),
     "check_synced": lambda: local_opt.check_synced(TREE, before=TREE),
@@ -52,7 +51,6 @@ HOST = {
     "resize": lambda: resize.resize(*STATES, 3, "mean"),
     "resize.mean_of": lambda: resize.mean_of(TREE, 3),
     "slowmo": lambda: local_opt.slowmo(SGD, PLAN, inner_rate=FALL).init(X),
-    "sparseloco": lambda: local_opt.sparseloco(SGD, PLAN).init(X),
     "stream_segments": lambda: local_opt.stream_segments({0: PLAN}),
     "streaming_rounds": lambda: local_opt.streaming_rounds(SGD, fragments=1).init(X),
     "sync_bytes": lambda: local_opt.sync_bytes(10, num_workers=2),

@@ -20,7 +20,6 @@ DOORS = {  # an optimizer, and the worker's x after a step from 0 with gradients
     "chain": (optax.chain(optax.clip(9.0), local_opt.local_steps(SGD, PLAN)), OWN),
     "streaming": (local_opt.streaming_rounds(SGD, fragments=1), OWN),
     "diloco": (local_opt.diloco(SGD, local_opt.constant(2, total_steps=400)), OWN),
-    "sparseloco": (local_opt.sparseloco(SGD, PLAN), OWN),
     "control": (local_opt.local_rounds(SGD, correction=local_opt.control_variates()), OWN),
 }
 

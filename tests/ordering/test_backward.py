@@ -14,6 +14,7 @@ import pytest
 import models
 import ordering
 from ordering.gradients import grouped
+from ordering.sketches import scale as scale_lib
 from ordering.sketches.walk import Hooks, walk
 from tests.sketched import KEY, SKETCH_KEY, close, parts_of, scale_like, sketch_of
 
@@ -60,7 +61,7 @@ def assert_sketched(loss, params, batch, size=64, scale=None):
     found, formed = (jax.jit(parts_of(maker))(params, batch) for maker in makers)
     to_sketch = sketch_of(loss, params, batch, SKETCH_KEY, size=size)
     rows = formed[2]
-    scaled = rows if scale is None else ordering.scaled(rows, scale)
+    scaled = rows if scale is None else scale_lib.scaled(rows, scale)
     close(found[2], jax.jit(jax.vmap(to_sketch))(scaled))
     close(found[1], formed[1])
     np.testing.assert_allclose(found[0], formed[0], rtol=1e-5)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import ordering
+from ordering.sketches import scale as scale_lib
 from tests.sketched import KEY, SKETCH_KEY, close, parts_of, scale_like, sketch_of
 
 RNG = np.random.default_rng(1)
@@ -94,7 +95,7 @@ def test_sketches_of_penalised_losses_are_those_of_gradients_without_a_copy(name
     np.testing.assert_allclose(losses, jnp.stack(values), rtol=1e-5)
     formed = jax.tree.map(lambda *g: np.stack(g), *gradients)
     close(mean, jax.tree.map(lambda g: g.mean(0), formed))
-    formed = ordering.scaled(formed, scale) if scaled else formed
+    formed = scale_lib.scaled(formed, scale) if scaled else formed
     close(rows, jax.jit(jax.vmap(sketch_of(loss, PARAMS, BATCH, SKETCH_KEY, size=SIZE)))(formed))
 
 

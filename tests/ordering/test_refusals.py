@@ -194,7 +194,6 @@ test_bad_input = refuses({
     "paired_reversal": (lambda: block(paired_reversal="no"), "paired_reversal is 'no'"),
     "bound": (lambda: ordering.self_balancing_walk(bound=1e-50), "bound is 1e-50"),
     "delta": (lambda: ordering.kernel_halving(num_epochs=4, num_pairs=4, delta=1e-30), "delta"),
-    "error": (lambda: ordering.sketch_size(10, error=1e-9), "error is 1e-09: pass"),
     "norm": (bound_of(jnp.arange(3), norm=1), "norm is 1"),
     "uncalled rule": (lambda: ordering.grab(4, rule=ordering.greedy),
                       r"rule is .*: pass a SignRule.*greedy\(\)"),

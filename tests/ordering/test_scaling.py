@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import ordering
+from ordering.sketches import scale as scale_lib
 from ordering.sketches.linear import Leaf
 from ordering.sketches.scale import whole_scale
 from tests import reference, tables
@@ -150,7 +151,7 @@ def test_pair_balance_of_scaled_rows_equals_the_reference(units):
     order = ordering.pair_balance(M, units_per_step=units)
     state = order.init(jax.random.key(0), jnp.zeros(D))
     orders = [state.current.tolist()]
-    observe = jax.jit(lambda s, g, a: order.observe(s, ordering.scaled(g, a)))
+    observe = jax.jit(lambda s, g, a: order.observe(s, scale_lib.scaled(g, a)))
     for v in moments:
         scale = ordering.scale_of(optax.ScaleByRmsState(v), v, floor=0.01)
         for start in range(0, M, units):
@@ -166,7 +167,7 @@ def test_rows_of_small_models_are_their_scaled_gradients():
     w, x, scale = jnp.ones(3), jnp.eye(3), jnp.array([1.0, 2.0, 4.0])
     found = ordering.sketched(loss, SKETCH_KEY, size=4)(w, x, jax.random.clone(KEY), scale)[2]
     rows = ordering.per_example(loss)(w, x, jax.random.clone(KEY))[2]
-    exact = ordering.scaled(rows, scale)
+    exact = scale_lib.scaled(rows, scale)
     np.testing.assert_allclose(found @ found.T, exact @ exact.T, rtol=1e-5)
 
 
@@ -199,4 +200,4 @@ def test_a_scale_that_does_not_fit_is_refused():
         gradients(w, batch, jax.random.clone(KEY), w[:, 0])
     rows = tables.whole_numbers((2, 3)).astype(np.float32)
     with pytest.raises(ValueError, match="scale is real.3. and in one gradient real.2."):
-        ordering.scaled(jnp.asarray(rows[:, :2]), rows[0])
+        scale_lib.scaled(jnp.asarray(rows[:, :2]), rows[0])

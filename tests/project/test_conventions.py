@@ -23,7 +23,7 @@ CITED = (
     "lstm", "forecaster",
     "local_steps", "local_rounds", "parallel_rounds", "accumulated_rounds", "qsr",
     "constant", "from_function", "diloco", "slowmo",
-    "muloco", "sparseloco",
+    "muloco",
     "streaming_rounds", "stream_segments",
     "control_variates", "proximal", "echo_batches", "fixed", "bernoulli",
 )  # fmt: skip
