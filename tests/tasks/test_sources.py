@@ -6,6 +6,8 @@ import pytest
 import ordering
 from experiments.tasks import TASKS, images, sources
 from experiments.tasks.sources import ImageSource
+from experiments.training import step
+from tests.sources import Examples
 
 SIDES = [(40, 60), (60, 40), (33, 33), (90, 31)]
 
@@ -205,3 +207,9 @@ def test_a_source_refuses_invalid_arguments():
         with pytest.raises(IndexError, match=f"index {index}"):
             in_memory().__getitems__([0, index])
     assert len(list(in_memory())) == 6
+
+
+def test_the_unit_of_a_source_has_the_shapes_of_its_examples():
+    examples = Examples({"x": np.zeros((6, 3, 2), np.float32), "y": np.zeros(6, np.int32)})
+    unit = step.unit_of(examples, 4)
+    assert (unit["x"].shape, unit["y"].shape) == ((1, 4, 3, 2), (1, 4))
