@@ -15,7 +15,7 @@ task, add a file to experiments/tasks/.
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -58,26 +58,19 @@ class Combination(NamedTuple):
 NONE = Combination()
 
 
-class Taken(NamedTuple):
-    """The costs of a combination up to the target, at its best rate: float64[seeds] each."""
-
-    steps: np.ndarray
-    loads: np.ndarray
-    rounds: np.ndarray
-
-
 class Factorial(NamedTuple):
     """One task at one size of the batch per worker.
 
     Fields:
       task: its name; sizes: of the runs; order: a name of ORDERS, that of combinations with one.
-      taken: by combination, without those that never arrive with some seed.
+      taken: (steps, loads, rounds) up to the target at the best rate, float64[3, seeds], by
+        combination, without those that never arrive with some seed.
     """
 
     task: str
     sizes: Sizes
     order: str
-    taken: dict[Combination, Taken]
+    taken: dict[Combination, np.ndarray]
 
     @property
     def size(self) -> str:
@@ -100,23 +93,18 @@ def load(folder: os.PathLike | None = None) -> list[Factorial]:
     return list(found.values())
 
 
-def _arrivals(comparison, uses) -> Iterator[tuple[Combination, list[dict]]]:
-    """The records at the target, one per seed, of combinations that always arrive."""
+def _factorial(match, comparison, settings) -> Factorial:
+    taken, order = {}, None
     speed, criterion = comparison.speeds[0], comparison.criterion
     plain = next(iter(comparison.baseline(speed).runs.values()))[-1]  # a record
     for own in comparison.at(speed):
         ends = [reached(run, criterion) for run in own.runs.values()]
         if ends and None not in ends:
-            order, sync, echo = (ends[0][name] != plain[name] for name in TABLES)
-            yield Combination(order, sync, uses if echo else 1), ends
-
-
-def _factorial(match, comparison, settings) -> Factorial:
-    taken, order = {}, None
-    for combination, ends in _arrivals(comparison, int(match["uses"])):
-        order = ends[0]["order"] if combination.order else order
-        columns = (np.array([at[c] for at in ends], float) for c in ("step", "loads", "rounds"))
-        taken[combination] = Taken(*columns)
+            ordered, local, echoed = (ends[0][name] != plain[name] for name in TABLES)
+            order = ends[0]["order"] if ordered else order
+            combination = Combination(ordered, local, int(match["uses"]) if echoed else 1)
+            columns = [[at[name] for at in ends] for name in ("step", "loads", "rounds")]
+            taken[combination] = np.array(columns, float)
     longest = max(comparison.records, key=lambda r: r["loads"])  # one that diverged has none
     loads_per_epoch = round(longest["loads"] / longest["epoch"])
     named = ("workers", "units_per_step", "unit_size")
@@ -136,19 +124,6 @@ def near(known: Sequence[Factorial], units_per_step: int) -> list[Factorial]:
     return [found for found in known if far(found) == least]
 
 
-class Choice(NamedTuple):
-    """The best combination on a machine, and those it cannot be told apart from.
-
-    Fields:
-      best: the combination; times: how many times as fast as none of the decisions, as (mean, low,
-        high) of the 95 % interval; rivals: those that the interval does not tell from the best.
-    """
-
-    best: Combination
-    times: tuple[float, float, float]
-    rivals: tuple[Combination, ...]
-
-
 def logs_of(machine, found: Factorial) -> dict[Combination, np.ndarray]:
     """log(time to the target) of every combination, [..., seeds].
 
@@ -166,12 +141,14 @@ def logs_of(machine, found: Factorial) -> dict[Combination, np.ndarray]:
     return result
 
 
-def best_of(logs: Mapping[Combination, np.ndarray]) -> Choice:
-    """The best combination by logarithms of times, float64[n] each, paired."""
+def best_of(logs: Mapping[Combination, np.ndarray]) -> tuple[Combination, list[Combination]]:
+    """The best combination by logarithms of times, float64[n] each, paired; and its rivals.
+
+    Those are what the 95 % interval does not tell from it.
+    """
     best = min(logs, key=lambda c: (logs[c].mean(), c.decisions))
-    behind = {c: factor(logs[c] - logs[best]) for c in logs if c != best}
-    rivals = tuple(c for c, (_, low, _) in behind.items() if not low > 1)
-    return Choice(best, factor(logs[NONE] - logs[best]), rivals)
+    behind = {c: np.subtract(*interval(logs[c] - logs[best])) for c in logs if c != best}
+    return best, [c for c, least in behind.items() if not least > 0]
 
 
 def predict(machine, known: Sequence[Factorial]) -> dict[Combination, np.ndarray]:
@@ -181,23 +158,11 @@ def predict(machine, known: Sequence[Factorial]) -> dict[Combination, np.ndarray
     return {c: np.array([of[c] - of[NONE] for of in logs]) for c in common}
 
 
-def factor(differences: np.ndarray) -> tuple[float, float, float]:
-    """A factor with its 95 % interval, from logarithms."""
-    mean, half = interval(differences)
-    return float(np.exp(mean)), float(np.exp(mean - half)), float(np.exp(mean + half))
-
-
 def define_flags(values: absl_flags.FlagValues) -> None:
     flags.define(values, "task", "setting", "processes", task="digits")
     define = flags.definer(values)
     text = "Gb/s of a worker's network, if it is not measured"
     define([SPEED], "gigabits", [*GIGABITS], text)
-
-
-def link(parameters: float, workers: int, gigabits: float) -> float:
-    """Seconds of a sync of float32 parameters over links of `gigabits` Gb/s."""
-    sent = syncopate.local_opt.sync_bytes(int(parameters), num_workers=workers)
-    return LATENCY + 8 * sent / (1e9 * gigabits) if sent else 0.0
 
 
 def order_ratio(task, recipe, order: str) -> float:
@@ -244,7 +209,11 @@ def machines_of(task, recipe, order, values) -> list:
     if mesh is not None:
         syncs = {"measured": measured_sync(mesh, size)}
     else:
-        syncs = {f"{speed:g} Gb/s": link(size, workers, speed) for speed in values.gigabits}
+        bits = 8 * syncopate.local_opt.sync_bytes(size, num_workers=workers)
+        syncs = {
+            f"{speed:g} Gb/s": LATENCY + bits / (1e9 * speed) if bits else 0.0
+            for speed in values.gigabits
+        }
     return [
         here._replace(label=name, sync=sync, latency=min(LATENCY, sync))
         for name, sync in syncs.items()
@@ -263,8 +232,10 @@ def command_of(combination: Combination, order: str) -> str:
 def advice(machine, known: Sequence[Factorial]) -> str:
     """The recommendation for a machine, and a table of the combinations, fastest first."""
     logs = predict(machine, known)
-    choice = best_of(logs)
-    rivals, (mean, low, high) = ", ".join(c.label for c in choice.rivals), choice.times
+    best, close = best_of(logs)
+    mean, half = interval(-logs[best])
+    mean, low, high = np.exp([mean, mean - half, mean + half])
+    rivals = ", ".join(c.label for c in close)
     tasks, order = f"{len(known)} tasks", known[0].order
     doubt = f"Statistically tied: {rivals}." if rivals else "No other combination is close."
     rows = [
@@ -278,10 +249,9 @@ def advice(machine, known: Sequence[Factorial]) -> str:
         for c in sorted(logs, key=lambda c: logs[c].mean())
     ]
     gain = f"{mean:.1f} times as fast as none ({low:.1f} to {high:.1f}, 95 % over {tasks})"
-    told = f"Use {choice.best.label}: {gain}. {doubt}\n    {command_of(choice.best, order)}"
+    told = f"Use {best.label}: {gain}. {doubt}\n    {command_of(best, order)}"
     if not low > 1:
-        best = f": {choice.best.label} is {gain}" if choice.best != NONE else ""
-        told = f"Nothing is shown to help{best}."
+        told = f"Nothing is shown to help{f': {best.label} is {gain}' if best != NONE else ''}."
     return (
         f"{machine.label}: a load takes {machine.load / machine.step:.2f} steps, a sync "
         f"{machine.sync / machine.step:.2f}. {told}\n\n{tables.markdown(rows)}"
