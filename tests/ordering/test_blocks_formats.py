@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import pickle
 import tempfile
-import threading
 
 import numpy as np
 import pytest
@@ -72,9 +71,10 @@ def test_rows_of_parquet_over_the_borders_of_groups(tmp_path):
             assert set(two.read(start, stop)) == {"image", "id"}
 
 
-@pytest.mark.parametrize("order", ["C", "F"])
-@pytest.mark.parametrize("shape", [(), (3,), (1, 1), (2, 1, 4)])
-@pytest.mark.parametrize("dtype", [np.float16, ">i4", ">f8", np.bool_, np.complex64, bfloat16])
+@pytest.mark.parametrize(
+    "order,shape", [("C", ()), ("F", (3,)), ("C", (2, 1, 4)), ("F", (2, 1, 4))]
+)
+@pytest.mark.parametrize("dtype", [np.float16, ">f8", np.bool_, np.complex64, bfloat16])
 def test_arrays_are_read_with_any_type_shape_and_order(dtype, shape, order, tmp_path):
     array = np.random.default_rng(0).integers(0, 99, (7, *shape)).astype(dtype, order)
     np.save(tmp_path / "x.npy", array)
@@ -166,23 +166,12 @@ def test_patterns_are_read_in_the_sequence_of_the_list(tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_part_is_sent_to_another_process_and_reads_in_its_threads(kind, tmp_path):
+def test_a_part_is_sent_to_another_process(kind, tmp_path):
     (part,), decode = opened(kind, tmp_path / f"a.{kind}", 50)
-    wanted = record_files.ids(kind, split([part], unit_size=50, decode=decode)[0])
     sent = pickle.loads(pickle.dumps(part))
     assert (sent.name, len(sent), sent.digest) == (part.name, len(part), part.digest)
-    blocks, found = split([sent], unit_size=1, decode=decode), {}
-
-    def work(thread):
-        for i in range(thread, 50, 4):
-            found[i] = record_files.ids(kind, blocks[i])
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sum((found[i] for i in range(50)), []) == wanted
+    found, wanted = (split([p], unit_size=50, decode=decode)[0] for p in (sent, part))
+    assert record_files.ids(kind, found) == record_files.ids(kind, wanted)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*")
@@ -221,8 +210,8 @@ def test_a_digest_tells_that_bytes_have_changed(tmp_path):
         assert (before.digest != after.digest) == seen
     small = np.zeros(250_000, np.uint8)
     digests = set()
-    for place in range(0, 250_000, 5_003):
+    for place in range(0, 250_000, 25_003):
         small[place] += 1
         np.save(path, small)
         digests.add(files(path)[0].digest)
-    assert len(digests) == 50
+    assert len(digests) == 10

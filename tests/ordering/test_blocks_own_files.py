@@ -35,20 +35,18 @@ def saved(path, array):
 # Names
 
 
-@pytest.mark.parametrize("name", ["run[1]", "run*", "run?", "run[!2]", "[ab]"])
+@pytest.mark.parametrize("name", ["run[1]", "run*"])
 def test_a_path_that_exists_is_no_pattern(name, tmp_path, monkeypatch):
     """Nor is a folder of one, whose files a pattern then names."""
-    for other, first in (("run1", 10), ("run2", 20), ("a", 30)):
-        saved(tmp_path / other / "x.npy", np.arange(first, first + 2))
+    saved(tmp_path / "run1" / "x.npy", np.arange(10, 12))
     saved(tmp_path / name / "x.npy", np.arange(2))
-    for path in (tmp_path / name / "x.npy", tmp_path / name / "*.npy", tmp_path / name / "?.n*"):
+    for path in (tmp_path / name / "x.npy", tmp_path / name / "?.n*"):
         assert [part.read(0, 2).tolist() for part in files(path)] == [[0, 1]]
     (tmp_path / name / "x.npy").unlink()
     with pytest.raises(ValueError, match="there is no file .*x.npy: pass paths of files"):
         files(tmp_path / name / "x.npy")
     saved(tmp_path / "x[1].npy", np.arange(5))
     saved(tmp_path / "x1.npy", np.arange(6))
-    assert len(files(tmp_path / "x[1].npy")[0]) == 5
     monkeypatch.chdir(tmp_path)
     assert len(files("x[1].npy")[0]) == 5
     assert [len(part) for part in files("x[1-2].npy")] == [6]
@@ -65,7 +63,6 @@ def test_stars_stand_for_folders_at_any_depth(tmp_path):
     "path, message",
     [
         ("gs://bucket/x.npy", "gs://bucket/x.npy is an address, .*: copy it, or mount its bucket"),
-        ("s3://bucket/*.npy", "is an address"),
         (pathlib.PurePosixPath("gs://bucket/x.npy"), "is an address"),
         ("folder", "folder is a folder: pass its files, as .*folder/"),
         ("train-00000-of-01024", r"is of no known kind: .*kind=, one of array_record, tfrecord, "),
@@ -85,9 +82,8 @@ def test_a_kind_can_be_said(kind, tmp_path):
         decode = record_files.write(kind, file if kind == "npy" else path, 5)
     blocks = split(files(path, kind=kind), unit_size=5, decode=decode)
     assert record_files.ids(kind, blocks[0]) == [0, 1, 2, 3, 4]
-    for wrong in ("text", "", ".npy", 3, ["npy"]):
-        with pytest.raises(ValueError, match="kind is .*: pass one of array_record, tfrecord, par"):
-            files(path, kind=wrong)
+    with pytest.raises(ValueError, match="kind is 'text': pass one of array_record, tfrecord, par"):
+        files(path, kind="text")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -104,35 +100,29 @@ def test_files_of_a_pattern_may_be_empty(kind, tmp_path):
         opened(tmp_path / f"b.{kind}")
 
 
-def test_a_short_name_of_tfrecord(tmp_path):
-    record_files.write_tfrecord(tmp_path / "x.tfrec", [b"a"])
-    assert files(tmp_path / "x.tfrec")[0].read(0, 1) == [b"a"]
-
-
 # Checksums
 
 
-@pytest.mark.parametrize("place", range(16 * 3 + 6))
-def test_a_flipped_bit_is_named_wherever_it_is(place, tmp_path):
+def test_a_flipped_bit_is_named_wherever_it_is(tmp_path):
     """Records of 1, 0 and 5 bytes: in a length at once, in the bytes when they are read."""
-    path, starts = tmp_path / "x.tfrecord", [0, 17, 33]
-    record_files.write_tfrecord(path, [b"a", b"", b"hello"])
-    data = bytearray(path.read_bytes())
-    data[place] ^= 1 << place % 8
-    path.write_bytes(data)
-    number = max(i for i, start in enumerate(starts) if start <= place)
-    message = f"the checksum of the {{}} of record {number} is wrong"
-    if place - starts[number] < 12:
-        with pytest.raises(ValueError, match=message.format("length") + "[.] Replace the file, or"):
-            files(path)
-        return
-    blocks = split(files(path), unit_size=1)
-    for other in {0, 1, 2} - {number}:
-        assert blocks[other].tolist() == [[b"a", b"", b"hello"][other]]
-    with pytest.raises(ValueError, match=message.format("bytes") + "[.] The file is damaged: repl"):
-        blocks[number]
-    with pytest.raises(ValueError, match=message.format("bytes")):
-        blocks.read([0, 1, 2])
+    path, starts, records = tmp_path / "x.tfrec", [0, 17, 33], [b"a", b"", b"hello"]
+    record_files.write_tfrecord(path, records)
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        data = bytearray(whole)
+        data[place] ^= 1 << place % 8
+        path.write_bytes(data)
+        number = max(i for i, start in enumerate(starts) if start <= place)
+        message = f"the checksum of the {{}} of record {number} is wrong"
+        if place - starts[number] < 12:
+            with pytest.raises(ValueError, match=message.format("length") + "[.] Replace the fi"):
+                files(path)
+            continue
+        blocks = split(files(path), unit_size=1)
+        for other in {0, 1, 2} - {number}:
+            assert blocks[other].tolist() == [records[other]]
+        with pytest.raises(ValueError, match=message.format("bytes") + "[.] The file is damaged"):
+            blocks.read([0, 1, 2])
 
 
 def test_a_hole_of_zeros_is_no_row_of_empty_records(tmp_path):
@@ -175,7 +165,6 @@ def test_a_header_that_claims_more_than_the_file_has(tmp_path):
     path = saved(tmp_path / "x.npy", np.zeros(3))
     data = path.read_bytes()
     path.write_bytes(data.replace(b"(3,), }" + b" " * 12, b"(300000000000,), } "))
-    assert np.lib.format.open_memmap  # a header of 2.4 TB
     with pytest.raises(ValueError, match="x.npy cannot be read: .*size.* Replace the file"):
         files(path)
 
@@ -227,15 +216,6 @@ def test_a_bounded_number_of_files_is_open(kind, tmp_path):
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
-def test_files_that_are_open_are_read_again_without_opening(tmp_path, monkeypatch):
-    paths = [saved(tmp_path / f"{i}.npy", np.arange(4) + i) for i in range(3)]
-    blocks, opens, real = split(files(paths), unit_size=2), [], os.open
-    monkeypatch.setattr(os, "open", lambda *args: opens.append(args[0]) or real(*args))
-    for _ in range(3):
-        assert [block[0] for block in blocks] == [0, 2, 1, 3, 2, 4]
-    assert opens == [str(path) for path in paths]
-
-
 def truncated(kind, path):
     os.truncate(path, path.stat().st_size // 2)
 
@@ -254,23 +234,17 @@ def replaced(kind, path):
 
 
 @pytest.mark.parametrize("change", [rewritten, replaced, truncated, removed])
-@pytest.mark.parametrize("read_before", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_file_is_what_it_was_when_it_was_indexed(kind, read_before, change, tmp_path):
+def test_a_file_is_what_it_was_when_it_was_indexed(kind, change, tmp_path):
     """With the same size or half of it, before or after the first read."""
     path = tmp_path / f"data.{kind}"
     decode = record_files.write(kind, path, 40, first=10)
-    blocks = split(opened(path), unit_size=4, decode=decode)
-    if read_before:
-        assert record_files.ids(kind, blocks[1]) == [14, 15, 16, 17]
+    unread, blocks = (split(opened(path), unit_size=4, decode=decode) for _ in range(2))
+    assert record_files.ids(kind, blocks[1]) == [14, 15, 16, 17]
     change(kind, path)
-    for unit in (0, 1):
+    for unit, changed in ((0, unread), (0, blocks), (1, blocks)):
         with pytest.raises(ValueError, match=f"data.{kind}, records .*The file has changed since"):
-            blocks[unit]
-    if change in (truncated, removed):
-        return
-    blocks = split(opened(path), unit_size=4, decode=decode)
-    assert record_files.ids(kind, blocks[1]) == [54, 55, 56, 57]
+            changed[unit]
 
 
 def test_a_change_is_seen_while_blocks_are_read(tmp_path):
@@ -311,8 +285,8 @@ def test_a_file_that_is_being_written_is_refused(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "separator, dtype, most",
-    [(70000, None, 65535), (128001, np.uint16, 65535), (256, np.uint8, 255),
-     (2**31, "u4", 2**31 - 1), (40000, np.int16, 32767), (2**31, "i8", 2**31 - 1)],
+    [(70000, None, 65535), (256, np.uint8, 255), (2**31, "u4", 2**31 - 1),
+     (40000, np.int16, 32767)],
 )  # fmt: skip
 def test_a_separator_that_no_token_can_be_is_refused(separator, dtype, most, tmp_path):
     np.zeros(64, np.uint64).tofile(tmp_path / "x.bin")
@@ -323,7 +297,7 @@ def test_a_separator_that_no_token_can_be_is_refused(separator, dtype, most, tmp
     tokens(tmp_path / "x.bin", length=3, separator=most, dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", ["<u4", ">u4", "<i8", "<u8"])
+@pytest.mark.parametrize("dtype", [">u4", "<i8"])
 def test_a_token_beyond_int32_is_refused(dtype, tmp_path):
     text = np.arange(31).astype(dtype)
     text[20] = 2**31
@@ -373,14 +347,6 @@ def test_the_index_of_megatron_names_the_type(tmp_path):
         tokens(tmp_path / "x_document.*", length=10)
 
 
-def test_tokens_of_npy_are_read_by_its_header(tmp_path):
-    text = np.arange(100000, 100021, dtype=np.uint32)
-    (part,) = tokens(saved(tmp_path / "x.npy", text), length=10)
-    assert part.read(0, 2)["tokens"].tolist() == [
-        list(range(100000 + i, 100011 + i)) for i in (0, 10)
-    ]
-
-
 # Files that are damaged, empty or others
 
 
@@ -402,17 +368,6 @@ def test_a_damaged_file_is_named_before_training(kind, tmp_path):
             opened(path)
     path.write_bytes(bytes(reversed(data)))
     with pytest.raises(ValueError, match=f"data.{kind} cannot be read: .*Replace the file"):
-        opened(path)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_files_without_records_are_refused(kind, tmp_path):
-    path = tmp_path / f"data.{kind}"
-    record_files.write(kind, path, 0)
-    message = (
-        "holds no records: leave it out" if kind != "bin" else "cannot be read: it has 1 token"
-    )
-    with pytest.raises(ValueError, match=f"data.{kind} {message}"):
         opened(path)
 
 
@@ -443,14 +398,6 @@ def test_a_position_of_other_files_names_the_file(kind, tmp_path):
     with pytest.raises(ValueError, match=f"second.{kind} is not the file with which .*bytes diff"):
         moved(kind, tmp_path, lambda path: record_files.write(kind, path, 40, first=990))
 
-    def exchange(path):
-        size = path.stat().st_size
-        record_files.write(kind, path, 40, first=50)
-        assert path.stat().st_size == size or kind in ("array_record", "parquet")
-
-    with pytest.raises(ValueError, match=f"second.{kind} is not the file .*or begin anew"):
-        moved(kind, tmp_path, exchange)
-
 
 def test_columns_that_are_missing_or_have_lists_of_several_lengths(tmp_path):
     path = tmp_path / "rows.parquet"
@@ -459,7 +406,7 @@ def test_columns_that_are_missing_or_have_lists_of_several_lengths(tmp_path):
         ValueError, match="rows.parquet cannot be read: it has no column 'word', of"
     ):
         files(path, columns=["id", "word"])
-    for columns in ("id", 3, [], ["id", "id"], ["id", 3]):
+    for columns in ("id", ["id", "id"]):
         with pytest.raises(ValueError, match="columns is .*: pass a list of names, each once"):
             files(path, columns=columns)
     blocks = split(files(path), unit_size=2)
@@ -497,7 +444,6 @@ NO_RECORDS = {  # how they are read, their name and bytes, and the refusal
         "it ends within record 0",
     ),
     "packed tokens": (files, "x.bin.gz", PACKED, "x.bin.gz is packed by gzip: unpack it first"),
-    "packed": (of_tokens, "x.bin.gz", PACKED, "x.bin.gz is packed by gzip: unpack it first"),
     "no tokens": (of_tokens, "x.tfrecord", bytes(64), "a file of another kind: read it by files"),
     "a byte": (of_tokens, "x.bin", bytes(33), "16 tokens of uint16 and 1 bytes more: pass the dt"),
     "floats": (of_tokens, "x.npy", npy(np.zeros(9)), "holds float64, and tokens are whole numbers"),

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import local_opt
 import ordering
 from ordering.blocks import read_blocks, split, sums
 from tests import block_cases, reference
@@ -58,7 +57,7 @@ def train(order, state, added, end, next_epoch, *, epochs=2, batch_size=5):
     return state
 
 
-@pytest.mark.parametrize("batch_size", [1, 5, 12, 20])
+@pytest.mark.parametrize("batch_size", [1, 5, 20])
 def test_sums_over_a_shuffled_window_are_those_of_its_blocks(batch_size):
     order, seen = ordering.random_reshuffling(COUNT), []
 
@@ -72,53 +71,8 @@ def test_sums_over_a_shuffled_window_are_those_of_its_blocks(batch_size):
     assert seen == [3, 3, 2] * 2
 
 
-@pytest.mark.parametrize("name", ["pair_balance", "grab"])
-def test_an_order_of_blocks_is_that_of_their_gradients(name):
-    order = getattr(ordering, name)(COUNT, units_per_step=WINDOW)
-    totals, orders = np.zeros((COUNT, ENTRIES)), []
-    direct = jax.jit(lambda state, rows: order.observe(state, rows))
-    ending = jax.jit(order.next_epoch)
-    by_sums = jax.jit(
-        lambda state, found, units: found.observe(order, state, units=units),
-        static_argnames="units",
-    )
-
-    def end(state, found, units):
-        totals[units] = block_sums(units)
-        exact = direct(state, totals[units].astype(np.float32))
-        state, found = by_sums(state, found, units=len(units))
-        jax.tree.map(np.testing.assert_array_equal, state, exact)
-        return state, found
-
-    def next_epoch(state):
-        following = ending(state)
-        orders.append((np.asarray(state.current), np.asarray(following.current), totals.copy()))
-        return following
-
-    state = order.init(jax.random.key(3), jnp.zeros(ENTRIES))
-    train(order, state, ADD, end, next_epoch)
-    stale = np.zeros(ENTRIES)
-    for before, after, observed in orders:
-        if name == "grab":
-            expected, stale = reference.grab_epoch(before, observed, stale)
-        else:
-            expected = reference.pair_balance_epoch(before, observed)
-        assert after.tolist() == expected
-
-
-def lifted(function):
-    """By `local_opt.lift`, where all arguments and results are the workers' own."""
-
-    def run(*args):
-        outputs = "owned" if function is add_batch else ("owned", "owned")
-        return local_opt.lift(function, 2, in_roles=["owned"] * len(args), out_roles=outputs)(*args)
-
-    return jax.jit(run)
-
-
-@pytest.mark.parametrize("run", [vmap_workers, lifted])
 @pytest.mark.parametrize("how", ordering.dealing.HOW)
-def test_the_orders_of_workers_are_those_of_the_gradients_of_blocks(how, run):
+def test_the_orders_of_workers_are_those_of_the_gradients_of_blocks(how):
     """CD-GraB with two workers, to whom the blocks are dealt anew in every epoch."""
     order, state, _, next_epoch = block_cases.dealt_of(how, 2, COUNT // 2, WINDOW)
     totals, orders = np.zeros((COUNT, ENTRIES)), []
@@ -136,16 +90,17 @@ def test_the_orders_of_workers_are_those_of_the_gradients_of_blocks(how, run):
         return after
 
     ends = {
-        count: run(lambda state, found, count=count: found.observe(order, state, units=count))
+        count: vmap_workers(
+            lambda state, found, count=count: found.observe(order, state, units=count)
+        )
         for count in (3, 1)
     }
-    train(order, state, run(add_batch), end, following, epochs=3)
+    train(order, state, vmap_workers(add_batch), end, following, epochs=3)
     assert orders == [True] * 3
 
 
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
-@pytest.mark.parametrize("wrong", [np.nan, np.inf])
-@pytest.mark.parametrize("at", range(7))
+@pytest.mark.parametrize("wrong,dtype", [(np.nan, np.float32), (np.inf, jnp.bfloat16)])
+@pytest.mark.parametrize("at", range(4))
 def test_a_gradient_that_is_not_finite_is_in_the_sum_of_its_block_alone(at, wrong, dtype):
     """Also of a record that fills the batch, whose gradient is in no sum."""
     places = np.array([2, 0, -1, 1, 1, 0, -1], np.int32)
@@ -153,7 +108,7 @@ def test_a_gradient_that_is_not_finite_is_in_the_sum_of_its_block_alone(at, wron
     gradients["w"][at, 1] = wrong
     empty = sums(jax.tree.map(lambda x: x[0], gradients), window=4)
     rows = jax.tree.map(lambda x: jnp.asarray(x, dtype), gradients)
-    for run in (lambda g: g, jax.jit, vmap_workers):
+    for run in (jax.jit, vmap_workers):
         one = run is not vmap_workers
         added = run(lambda found, tree: found.add(tree, jnp.asarray(places)))
         args = (empty, rows) if one else jax.tree.map(lambda x: x[None], (empty, rows))
