@@ -17,24 +17,17 @@ SMALL = {"depth": 8, "stem": "cifar", "norm": "group"}
 # For each model: settings, and part of the message.
 REFUSED = {
     "vit": [
-        ({"num_classes": 1}, "num_classes is 1: pass a whole number of at least 2"),
         ({"patch": 5}, "patch is 5"),
         ({"image_shape": (0, 0, 3)}, r"image_shape is .*: pass \(height, width, channels"),
         ({"image_shape": (3, 3, 3)}, "patch is 4"),
         ({"width": 30}, "width is 30 with 4 heads"),
-        ({"depth": 0}, "depth is 0: pass a whole number of at least 1"),
-        (VIT | {"dtype": "float64"}, "dtype is 'float64'"),
         (VIT | {"pool": "max"}, "pool is 'max': choose one of 'mean', 'class'"),
     ],
     "gpt2": [
         (DECODER | {"heads": 3}, "width is 16 with 3 heads"),
     ],
     "mobilenet_v2": [
-        ({"image_shape": (3, 8, 3)}, "image_shape"),
-        ({"image_shape": (8, 8, 0)}, r"image_shape is \(8, 8, 0\): pass"),
         ({"stages": ((6, 24, 2, 3),)}, "stages is"),
-        ({"stem_stride": 3}, "stem_stride is 3"),
-        ({"head_channels": 0}, "head_channels is 0"),
     ],
     "resnet": [
         ({"depth": 19}, "depth is 19: choose one of 18, 34"),
@@ -46,7 +39,6 @@ REFUSED = {
         ({"width": 4, "norm": "group", "image_shape": (32, 32, 3)}, "single value"),
     ],
     "lenet": [({"image_shape": (30, 30, 1)}, "LeNet takes 28 x 28 or 32 x 32")],
-    "lstm": [(LSTM | {"width": 0}, "width is 0"), (LSTM | {"dtype": "float16"}, "dtype is 'float")],
     "forecaster": [
         (FORECASTER | {"hidden": (3, 0)}, r"hidden is \(3, 0\): pass a tuple of whole numbers"),
     ],
@@ -73,13 +65,8 @@ def loss(model=LOGISTIC, **batch):
 test_batches_and_keys_are_named = refuses({
     "penalty": (lambda: models.mobilenet_v2(l2=math.nan), "l2 is nan: pass a finite"),
     "no batch": (loss(), "batch is .*: pass .*inputs.*labels"),
-    "no labels": (loss(x=X), "batch is .*: pass .*inputs.*labels"),
-    "features": (loss(x=X[:, 1:], y=Y), r"x is .*: pass an array of real numbers in"),
     "words": (loss(models.lstm(**LSTM), x=X, y=Y), "x is .*: pass an array of whole numbers in"),
-    "a long text": (loss(models.gpt2(**DECODER), x=jnp.zeros((1, 6), int), y=Y), "have 6 tokens"),
-    "labels": (loss(x=X, y=Y[:1]), "y of this x is .*: pass an array of"),
     "key": (lambda: models.lstm(**LSTM).init(0.5), "key .*: pass a typed key"),
-    "keys": (lambda: models.lstm(**LSTM).init(jax.random.split(jax.random.key(0))), "one key"),
 })  # fmt: skip
 
 
@@ -92,8 +79,6 @@ def solved(**changed):
 test_no_optimum = refuses({
     "no model": (solved(model=models.logistic_regression), "model is a function: pass a Model"),
     "no batch": (solved(batch={}), r"batch is \[\]: pass"),
-    "empty": (solved(batch={"x": jnp.ones((0, 1)), "y": jnp.ones(0)}), r"x is float32\[0, 1\]"),
-    "tolerance": (solved(tolerance=0), "tolerance is 0: pass a finite"),
 })  # fmt: skip
 
 

@@ -193,8 +193,6 @@ def uses(policy=PLAN, **options):
 
 test_bad_input = refuses({
     "no policy": (uses(4), r"policy is a int: make an EchoPlan"),
-    "no loads": (lambda: echo_batches(None, PLAN), "loads is a NoneType: pass an iterable"),
-    "first_step T + 1": (uses(first_step=12), r"is 12: .* 0 .. 11"),
     "augment without a key": (uses(augment=add_noise), r"key is None .*: pass a typed key"),
     "augment of a batch": (uses(augment=lambda b: b, key=jax.random.key(0)), "augment is <"),
 })  # fmt: skip

@@ -156,8 +156,6 @@ def test_a_batch_without_arrays_is_an_error(given, empty):
 
 test_bad_input = refuses({
     "a generator's function": (lambda: load_ahead(Source), "batches is a type: pass an iterable"),
-    "depth 0": (lambda: load_ahead([], depth=0), r"depth is 0: pass a whole number of at least 1"),
-    "sharding 3": (lambda: load_ahead([], sharding=3), "sharding is 3: pass a device"),
     "timeout 0": (lambda: load_ahead([], timeout=0), r"timeout is 0: pass a finite number in .0, "),
 })  # fmt: skip
 

@@ -131,13 +131,10 @@ test_bad_input = refuses({
     "p falls": (bernoulli(optax.linear_schedule(1.0, 0.0, 3)), r"p\(3\) is 0: .* schedule above 0"),
     "fresh of numbers": (plan([1, 0]), r"fresh is int64\[2\]: .*one bool per"),
     "fresh a generator": (plan(fresh for fresh in [1, 0]), "fresh is a generator: "),
-    "fresh unequal": (plan([[True], [True, False]]), "fresh is a list: pass one"),
-    "too long": (plan(np.broadcast_to(True, 10**9)), "is 1000000000: .* in 1 .. 10000000"),
     **{f"too long: {name}": (lambda make=make: make(10**9),
                              "total_steps is 1000000000: pass a whole number in 1 .. 10000000")
        for name, make in tables.ECHO_PLANS.items() if name != "given steps"},
     "first not fresh": (plan([False, True]), r"fresh\[0\] is False: .*must load"),
-    "step -1": (fixed(2, lambda plan: plan.loads_before(-1)), r"step -1 is outside"),
     "step T + 1": (fixed(2, lambda plan: plan.first_load(6)), r"step 6 is outside .0, 5."),
     "run longer": (fixed(2, lambda plan: plan.check_run(6)),
                    r"fixed, e = 2\) has 5 steps and the run 6: make the plan with the run's"),

@@ -163,8 +163,6 @@ test_bad_input = refuses({
         lambda: echo_batches(Scripted(ANSWERS), policy(decided=[True, False]), first_step=3),
         r"first_step is 3: .* in 0 .. 2",
     ),
-    "max_factor 0": (lambda: policy(0), r"max_factor is 0: pass a whole number"),
-    "floor > 1": (lambda: policy(floor=lambda t: 1 + t), r"floor\(1\) is 2: a probability"),
     "decided a plan": (lambda: policy(decided=echo.EchoPlan([True])), "decided is a EchoPlan, and"),
     "decided too long": (lambda: policy(decided=[True] * 25), r"\[25\], and the run has 24"),
     "decided not fresh": (
