@@ -33,7 +33,7 @@ def dealt_orders(num_units, orders):
 
 
 DEALT = dealt_orders(M, ORDERS)
-NEED_AXIS = {n: o for n, o in ORDERS.items() if tables.ORDERS[n].coordinated} | DEALT
+NEED_AXIS = {name: ORDERS[name] for name in ("cd_grab", "cd_grab, at syncs")} | DEALT
 OBSERVE = {n: o for n, o in ORDERS.items() if tables.ORDERS[n].observes}
 OBSERVE["cd_grab, odd steps"] = ordering.cd_grab(M, units_per_step=1)
 PARAMS, KEY = jnp.zeros(D), jax.random.key(0)
@@ -84,10 +84,6 @@ def test_calls_outside_of_the_axis_name_it(name):
             order.next_epoch(state)
 
 
-def block(**given):
-    return ordering.block_reshuffling(**{"num_units": 8, "block_size": 2} | given)
-
-
 def test_sizes_of_numpy_do_not_overflow():
     """200 units as uint8: their number of blocks, and of all workers, is more than 255."""
     order = ordering.block_reshuffling(np.uint8(200), block_size=np.uint8(3))
@@ -97,7 +93,6 @@ def test_sizes_of_numpy_do_not_overflow():
 
 
 Z = jnp.ones((2, D))
-FLOAT0 = np.zeros((2, D), jax.dtypes.float0)
 LOSSES = {  # what the loss returns, the message
     "a tuple": (lambda x: (x, 1.0), "returned a tuple .* pass has_aux=True"),
     "a dict": (lambda x: {"loss": x}, "returned a dict as losses"),

@@ -37,7 +37,6 @@ def stepped(optimizer, params=PARAMS, steps=3):
 
 OPTIMIZERS = {
     "adam": ADAM,
-    "a chain": optax.chain(optax.clip_by_global_norm(1e9), optax.adamw(1e-3)),
     "injected": optax.inject_hyperparams(optax.adamw)(1e-3),
     "rms": optax.scale_by_rms(0.999),
     "partitioned": optax.partition(
@@ -71,8 +70,7 @@ def test_a_scale_before_the_first_step_is_one():
         assert all((x == 1).all() for x in jax.tree.leaves(found))
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-@pytest.mark.parametrize("leaves", [None, FACTORED])
+@pytest.mark.parametrize("value,leaves", [(np.nan, None), (np.inf, FACTORED)])
 def test_a_scale_is_one_where_a_moment_is_not_finite(leaves, value):
     state = optax.ScaleByRmsState({"b": jnp.ones(PARAMS["b"].shape), "w": PARAMS["w"] ** 2})
     broken = state._replace(nu={**state.nu, "w": state.nu["w"].at[0].set(value)})
@@ -133,19 +131,14 @@ def test_workers_with_their_own_moments_get_one_scale(leaves):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, [b, b], rtol=1e-6), found, expected)
 
 
-OTHERS = {"muon": optax.contrib.muon(1e-3), "lion": optax.lion(1e-3), "sgd": optax.sgd(1e-3)}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_optimizers_without_a_second_moment_are_told_to_keep_one_beside(name):
+def test_optimizers_without_a_second_moment_are_told_to_keep_one_beside():
     with pytest.raises(ValueError, match="no second moment for params.* optax.scale_by_rms"):
-        ordering.scale_of(OTHERS[name].init(PARAMS), PARAMS)
+        ordering.scale_of(optax.lion(1e-3).init(PARAMS), PARAMS)
 
 
-@pytest.mark.parametrize("units", [2, 3])
-def test_pair_balance_of_scaled_rows_equals_the_reference(units):
+def test_pair_balance_of_scaled_rows_equals_the_reference():
     """One moment for each epoch, as after a step of an optimizer."""
-    M, D = 9, 4
+    M, D, units = 9, 4, 3
     gradients = RNG.normal(size=(M, D)).astype(np.float32)
     moments = RNG.uniform(0.01, 4, size=(3, D)).astype(np.float32)
     order = ordering.pair_balance(M, units_per_step=units)
@@ -160,15 +153,6 @@ def test_pair_balance_of_scaled_rows_equals_the_reference(units):
         state = order.next_epoch(state)
         orders.append(state.current.tolist())
     assert orders == reference.scaled_pair_balance_epochs(orders[0], gradients, moments, 0.01)
-
-
-def test_rows_of_small_models_are_their_scaled_gradients():
-    loss = lambda w, x, key: jnp.sin(x @ w)  # noqa: E731
-    w, x, scale = jnp.ones(3), jnp.eye(3), jnp.array([1.0, 2.0, 4.0])
-    found = ordering.sketched(loss, SKETCH_KEY, size=4)(w, x, jax.random.clone(KEY), scale)[2]
-    rows = ordering.per_example(loss)(w, x, jax.random.clone(KEY))[2]
-    exact = scale_lib.scaled(rows, scale)
-    np.testing.assert_allclose(found @ found.T, exact @ exact.T, rtol=1e-5)
 
 
 def product(w, batch, key):
