@@ -141,7 +141,7 @@ def test_help_shows_a_dozen_flags_with_their_defaults_and_says_where_the_others_
         flags = re.findall(r"^  --(\S+)", done.stdout, re.M)
         assert done.returncode == 0 and 10 <= len(flags) <= 18
         assert {"workers=4", "total_steps=2000", "learning_rate=0.2", "preset=..."} <= {*flags}
-        assert done.stdout.splitlines()[-1] == "--helpfull shows all 79 flags."
+        assert done.stdout.splitlines()[-1] == "--helpfull shows all 74 flags."
         typed = "syncopate train" if start[1:] else "python -m experiments.train"
         assert f"    {typed} --order=rr" in done.stdout
 
