@@ -468,7 +468,7 @@ class Compiled(NamedTuple):
     Fields:
       memory: bytes; what is donated is argument and output. The peak is that of the device's memory
         alone, temporaries also those that never leave the core.
-      counted: flops, bytes accessed and cycles, as XLA and libtpu count them, where they do.
+      counted: flops and bytes accessed, as XLA counts them, where it does.
       collectives: of its text; seconds: to compile.
     """
 
@@ -495,7 +495,7 @@ def compile_or_refuse(lowered: jax.stages.Lowered, chip: Chip) -> Compiled | Ref
             raise
         return refused
     seconds = clock.perf_counter() - start
-    stats, cost, text = program.memory_analysis(), program.cost_analysis() or {}, program.as_text()
+    stats, cost = program.memory_analysis(), program.cost_analysis() or {}
     planned, total = chip.compiler.plans, buffer_bytes(program)
     if not planned and total > chip.memory:
         return Refused(total, chip.memory)
@@ -507,8 +507,7 @@ def compile_or_refuse(lowered: jax.stages.Lowered, chip: Chip) -> Compiled | Ref
         "peak": stats.peak_memory_in_bytes * planned or total,
     }
     counted = {name: cost.get(name) for name in ("flops", "bytes accessed")}
-    counted["cycles"] = cycles_of(text)
-    return Compiled(memory, counted, collectives_of(text), seconds)
+    return Compiled(memory, counted, collectives_of(program.as_text()), seconds)
 
 
 def buffer_bytes(program: jax.stages.Compiled) -> int:
@@ -564,15 +563,6 @@ def collectives_of(text: str) -> list[Collective]:
                 beside = halves or ends or name in apart
                 found.append(Collective(kind, result_bytes(result), beside, name, line))
     return found
-
-
-def cycles_of(text: str) -> int | None:
-    """libtpu's estimates of all instructions of a program; None where there are none."""
-    fused = set(re.findall(r" fusion\([^\n]*calls=%?([\w.\-]+)", text))
-    estimated = re.compile(r'"estimated_cycles":"(\d+)"')
-    lines = [line for name, lines in computations(text) if name not in fused for line in lines]
-    found = [int(match[1]) for line in lines if (match := estimated.search(line))]
-    return sum(found) if found else None
 
 
 def result_bytes(result: str) -> int:

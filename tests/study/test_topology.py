@@ -27,7 +27,6 @@ from experiments.study.cost import (
     Refused,
     collectives_of,
     compile_or_refuse,
-    cycles_of,
     dry_run,
     order_traffic,
     result_bytes,
@@ -251,7 +250,7 @@ def cells(text):
 
 @tpu
 def test_the_page_shows_the_output_of_its_command():
-    """But for what another compiler may find otherwise: bytes, operations, cycles, seconds.
+    """But for what another compiler may find otherwise: bytes, operations, seconds.
 
     So it lists all programs of a run, their collectives, and whether they fit.
     """
@@ -298,12 +297,12 @@ def test_a_wire_takes_memory_for_a_group_and_sends_the_bytes_of_all(monkeypatch)
 OF_TPU = """HloModule jit_step, is_scheduled=true, input_output_alias={ {0}: (0, {}, may-alias) }
 
 %fused (p: f32[4,5]) -> f32[4,5] {
-  ROOT %n = f32[4,5]{1,0} negate(%p), backend_config={"window_config":{"estimated_cycles":"999"}}
+  ROOT %n = f32[4,5]{1,0} negate(%p)
 }
 
 %body (state: (s32[], f32[4,5], /*index=2*/f32[])) -> (s32[], f32[4,5], f32[]) {
   %psum = (f32[4,5]{1,0:T(4,128)S(1)}, bf16[3]{0}) all-reduce(%x, %x), to_apply=%sum
-  %g = f32[4,5]{1,0:T(4,128)S(1)} fusion(%x), kind=kLoop, calls=%fused, backend_config={"window_config":{"estimated_cycles":"100"}}
+  %g = f32[4,5]{1,0:T(4,128)S(1)} fusion(%x), kind=kLoop, calls=%fused
   ROOT %out = (s32[]{:T(128)}, f32[4,5]{1,0}, f32[]{:T(128)}) tuple(%i, %g, %y)
 }
 
@@ -334,11 +333,11 @@ OF_TPU = """HloModule jit_step, is_scheduled=true, input_output_alias={ {0}: (0,
 ENTRY %main (arg: (s32[], f32[4,5], f32[])) -> f32[8] {
   %gather = (f32[2]{0}, f32[8]{0}) all-gather-start(%part), dimensions={0}
   %w = (s32[]{:T(128)}, f32[4,5]{1,0}, f32[]{:T(128)}) while(%arg), condition=%condition, body=%body, metadata={op_name="jit(step)/while"}
-  %gathered = f32[8]{0} all-gather-done(%gather), backend_config={"estimated_cycles":"3"}
+  %gathered = f32[8]{0} all-gather-done(%gather)
   %named = f32[8]{0} all-gather(%part), frontend_attributes={async_collective_name="all-gather-start"}
   %start = ((f32[8]{0}), f32[8]{0}, u32[]) async-start(%gathered), calls=%moves
   %fusion.1 = (f32[4,2]{1,0}, u32[]{:S(2)}) fusion(%part), kind=kCustom, calls=%begin
-  %fusion.2 = f32[4,2]{1,0} fusion(%fusion.1), kind=kCustom, calls=%async_collective_fusion.1, backend_config={"estimated_cycles":"5"}
+  %fusion.2 = f32[4,2]{1,0} fusion(%fusion.1), kind=kCustom, calls=%async_collective_fusion.1
   %fusion.3 = f32[4,2]{1,0} fusion(%fusion.2), kind=kCustom, calls=%finish
   %fusion.4 = f32[2]{0} fusion(%gathered), kind=kCustom, calls=%scatters
   ROOT %done = f32[8]{0} async-done(%start)
@@ -376,12 +375,6 @@ ENTRY %main (a: f32[8]) -> f32[2] {
 def test_every_collective_counts_once(text, expected):
     found = collectives_of(text)
     assert [(one.where, one.kind, one.bytes, one.asynchronous) for one in found] == expected
-
-
-def test_cycles_count_what_runs_and_a_fusion_counts_once():
-    """One turn of the loop, the end of a gather, and what runs during one."""
-    assert cycles_of(OF_TPU) == 100 + 3 + 5
-    assert cycles_of(OF_CUDA) is None
 
 
 def test_bytes_of_a_type():
