@@ -27,7 +27,6 @@ RECIPE = Recipe(
     workers=WORKERS, units_per_step=2, unit_size=2, learning_rates=(0.1,), total_steps=STEPS,
     schedule="linear", floor=0.1, h_base=2, echo_factor=2,
 )  # fmt: skip
-DECISIONS = {"cd_grab": ("cd_grab", "parallel", "fixed"), "qsr": ("rr+dealt", "qsr", "fixed")}
 
 
 def small_task():
@@ -37,9 +36,9 @@ def small_task():
     return Task("random", model, data, first_of(data, 60), RECIPE)
 
 
-def trained(mesh, order, sync, echo):
-    """Records, orders at every evaluation, and how the same program stops at a rate too large."""
-    task, row, rule = small_task(), row_of("order", order), row_of("sync", sync)
+def trained(mesh):
+    """CD-GraB and QSR: records, orders at every evaluation, and how a rate too large stops them."""
+    task, row, rule = small_task(), row_of("order", "cd_grab+dealt"), row_of("sync", "qsr")
     built = program.build(task, RECIPE, row, rule.rounds, mesh=mesh)
     given = config.config_of(RECIPE, built.sizes, seed=3)
     scalars, outcomes = measure.scalars_of(task, RECIPE)(built, row), {}
@@ -51,16 +50,11 @@ def trained(mesh, order, sync, echo):
             orders.append(input.on_host(state.orders.current).tolist())
             return scalars.begin(step, total, state)
 
-        plans = config.plans_of(given, rule, row_of("echo", echo), rate=rate)
+        plans = config.plans_of(given, rule, row_of("echo", "fixed"), rate=rate)
         watch = run.Watch(found.append, measure.Scalars(lambda total: (0, 8, 16), begin))
         outcome = run.train(built, plans, watch, seed=3)
         outcomes[rate] = {"records": found, "orders": orders, "stopped": outcome.diverged}
     return outcomes[0.2] | {"stopped": outcomes[1e38]["stopped"]}
-
-
-def measured(mesh) -> dict:
-    """CD-GraB and QSR, and how both stop at a rate far too large."""
-    return {name: trained(mesh, *decisions) for name, decisions in DECISIONS.items()}
 
 
 def differences(number: int) -> list[str]:
@@ -100,7 +94,7 @@ def main(argv) -> None:
     found["done"] = records.found(str(folder / "run"))
     records.open_folder(str(folder / "run"), {"workers": WORKERS})
     records.write_lines(str(folder / "run" / "metrics.jsonl"), [{"process": number}])
-    found |= measured(mesh)
+    found |= trained(mesh)
     (folder / f"{number}.json").write_text(json.dumps(found))
 
 

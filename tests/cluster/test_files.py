@@ -14,7 +14,7 @@ import pytest
 from experiments.cluster import files, lock, strict
 from experiments.tasks.metrics import METRICS
 from experiments.training import checkpoint
-from tests.commands import LAUNCH_TWO, ROOT, SAVED, SHORT, environment, records, train_run
+from tests.commands import ROOT, SAVED, SHORT, environment, records, train_run
 from tests.refused import refuses
 
 DEEP = "[" * 10**5
@@ -149,18 +149,18 @@ def test_a_run_continues_once_there_is_room(tmp_path, monkeypatch, whole, what):
 FULL_FOR_ONE = """
 import resource, sys
 if any(argument == "--process_id=1" for argument in sys.orig_argv):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))  # bytes of a file
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300))  # bytes of a file
 """
 
 
 def test_a_disk_that_is_full_for_one_process_is_told_once_and_ends_all(tmp_path):
     """Where the others wait for it, in a barrier of orbax that it never reaches."""
     (tmp_path / "sitecustomize.py").write_text(FULL_FOR_ONE)
-    command = [*LAUNCH_TWO, "experiments.train", "--task=digits_mlp", "--run=mesh", "--workers=2"]
-    flags = ["--total_steps=400", "--checkpoint_every=40", f"--output_dir={tmp_path / 'run'}"]
+    command = ["experiments.train", *SAVED, "--run=mesh", f"--output_dir={tmp_path / 'run'}"]
+    quick = f"from experiments import launch; launch.GRACE = 1; exit(launch.launch({command}, 2))"
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     done = subprocess.run(
-        [sys.executable, "-m", *command, *flags], cwd=tmp_path, capture_output=True, text=True,
+        [sys.executable, "-c", quick], cwd=tmp_path, capture_output=True, text=True,
         env=environment() | {"PYTHONPATH": path}, timeout=240,
     )  # fmt: skip
     # Anywhere in a line: threads of the checkpoint write tracebacks of their own between ours.

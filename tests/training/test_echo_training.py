@@ -1,4 +1,4 @@
-"""Training with echoed batches: the papers' loops, one sync per load, and orders."""
+"""Training with echoed batches: the papers' loops, and one sync per load."""
 
 import functools
 import math
@@ -95,64 +95,3 @@ def test_one_sync_per_load_of_every_plan(name):
     assert sync_plan.rounds == plan.loads and sync_plan.total_steps == 41
     np.testing.assert_array_equal(sync_plan.starts, plan.load_steps)
     np.testing.assert_array_equal(sync_plan.periods, plan.uses)
-
-
-# Orders: an echoed batch is not observed.
-
-UNITS, PER_STEP, WORKERS = 8, 2, 4
-USES = [3, 1, 2, 3, 2, 1, 3, 2]  # two epochs of four loads
-ECHOES = ordering.echo.EchoPlan(np.concatenate([np.arange(u) == 0 for u in USES]))
-GRADIENTS = jnp.asarray(tables.whole_numbers((WORKERS, UNITS, 5), seed=3))
-PLAIN = ordering.cd_grab(UNITS, units_per_step=PER_STEP)
-
-
-def observe(state, gradients, start, step, fresh):
-    """Of a batch of gradients, other ones in every step, as the parameters have moved."""
-    units = jax.lax.dynamic_slice_in_dim(state.current, start, PER_STEP)
-    rows = jnp.roll(gradients[units], step, axis=1) * (1 + step % 3)
-    return jax.lax.cond(fresh, lambda s: PLAIN.observe(s, rows), lambda s: s, state)
-
-
-init = tables.vmap_workers(lambda key, g: PLAIN.init(key, g[0]))
-next_epoch = tables.vmap_workers(PLAIN.next_epoch)
-
-
-def echoed_orders(observe, last_use=False):
-    """[3, W, M]: the first order and those after two epochs, of `observe(state, *at, fresh)`."""
-    state = init(jax.random.split(jax.random.key(0), WORKERS), GRADIENTS)
-    orders, load, visited = [np.asarray(state.current)], -1, []
-    for step, fresh in enumerate(ECHOES.fresh.tolist()):
-        load += fresh
-        if load == 4 and fresh:
-            state = next_epoch(state)
-            orders.append(np.asarray(state.current))
-        start = PER_STEP * (load % 4)
-        before = np.asarray(state.position)
-        state = observe(state, GRADIENTS, start, step + last_use * (USES[load] - 1), fresh)
-        seen = np.asarray(state.position) - before
-        assert (seen == (PER_STEP if fresh else 0)).all()
-        if fresh:
-            visited.append(np.asarray(state.current)[:, start : start + PER_STEP])
-    for epoch in (visited[:4], visited[4:]):  # every unit once
-        units = np.sort(np.concatenate(epoch, axis=1), axis=1)
-        np.testing.assert_array_equal(units, np.stack([np.arange(UNITS)] * WORKERS))
-    state = next_epoch(state)
-    return np.stack([*orders, np.asarray(state.current)])
-
-
-def test_every_unit_is_observed_once_however_fresh_is_told():
-    """By a step of its own, to each worker, or to all: the condition then stays a branch."""
-    mapped = tables.vmap_workers(observe)
-
-    def each(state, gradients, *at):
-        return mapped(state, gradients, *(jnp.full(WORKERS, value) for value in at))
-
-    def two_steps(state, gradients, start, step, fresh):
-        return each(state, gradients, start, step, True) if fresh else state
-
-    together = jax.jit(jax.vmap(observe, (0, 0, None, None, None), axis_name="worker"))
-    expected = echoed_orders(two_steps)
-    for step in (each, together):
-        np.testing.assert_array_equal(echoed_orders(step), expected)
-    # An echoed step that is observed instead would be noticed.
-    assert (echoed_orders(together, last_use=True) != expected).any()
