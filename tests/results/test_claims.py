@@ -226,16 +226,21 @@ def test_verdicts_follow_records_of_echoing(steps, expected):
 PAGE = pathlib.Path(claims.__file__).parents[1] / "docs" / "results" / "papers.md"
 
 
-def test_the_page_is_what_the_command_prints():
+@pytest.fixture(scope="module")
+def printed():
+    return claims.page()
+
+
+def test_the_page_is_what_the_command_prints(printed):
     head, _, rest = PAGE.read_text(encoding="utf-8").partition("\n\n41 claims were tested")
-    assert f"41 claims were tested{rest}" == claims.page() + "\n"
+    assert f"41 claims were tested{rest}" == printed + "\n"
     assert len(head.splitlines()) < 40 and "| **undecided** " in head
 
 
-def test_every_claim_is_in_the_page_counted_and_with_its_run(tmp_path):
+def test_every_claim_is_in_the_page_counted_and_with_its_run(printed, tmp_path):
     every = claims.PUBLISHED + claims.OURS
     assert len({claim[:2] + claim[5:] for claim in every}) == len(every)
-    page, empty = claims.page(), claims.page(tmp_path)
+    page, empty = printed, claims.page(tmp_path)
     assert empty.count("| not run: 0 of 3 seeds |") == len(every)
     assert "0 claims were tested" in empty and "| reproduced |" in empty  # plans need no run
     for head, own in (("Published", claims.PUBLISHED), ("Ours", claims.OURS)):

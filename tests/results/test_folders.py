@@ -30,8 +30,7 @@ def content(folder):
     return {path: text for path, text in found.items() if path.name != lock.NAME}
 
 
-@pytest.mark.parametrize("name", REPORTS)
-@pytest.mark.parametrize("linked", [False, True])
+@pytest.mark.parametrize("name,linked", [*zip(REPORTS, (True, False, False), strict=True)])
 def test_a_report_refuses_the_folder_of_another_command(name, linked, finished, tmp_path):
     """Before it has computed anything, and whether the folder is given by its name or by a link."""
     main, module, arguments = REPORTS[name]

@@ -44,7 +44,7 @@ def over_mesh(function, inputs):
     return local_opt.lift(function, mesh, f"{inputs} -> owned")
 
 
-@pytest.mark.parametrize("per_step,size", [(1, 1), (2, 2), (3, 3), (3, 2), (4, 4), (4, 3), (4, 1)])
+@pytest.mark.parametrize("per_step,size", [(1, 1), (2, 2), (3, 2), (4, 3)])
 def test_the_cost_of_an_order_equals_the_collectives_of_its_step(per_step, size):
     units = 2 * per_step + size % per_step  # the last step of an epoch may be the shorter one
     order = row_of("order", "cd_grab").make(OrderSetting(units, per_step))

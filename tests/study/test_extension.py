@@ -4,6 +4,7 @@ The tree is copied, the new files and rows are put into it, and the new study ru
 """
 
 import json
+import os
 import pathlib
 import shutil
 import subprocess
@@ -131,7 +132,7 @@ def test_new_decisions_and_tasks_take_one_file_and_one_row_and_a_study_one_file(
         "--evaluations=2", "--seeds=2", "--output_dir=out",
     ]  # fmt: skip
     environment = {"PATH": "", "HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
-    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # as conftest.py has it
+    environment |= {k: v for k, v in os.environ.items() if k.startswith("JAX_")}  # of conftest.py
     run = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
     )

@@ -13,13 +13,9 @@ from ordering import echo
 from tests import reference
 from tests.cases import times
 
-# By R, from a separate simulation of loads that take R steps: bernoulli with p = 1/R at queue
-# depth 1, 4 and 16, and with p = 0.9/R at depth 8.
-TABLE = {
-    2: (1.127, 1.052, 1.017, 1.003),
-    4: (1.173, 1.072, 1.023, 1.009),
-    8: (1.196, 1.085, 1.029, 1.014),
-}
+# From a separate simulation of loads that take four steps: bernoulli with p = 1/4 at queue depth 1,
+# 4 and 16, and with p = 0.9/4 at depth 8.
+TABLE = (1.173, 1.072, 1.023, 1.009)
 
 
 @st.composite
@@ -71,19 +67,16 @@ def slowdown(policy, load, depth=1):
     return 1 + pace_of(policy, load, depth=depth)[1] / policy.total_steps
 
 
-@pytest.mark.parametrize("factor", TABLE)
-def test_the_slowdown_of_bernoulli_is_that_of_the_reference_table(factor):
+def test_the_slowdown_of_bernoulli_is_that_of_the_reference_table():
     """Both sides vary: the standard deviation over 12 keys is at most 0.0036 in 200,000 steps."""
     plans = [
-        echo.bernoulli(share / factor, total_steps=200_000, key=jax.random.key(0))
-        for share in (1, 0.9)
+        echo.bernoulli(share / 4, total_steps=200_000, key=jax.random.key(0)) for share in (1, 0.9)
     ]
-    found = [slowdown(plans[0], factor, d) for d in (1, 4, 16)]
-    found.append(slowdown(plans[1], factor, 8))
-    np.testing.assert_allclose(found, TABLE[factor], rtol=0, atol=0.01)
+    found = [*(slowdown(plans[0], 4, d) for d in (1, 4, 16)), slowdown(plans[1], 4, 8)]
+    np.testing.assert_allclose(found, TABLE, rtol=0, atol=0.01)
 
 
-@pytest.mark.parametrize("factor", [1, 2, 4, 8, 10 / 3, 1.7])
+@pytest.mark.parametrize("factor", [1, 8, 10 / 3])
 def test_even_loads_never_stall(factor):
     """At p = 1/R exactly: error diffusion, and loads when ready."""
     steps = 50_000

@@ -63,8 +63,7 @@ def test_a_run_imports_nothing_that_it_does_not_use(found):
     assert not UNUSED & set(found["modules"])
 
 
-@pytest.mark.parametrize("mesh", [False, True])
-@pytest.mark.parametrize("order,sync", [("cd_grab", "qsr"), ("rr", "parallel")])
+@pytest.mark.parametrize("order,sync,mesh", [("cd_grab", "qsr", True), ("rr", "parallel", False)])
 def test_nothing_is_compiled_after_the_start(order, sync, mesh, monkeypatch):
     warm_up = loop.warm_up
 

@@ -22,7 +22,7 @@ STUDIES = {  # the study, its flags, its pictures
     "echoing": (
         echoing,
         ["--width=8", "--arms=none,diffusion", "--speeds=2", "--total_steps=40", "--horizon=20",
-         "--evaluate_every=5", "--target=0.5", "--step_seconds=0.001"],
+         "--evaluate_every=5", "--target=0.5", "--step_seconds=0.001", "--seeds=1"],
         ["comparison_R2.png"],
     ),
     "combined": (

@@ -125,23 +125,18 @@ MEAN, PAIRS = ["all-reduce"], ["all-reduce", "all-to-all"]  # of gradients; and 
 GATHER = ["all-gather", "all-reduce"]
 FRESH, ECHOED, SYNC, EPOCH = "fresh step", "echoed step", "sync", "epoch's end"
 HELD = [  # order, rule, units per step, program: its collectives
-    ("rr", "parallel", 2, FRESH, MEAN),
     ("rr", "qsr", 2, FRESH, []),
     ("rr", "qsr", 2, SYNC, MEAN),
     ("id_pair", "accumulate", 2, FRESH, []),
     # Coordination moves the differences of pairs beside other means, of an odd number all units.
-    ("cd_grab", "parallel", 1, FRESH, PAIRS),
     ("cd_grab", "parallel", 2, FRESH, PAIRS),
     ("cd_grab", "parallel", 3, FRESH, PAIRS),
     ("cd_grab", "qsr", 1, FRESH, PAIRS),
-    ("cd_grab", "qsr", 2, FRESH, PAIRS),
-    ("cd_grab", "qsr", 2, SYNC, MEAN),
     ("cd_grab", "parallel", 2, ECHOED, MEAN),
     ("cd_grab", "qsr", 2, ECHOED, []),
     # The numbers of sketches are gathered, in a step or with the sync.
     ("cd_grab+sketch16", "parallel", 4, FRESH, GATHER),
     ("cd_grab+sketch16", "qsr", 2, FRESH, []),
-    ("cd_grab+sketch16", "qsr", 2, SYNC, GATHER),
     ("cd_grab+sketch16", "accumulate", 2, SYNC, GATHER),
     # At an epoch's end of scaled orders workers mean their moments.
     ("cd_grab+scaled", "qsr", 2, EPOCH, MEAN),

@@ -99,6 +99,7 @@ def test_applications_are_standardised_and_missing_entries_set_to_the_mean(appli
     assert (actions == 3).sum() == 3
 
 
+@pytest.mark.slow
 def test_hmda_has_twenty_standardised_features():
     task = TASKS["hmda"](need("hmda"))
     assert task.train["x"].shape == (238666, 20) and task.test["x"].shape == (59667, 20)

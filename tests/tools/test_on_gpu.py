@@ -8,17 +8,12 @@ from benchmarks import local_timing, on_gpu
 PARTS = {"signs": 6, "reads": 5, "gpt2_small": 3, "sync": 2, "local_steps": 10}
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize(
+    "part", [pytest.param(p, marks=[pytest.mark.slow] * (p == "gpt2_small")) for p in PARTS]
+)
 def test_every_part_has_rows(part, monkeypatch):
     mlp = (lambda: models.mlp(num_features=6, hidden=(4,), num_classes=10), (6,), 8, 2)
     monkeypatch.setattr(local_timing, "MODELS", dict.fromkeys(on_gpu.TOY.local, mlp))
     rows = list(on_gpu.rows(True, [part]))
     assert len(rows) >= PARTS[part]
     assert {row["device"] for row in rows} == {"cpu"} and {row["part"] for row in rows} == {part}
-
-
-def test_gradients_are_those_of_the_models(monkeypatch):
-    seen = []
-    monkeypatch.setattr(on_gpu.single_examples, "rows_of", lambda *given: seen.append(given) or [])
-    assert list(on_gpu.rows(False, ["gradients"])) == []
-    assert seen == [(name, on_gpu.GPU.repeats) for name in on_gpu.GPU.models]

@@ -38,15 +38,10 @@ NO_REALS, ONE_EACH = "lr is .*: .* must be real numbers", "pass one value for ea
 # In the functions that take schedules: tests/project/test_bad_inputs.py.
 test_what_is_no_schedule_is_refused = refuses({
     "complex": (schedule(np.ones(4) * 1j), "lr is complex128.*: .* must be real numbers"),
-    "text": (schedule(["0.1"] * 4), NO_REALS),
-    "a large number": (schedule(10**400), NO_REALS),
-    "a generator": (schedule(0.1 for _ in range(4)), NO_REALS),
     "bools": (schedule(lambda t: t > 0), NO_REALS),
-    "lists": (schedule(lambda t: [1.0] * int(t)), NO_REALS),
     "another length": (schedule([0.1]), rf"lr has the shape \(1,\).*: {ONE_EACH}"),
     "arrays": (schedule(lambda t: np.ones((2, 3))), rf"lr has the shape \(.*: {ONE_EACH}"),
     "not called": (schedule(optax.cosine_decay_schedule), "decay_schedule: pass a function"),
-    "of nothing": (schedule(lambda: 0.1), r"lr is <lambda>: pass a function of \(step\)"),
     "not finite": (schedule(lambda t: jnp.where(t > 2, jnp.nan, 1.0)), r"lr\(3\) is nan: the"),
     "negative": (schedule(lambda t: 2.0 - t), r"lr\(3\) is -1: .* finite and not negative"),
 })  # fmt: skip
