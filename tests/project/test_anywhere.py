@@ -236,17 +236,24 @@ def program(name, inside, lift):
     return LIFTS[lift]()(lambda key, rows: INSIDE[inside](subject, made, key, rows))
 
 
-# Every kind of mesh is traced; those with another one's types alone only where there is time.
-TRACED = ("Auto, vma", "lift, mesh")
+@functools.cache
+def shape_of(name):
+    return jax.eval_shape(program(name, "plain", "vmap"), KEYS, ROWS)
+
+
+# What differs in its types and carries; all places in all ways only where there is time.
+TRACED = {"Auto, vma": ("scan", "checkpoint", "grad", "made there"), "lift, mesh": ("scan",)}
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
 @pytest.mark.parametrize(
-    "lift", [pytest.param(x, marks=() if x in TRACED else pytest.mark.slow) for x in LIFTS]
+    "lift,places",
+    [*TRACED.items(), *(pytest.param(x, INSIDE, marks=pytest.mark.slow) for x in LIFTS)],
+    ids=[*TRACED, *(f"everywhere: {x}" for x in LIFTS)],
 )
-def test_every_place_can_be_traced(name, lift):
-    shape = jax.eval_shape(program(name, "plain", "vmap"), KEYS, ROWS)
-    for inside in INSIDE:
+def test_every_place_can_be_traced(name, lift, places):
+    shape = shape_of(name)
+    for inside in places:
         there = jax.eval_shape(program(name, inside, lift), KEYS, ROWS)
         assert (there.shape, there.dtype) == (shape.shape, shape.dtype), inside
 
@@ -313,6 +320,5 @@ def test_a_whole_state_may_be_donated(name):
     keep = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), donate_argnums=0)
     keys, rows = jax.random.split(jax.random.key(1), W), jnp.asarray(ROWS)
     state = simulated(functools.partial(subject.init, made))(keys, rows)
-    for _ in range(2):
-        state = keep(simulated(functools.partial(subject.end, made))(keep(state)))
+    keep(simulated(functools.partial(subject.end, made))(keep(state)))
     assert not any(x.is_deleted() for x in (keys, rows))

@@ -67,7 +67,7 @@ def test_few_lines_change(folder, name, most):
 
 def test_a_gpt_with_local_steps_meets_seldom_and_learns(load):
     example = load("gpt", "local_steps")
-    found = example.main(steps=30, warmup=3)
+    found = example.main(steps=30, warmup=3, length=16)
     assert 2.0 < found["valid"] < 3.4, "uniform bytes: log 128 = 4.85"
 
 
@@ -80,11 +80,11 @@ def test_a_gpt_in_balanced_orders_visits_every_unit_and_learns(load, monkeypatch
         return step(state, orders, batch)
 
     monkeypatch.setattr(example, "train_step", noted)
-    found = example.main(steps=65)
+    found = example.main(steps=65, length=16)
     assert 2.0 < found["valid"] < 3.4
     first = np.stack(seen[:64]).reshape(-1, 3)
     assert len(np.unique(first, axis=0)) == len(
-        np.unique(example.sequences(64, 2048)[:, :3], axis=0)
+        np.unique(example.sequences(16, 2048)[:, :3], axis=0)
     )
 
 
@@ -96,7 +96,7 @@ def test_an_optax_loop_ends_where_parallel_training_ends(load):
 def test_an_equinox_loop_loads_less(load, monkeypatch):
     example = load("equinox_echoing", "echoing")
     monkeypatch.setattr(example, "STEPS", 24)
-    monkeypatch.setattr(example, "SECONDS", 0.4)  # longer than any step
+    monkeypatch.setattr(example, "SECONDS", 0.1)  # longer than any step
     loads = []
     slow = example.slow_loader
 
@@ -175,9 +175,6 @@ def test_the_shortest_command_of_the_page_runs_as_documented(unpacked):
     head, _, *rows = as_documented(command, unpacked).splitlines()
     assert head.split("|")[1].strip() == "file" and len(rows) == 2
     assert [row.split("|")[1].strip() for row in rows] == ["plain.py", "local_steps.py"]
-    found = ran([sys.executable, "-P", "-c", "import ordering as o; print(o.__file__)"], FOLDER,
-                PYTHONPATH=unpacked)  # fmt: skip
-    assert found.startswith(str(unpacked))
 
 
 def test_a_folder_that_is_none_is_refused_with_those_that_are(unpacked):

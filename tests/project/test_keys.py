@@ -26,7 +26,7 @@ def checked():
 
 
 CASES = [(name, "vmap") for name in tables.ORDERS]
-CASES += [(name, "shard_map") for name, row in tables.ORDERS.items() if row.coordinated]
+CASES += [("cd_grab", "shard_map"), ("cd_grab_walk", "shard_map")]
 
 
 @pytest.mark.parametrize("name,lift", CASES)
