@@ -78,7 +78,8 @@ def control_variates() -> Correction:
       A `Correction`, for `local_rounds` and `local_steps`, with twice the parameters' numbers.
 
     Examples:
-      >>> import jax, jax.numpy as jnp, optax, local_opt
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from syncopate import local_opt
       >>> correction = local_opt.control_variates()
       >>> rounds = local_opt.local_rounds(optax.sgd(0.1), correction=correction)
       >>> x, curvature, own = jnp.zeros(2), jnp.array([1.0, 3.0]), jnp.array([3.0, -1.0])
@@ -163,7 +164,8 @@ def proximal(strength: float) -> Correction:
       ValueError: for a strength out of range; from a step without params.
 
     Examples:
-      >>> import jax.numpy as jnp, local_opt
+      >>> import jax.numpy as jnp
+      >>> from syncopate import local_opt
       >>> pull = local_opt.proximal(0.5)
       >>> state = pull.init(jnp.array(1.0))
       >>> float(pull.gradient(jnp.array(0.0), state, jnp.array(3.0)))

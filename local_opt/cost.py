@@ -33,7 +33,8 @@ def count_collectives(step: Callable, *args: Any) -> dict[str, int]:
       ValueError: for anything but a function of so many arguments.
 
     Examples:
-      >>> import jax, local_opt
+      >>> import jax
+      >>> from syncopate import local_opt
       >>> local_opt.count_collectives(lambda x: x + 1, jax.numpy.ones(3))
       {}
     """

@@ -90,7 +90,8 @@ def lift(
         mesh in scope.
 
     Examples:
-      >>> import jax, jax.numpy as jnp, optax, local_opt
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from syncopate import local_opt
       >>> plan = local_opt.constant(2, total_steps=4)
       >>> optimizer = local_opt.local_steps(optax.sgd(0.5), plan)
       >>> def step(x, state, target):
@@ -447,7 +448,8 @@ def owned(
       UserWarning: if a key is copied and `keys` is None.
 
     Examples:
-      >>> import jax, jax.numpy as jnp, local_opt
+      >>> import jax, jax.numpy as jnp
+      >>> from syncopate import local_opt
       >>> local_opt.owned({"w": jnp.arange(2), "step": 0}, 3)["w"].tolist()
       [[0, 1], [0, 1], [0, 1]]
       >>> key = local_opt.owned(jax.random.key(0), 2, keys="fold")

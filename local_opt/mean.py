@@ -42,7 +42,8 @@ def synchronize(
         added up over them.
 
     Examples:
-      >>> import jax, jax.numpy as jnp, local_opt
+      >>> import jax, jax.numpy as jnp
+      >>> from syncopate import local_opt
       >>> jax.vmap(local_opt.synchronize, axis_name="worker")(jnp.array([1.0, 2.0, 6.0])).tolist()
       [3.0, 3.0, 3.0]
       >>> mean = jax.vmap(lambda x, v: local_opt.synchronize(x, weight=v), axis_name="worker")

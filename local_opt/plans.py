@@ -38,7 +38,8 @@ class SyncPlan(plans.Plan):
       ValueError: for starts that are not as above.
 
     Examples:
-      >>> import numpy as np, local_opt
+      >>> import numpy as np
+      >>> from syncopate import local_opt
       >>> plan = local_opt.SyncPlan(np.array([0, 4, 8]), total_steps=10)
       >>> plan.rounds, plan.volume, plan.periods.tolist()
       (3, 0.3, [4, 4, 2])

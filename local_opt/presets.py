@@ -60,7 +60,8 @@ def diloco(
       UserWarning: if the plan has few rounds for the momentum.
 
     Examples:
-      >>> import optax, local_opt
+      >>> import optax
+      >>> from syncopate import local_opt
       >>> plan = local_opt.constant(50, total_steps=5000)
       >>> optimizer = local_opt.diloco(optax.adamw(4e-4), plan)
 
@@ -118,7 +119,8 @@ def slowmo(
       UserWarning: if the plan has few rounds for the momentum.
 
     Examples:
-      >>> import optax, local_opt
+      >>> import optax
+      >>> from syncopate import local_opt
       >>> plan = local_opt.constant(12, total_steps=1200)
       >>> lr = optax.cosine_decay_schedule(0.1, 1200)
       >>> optimizer = local_opt.slowmo(optax.sgd(lr), plan, inner_rate=lr)
@@ -209,7 +211,8 @@ def muloco(
       UserWarning: if the plan has few rounds for the momentum.
 
     Examples:
-      >>> import jax, local_opt
+      >>> import jax
+      >>> from syncopate import local_opt
       >>> plan = local_opt.constant(30, total_steps=3000)
       >>> inside = lambda params: {name: name.startswith("block") for name in params}
       >>> optimizer = local_opt.muloco(0.02, plan, hidden=inside)
@@ -265,7 +268,8 @@ def normalize_by_period(
       ValueError: for h_base below 1; from `update`, without a period.
 
     Examples:
-      >>> import jax.numpy as jnp, optax, local_opt
+      >>> import jax.numpy as jnp, optax
+      >>> from syncopate import local_opt
       >>> outer = local_opt.normalize_by_period(optax.sgd(1.0, momentum=0.5), h_base=2)
       >>> state = outer.init(jnp.zeros(()))
       >>> for period in (2, 8):  # a change of 1 per step

@@ -79,7 +79,8 @@ def resize(
       ValueError: for a state of other rounds, or an unknown policy.
 
     Examples:
-      >>> import jax, jax.numpy as jnp, optax, local_opt
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from syncopate import local_opt
       >>> from local_opt.resize import resize
       >>> rounds = local_opt.local_rounds(optax.sgd(0.1, momentum=0.9), axis_name="worker")
       >>> state, fresh = (jax.vmap(rounds.init)(jnp.zeros((w, 3))) for w in (4, 2))

@@ -115,7 +115,8 @@ def local_rounds(
         gradients that JAX has added up over the workers, as types show.
 
     Examples:
-      >>> import jax, jax.numpy as jnp, optax, local_opt
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from syncopate import local_opt
       >>> rounds = local_opt.local_rounds(optax.sgd(0.5))
       >>> x = jnp.array([1.0, 1.0])  # two workers
       >>> state = jax.vmap(rounds.init)(x)
@@ -252,7 +253,8 @@ def parallel_rounds(inner: optax.GradientTransformation, *, axis_name: AxisName 
       ValueError: from `init`, for parameters that are not floating; from `sync`, for a weight.
 
     Examples:
-      >>> import jax, jax.numpy as jnp, optax, local_opt
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from syncopate import local_opt
       >>> rounds = local_opt.parallel_rounds(optax.sgd(0.5))
       >>> x = jnp.array([1.0, 1.0])  # two workers
       >>> step = jax.vmap(rounds.update, axis_name="worker")
@@ -318,7 +320,8 @@ def accumulated_rounds(
       ValueError: from `init`, for parameters that are not floating.
 
     Examples:
-      >>> import jax, jax.numpy as jnp, optax, local_opt
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from syncopate import local_opt
       >>> rounds = local_opt.accumulated_rounds(optax.sgd(0.5))
       >>> x = jnp.array([1.0, 1.0])  # two workers, with two batches each
       >>> state = jax.vmap(rounds.init)(x)
@@ -425,7 +428,8 @@ def local_steps(
         for a step beyond the plan.
 
     Examples:
-      >>> import jax, jax.numpy as jnp, optax, local_opt
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from syncopate import local_opt
       >>> plan = local_opt.constant(2, total_steps=4)
       >>> opt = local_opt.local_steps(optax.sgd(1.0), plan)
       >>> x, target = jnp.zeros(2), jnp.array([1.0, 3.0])  # two workers

@@ -60,7 +60,8 @@ def bernoulli(p: Callable | float | np.ndarray, *, total_steps: int, key: jax.Ar
       ValueError: if a probability is outside (0, 1].
 
     Examples:
-      >>> import jax, local_opt
+      >>> import jax
+      >>> from syncopate import local_opt
       >>> local_opt.bernoulli(1.0, total_steps=5, key=jax.random.key(0)).rounds
       5
     """

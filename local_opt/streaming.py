@@ -111,7 +111,8 @@ def streaming_rounds(
         parameters, optimizer state that would undo a sync, or parameters that are not floating.
 
     Examples:
-      >>> import jax, jax.numpy as jnp, optax, local_opt
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from syncopate import local_opt
       >>> stream = local_opt.streaming_rounds(optax.sgd(1.0), fragments=2)
       >>> x = {"a": jnp.array([0.0, 4.0]), "b": jnp.array([0.0, 4.0])}  # two workers
       >>> state = jax.vmap(stream.init)(x)

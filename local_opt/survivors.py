@@ -68,7 +68,8 @@ class Survivors:
       ValueError: if processes run without `jax_enable_recoverability`, which would end with any.
 
     Examples:
-      >>> import jax, jax.numpy as jnp, local_opt, optax
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from syncopate import local_opt
       >>> rounds = local_opt.local_rounds(optax.sgd(0.1))
       >>> survivors = local_opt.Survivors(rounds.sync)  # of one process with some devices
       >>> x = local_opt.owned((jnp.ones(3), rounds.init(jnp.ones(3))), jax.local_device_count())

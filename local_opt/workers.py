@@ -43,7 +43,8 @@ def consolidate(tree: PyTree) -> PyTree:
       ValueError: for a leaf without workers.
 
     Examples:
-      >>> import jax.numpy as jnp, local_opt, optax
+      >>> import jax.numpy as jnp, optax
+      >>> from syncopate import local_opt
       >>> local_opt.consolidate({"w": jnp.array([[1.0], [3.0]]), "count": jnp.array([7, 7])})
       {'count': Array(7, dtype=int32), 'w': Array([2.], dtype=float32)}
       >>> params, averages = jnp.array([1.0, 3.0]), jnp.zeros(2)  # two workers
@@ -89,7 +90,8 @@ def check_synced(
         without workers, or a `before` of another tree.
 
     Examples:
-      >>> import jax.numpy as jnp, local_opt
+      >>> import jax.numpy as jnp
+      >>> from syncopate import local_opt
       >>> local_opt.check_synced({"w": jnp.array([[1.0], [1.0 + 1e-7]])})
       >>> local_opt.check_synced({"w": jnp.array([[1.0], [1.1]])})
       Traceback (most recent call last):

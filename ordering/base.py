@@ -42,7 +42,8 @@ class Ordering(NamedTuple):
     `next_epoch` has ended, by which readers know that it was called.
 
     Examples:
-      >>> import jax, ordering
+      >>> import jax
+      >>> from syncopate import ordering
       >>> order = ordering.random_reshuffling(4)
       >>> state = order.init(jax.random.key(0), params=None)
       >>> sorted(order.next_epoch(state).current.tolist())
@@ -87,7 +88,8 @@ def start(
       ValueError: if `gradients` has no rows, or there are no such workers.
 
     Examples:
-      >>> import jax, jax.numpy as jnp, ordering
+      >>> import jax, jax.numpy as jnp
+      >>> from syncopate import ordering
       >>> order = ordering.cd_grab(8, units_per_step=2)
       >>> gradients = ordering.sketched(lambda w, x, key: (x @ w) ** 2, jax.random.key(0), size=64)
       >>> args = jnp.ones(500), jnp.ones((2, 500)), jax.random.key(1)

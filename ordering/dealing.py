@@ -103,7 +103,8 @@ def dealt(
         axis, for an order that does not sign pairs, or if total is out of range.
 
     Examples:
-      >>> import jax, jax.numpy as jnp, ordering
+      >>> import jax, jax.numpy as jnp
+      >>> from syncopate import ordering
       >>> order = ordering.dealt(ordering.cd_grab(4, units_per_step=2), 4)
       >>> keys = jax.random.split(jax.random.key(0), 8)  # 8 workers on one device
       >>> state = jax.vmap(lambda key: order.init(key, jnp.zeros(3)), axis_name="worker")(keys)
@@ -202,7 +203,8 @@ def dealt_reshuffling(
         W M.
 
     Examples:
-      >>> import jax, ordering
+      >>> import jax
+      >>> from syncopate import ordering
       >>> order = ordering.dealt_reshuffling(4)
       >>> keys = jax.random.split(jax.random.key(0), 2)
       >>> state = jax.vmap(lambda key: order.init(key, None), axis_name="worker")(keys)

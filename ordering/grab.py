@@ -53,7 +53,8 @@ def grab(
         gradients than of a step.
 
     Examples:
-      >>> import jax, jax.numpy as jnp, ordering
+      >>> import jax, jax.numpy as jnp
+      >>> from syncopate import ordering
       >>> order = ordering.grab(3)
       >>> state = order.init(jax.random.key(0), params=jnp.zeros(2))
       >>> for gradient in ([[1., 0.]], [[0., 1.]], [[1., 1.]]):

@@ -65,7 +65,8 @@ def per_example(
         way round, or if the loss does not return real losses of one per example.
 
     Examples:
-      >>> import jax, jax.numpy as jnp, ordering
+      >>> import jax, jax.numpy as jnp
+      >>> from syncopate import ordering
       >>> loss = lambda w, batch: 0.5 * jnp.square(batch @ w)
       >>> losses, mean, rows = ordering.per_example(loss)(jnp.ones(2), jnp.eye(2))
       >>> mean.tolist(), rows.shape
@@ -255,7 +256,8 @@ def microbatch(loss: Callable, *, has_aux: bool = False) -> Callable:
       leaves [n, ...]: the rows are the gradient with leaves [1, ...].
 
     Examples:
-      >>> import jax, jax.numpy as jnp, ordering
+      >>> import jax, jax.numpy as jnp
+      >>> from syncopate import ordering
       >>> loss = lambda w, batch: 0.5 * jnp.square(batch @ w)
       >>> losses, mean, rows = ordering.microbatch(loss)(jnp.ones(2), jnp.eye(2))
       >>> mean.tolist(), rows.shape
@@ -295,7 +297,8 @@ def grouped(loss: Callable, *, has_aux: bool = False) -> Callable:
       for `per_example` and `sketched`.
 
     Examples:
-      >>> import jax, jax.numpy as jnp, ordering
+      >>> import jax, jax.numpy as jnp
+      >>> from syncopate import ordering
       >>> loss = ordering.grouped(lambda w, batch: batch @ w)
       >>> loss(jnp.ones(2), jnp.ones((4, 8, 2))).tolist()
       [2.0, 2.0, 2.0, 2.0]
@@ -331,7 +334,8 @@ def check_separable(
       ValueError: if the loss of an example depends on the others, or is not one per example.
 
     Examples:
-      >>> import jax, jax.numpy as jnp, ordering
+      >>> import jax, jax.numpy as jnp
+      >>> from syncopate import ordering
       >>> loss = lambda w, batch: jnp.cumsum(batch @ w)
       >>> ordering.check_separable(loss, jnp.ones(2), jnp.eye(2))
       Traceback (most recent call last):

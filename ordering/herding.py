@@ -33,7 +33,8 @@ def herding_bound(
       ValueError: if the shapes do not match, for orders that are no permutations, or another norm.
 
     Examples:
-      >>> import jax.numpy as jnp, ordering
+      >>> import jax.numpy as jnp
+      >>> from syncopate import ordering
       >>> z = jnp.array([[1.0], [1.0], [-1.0], [-1.0]])
       >>> float(ordering.herding_bound(z, jnp.arange(4)))
       2.0

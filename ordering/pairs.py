@@ -67,7 +67,8 @@ def pair_balance(
         gradients than of a step.
 
     Examples:
-      >>> import jax, jax.numpy as jnp, ordering
+      >>> import jax, jax.numpy as jnp
+      >>> from syncopate import ordering
       >>> order = ordering.pair_balance(4, units_per_step=2)
       >>> state = order.init(jax.random.key(0), params=jnp.zeros(3))
       >>> for start in (0, 2):
@@ -135,7 +136,8 @@ def cd_grab(
         worker might disagree (docs/use/meshes.md).
 
     Examples:
-      >>> import jax, jax.numpy as jnp, ordering
+      >>> import jax, jax.numpy as jnp
+      >>> from syncopate import ordering
       >>> order = ordering.cd_grab(4, units_per_step=2)
       >>> keys = jax.random.split(jax.random.key(0), 8)  # 8 workers on one device
       >>> init = jax.vmap(lambda key: order.init(key, jnp.zeros(3)), axis_name="worker")

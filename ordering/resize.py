@@ -56,7 +56,8 @@ def resize(
         of an order that `begun` does not know.
 
     Examples:
-      >>> import jax, ordering
+      >>> import jax
+      >>> from syncopate import ordering
       >>> def first(workers):
       ...     order = ordering.dealt_reshuffling(8 // workers)
       ...     keys = jax.random.split(jax.random.key(0), workers)

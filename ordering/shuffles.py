@@ -35,7 +35,8 @@ def random_reshuffling(num_units: int) -> Ordering:
       ValueError: if num_units is below 1.
 
     Examples:
-      >>> import jax, ordering
+      >>> import jax
+      >>> from syncopate import ordering
       >>> state = ordering.random_reshuffling(8).init(jax.random.key(0), params=None)
       >>> sorted(state.current.tolist())
       [0, 1, 2, 3, 4, 5, 6, 7]
@@ -157,7 +158,8 @@ def unzip(num_units: int) -> Ordering:
       ValueError: if num_units is below 1.
 
     Examples:
-      >>> import jax, ordering
+      >>> import jax
+      >>> from syncopate import ordering
       >>> order = ordering.unzip(5)
       >>> state = order.init(jax.random.key(0), params=None)
       >>> p = state.current.tolist()

@@ -502,7 +502,8 @@ def files(
         TFRecord and Parquet, if such files are given.
 
     Examples:
-      >>> import numpy as np, ordering, pathlib, tempfile
+      >>> import numpy as np, pathlib, tempfile
+      >>> from syncopate import ordering
       >>> path = pathlib.Path(tempfile.mkdtemp()) / "numbers.npy"
       >>> np.save(path, np.arange(10))
       >>> (source,) = ordering.blocks.files(path)
@@ -693,7 +694,8 @@ def tokens(
         that is not what the file says; from a read, for a token that int32 does not hold.
 
     Examples:
-      >>> import numpy as np, ordering, pathlib, tempfile
+      >>> import numpy as np, pathlib, tempfile
+      >>> from syncopate import ordering
       >>> path = pathlib.Path(tempfile.mkdtemp()) / "text.bin"
       >>> np.array([5, 6, 0, 7, 8, 9, 0], np.uint16).tofile(path)
       >>> (source,) = ordering.blocks.tokens(path, length=3, separator=0)

@@ -149,7 +149,8 @@ def resize(
       ValueError: for orders with fixed shards, or numbers that do not divide.
 
     Examples:
-      >>> import jax, numpy as np, ordering
+      >>> import jax, numpy as np
+      >>> from syncopate import ordering
       >>> blocks = ordering.blocks.split(np.arange(16), unit_size=2)
       >>> def orders_of(workers):
       ...     order = ordering.dealt_reshuffling(8 // workers)

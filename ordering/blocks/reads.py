@@ -116,7 +116,8 @@ def read_blocks(
       LoadError: from `next`, if a block cannot be read.
 
     Examples:
-      >>> import jax, numpy as np, ordering
+      >>> import jax, numpy as np
+      >>> from syncopate import ordering
       >>> blocks = ordering.blocks.split(np.arange(12), unit_size=3)
       >>> order = ordering.random_reshuffling(len(blocks))
       >>> state = order.init(jax.random.key(0), None)
@@ -208,7 +209,8 @@ def mixture(readers: Mapping[str, BlockEpochs]) -> Mixture:
       ValueError: for an empty dict, or readers that are none.
 
     Examples:
-      >>> import jax, numpy as np, ordering
+      >>> import jax, numpy as np
+      >>> from syncopate import ordering
       >>> def reader(size, batch_size):
       ...     blocks = ordering.blocks.split(np.arange(size), unit_size=2)
       ...     state = ordering.shuffle_once(len(blocks)).init(jax.random.key(0), None)

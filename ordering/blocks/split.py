@@ -152,7 +152,8 @@ def split(
         a record with a missing value, here if the file tells of it, else from the read.
 
     Examples:
-      >>> import numpy as np, ordering
+      >>> import numpy as np
+      >>> from syncopate import ordering
       >>> blocks = ordering.blocks.split(np.arange(10), unit_size=4, multiple_of=2)
       >>> len(blocks), blocks[2].tolist(), blocks.sizes.tolist()
       (4, [8, 9], [4, 4, 2, 0])

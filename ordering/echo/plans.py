@@ -161,7 +161,8 @@ def bernoulli(
       ValueError: if a probability is outside (0, 1].
 
     Examples:
-      >>> import jax, optax, ordering
+      >>> import jax, optax
+      >>> from syncopate import ordering
       >>> p = optax.cosine_decay_schedule(1.0, 1000, alpha=0.25)  # from 1 to 1/4
       >>> plan = ordering.echo.bernoulli(p, total_steps=1000, key=jax.random.key(0))
       >>> abs(plan.share - 0.625) < 0.03
@@ -263,7 +264,8 @@ def measured(
       ValueError: for values out of range, or decisions that are not those of a run's first steps.
 
     Examples:
-      >>> import numpy as np, ordering
+      >>> import numpy as np
+      >>> from syncopate import ordering
       >>> policy = ordering.echo.measured(total_steps=6, max_factor=3)
       >>> with ordering.input.load_ahead(np.ones(2) for _ in range(6)) as loader:
       ...     record = [use.fresh for use in ordering.echo.echo_batches(loader, policy)]

@@ -74,7 +74,8 @@ def echo_batches(
         late one `next` may be called again.
 
     Examples:
-      >>> import numpy as np, ordering
+      >>> import numpy as np
+      >>> from syncopate import ordering
       >>> plan = ordering.echo.fixed(2, total_steps=4)
       >>> loads = (np.full(3, i) for i in range(2))
       >>> for use in ordering.echo.echo_batches(loads, plan):

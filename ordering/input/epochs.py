@@ -286,7 +286,8 @@ def read_epochs(
       LoadError: from `next`, with the number of the load that failed, hangs or is missing.
 
     Examples:
-      >>> import jax, numpy as np, ordering
+      >>> import jax, numpy as np
+      >>> from syncopate import ordering
       >>> order = ordering.random_reshuffling(6)
       >>> state = order.init(jax.random.key(0), None)
       >>> reads = ordering.input.read_epochs(

@@ -121,7 +121,8 @@ def load_ahead(
       LoadError: from `next`, with the number of the load that failed or hangs.
 
     Examples:
-      >>> import numpy as np, ordering
+      >>> import numpy as np
+      >>> from syncopate import ordering
       >>> loader = ordering.input.load_ahead(np.full(2, i) for i in range(3))
       >>> [int(batch.sum()) for batch in loader]
       [0, 2, 4]

@@ -35,7 +35,8 @@ def reader(
         with other shapes or keys.
 
     Examples:
-      >>> import numpy as np, ordering
+      >>> import numpy as np
+      >>> from syncopate import ordering
       >>> size, read = ordering.input.reader([{"x": np.full(2, i)} for i in range(5)])
       >>> size, read(np.array([3, 1]))["x"].tolist()
       (5, [[3, 3], [1, 1]])

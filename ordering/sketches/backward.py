@@ -79,7 +79,8 @@ def sketched(
       ValueError: if size is below 1; while tracing, as `per_example`.
 
     Examples:
-      >>> import jax, jax.numpy as jnp, ordering
+      >>> import jax, jax.numpy as jnp
+      >>> from syncopate import ordering
       >>> loss = lambda w, batch: jnp.tanh(jnp.square(batch @ w).sum(-1))
       >>> gradients = ordering.sketched(loss, jax.random.key(0), size=64)
       >>> losses, mean, rows = gradients(jnp.ones((90, 70)), jnp.eye(3, 90))
@@ -149,7 +150,8 @@ def sketched_parameters(
       A `Leaf` for every parameter, in the order of `jax.tree.leaves`.
 
     Examples:
-      >>> import jax, jax.numpy as jnp, ordering
+      >>> import jax, jax.numpy as jnp
+      >>> from syncopate import ordering
       >>> loss, w, x = lambda w, x: jnp.square(x @ w).sum(-1), jnp.ones((90, 70)), jnp.ones((3, 90))
       >>> (leaf,) = ordering.sketched_parameters(loss, w, x, size=64)
       >>> leaf.how, leaf.why

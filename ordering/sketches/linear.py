@@ -57,7 +57,8 @@ def sketch(
       ValueError: if size is below 1, or specs are not PartitionSpecs.
 
     Examples:
-      >>> import jax, jax.numpy as jnp, ordering
+      >>> import jax, jax.numpy as jnp
+      >>> from syncopate import ordering
       >>> to_sketch = ordering.sketch(jax.random.key(0), size=256)
       >>> g = {"w": jnp.ones((100, 30)), "b": jnp.ones(30)}
       >>> s = to_sketch(g)
@@ -137,7 +138,8 @@ def sketch_rows(
       float32[n, k]. Build the order's state with `order.init(key, jnp.zeros(k))`.
 
     Examples:
-      >>> import jax, jax.numpy as jnp, ordering
+      >>> import jax, jax.numpy as jnp
+      >>> from syncopate import ordering
       >>> to_sketch = ordering.sketch(jax.random.key(0), size=64)
       >>> ordering.sketch_rows(jnp.ones((2, 5000)), to_sketch).shape
       (2, 64)

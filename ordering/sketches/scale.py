@@ -82,7 +82,8 @@ def scale_of(
       ValueError: if a parameter has no second moment, several, or one of another shape.
 
     Examples:
-      >>> import jax.numpy as jnp, optax, ordering
+      >>> import jax.numpy as jnp, optax
+      >>> from syncopate import ordering
       >>> params, optimizer = jnp.ones(2), optax.adam(1e-3)
       >>> state = optimizer.init(params)
       >>> ordering.scale_of(state, params).tolist()
