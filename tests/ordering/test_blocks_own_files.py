@@ -371,34 +371,6 @@ def test_a_damaged_file_is_named_before_training(kind, tmp_path):
         opened(path)
 
 
-def moved(kind, tmp_path, change):
-    """A position from before `change(path)`, used after it."""
-    paths = [tmp_path / f"{name}.{kind}" for name in ("first", "second")]
-    decoders = [record_files.write(kind, path, 40, first=10) for path in paths]
-    state = ordering.shuffle_once(20).init(jax.random.key(0), None)
-
-    def reads(position=None):
-        parts = sum((opened(path) for path in paths), ())
-        blocks = split(parts, unit_size=4, decode=decoders[0])
-        return read_blocks(blocks, lambda: state, window=2, batch_size=4, position=position)
-
-    with reads() as before:
-        next(before)
-        position = before.position()
-    with reads(position) as after:
-        next(after)
-    change(paths[1])
-    return reads(position)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_position_of_other_files_names_the_file(kind, tmp_path):
-    with pytest.raises(ValueError, match=f"second.{kind} has 39 records, and had 40 when"):
-        moved(kind, tmp_path, lambda path: record_files.write(kind, path, 39))
-    with pytest.raises(ValueError, match=f"second.{kind} is not the file with which .*bytes diff"):
-        moved(kind, tmp_path, lambda path: record_files.write(kind, path, 40, first=990))
-
-
 def test_columns_that_are_missing_or_have_lists_of_several_lengths(tmp_path):
     path = tmp_path / "rows.parquet"
     record_files.write_parquet(path, {"id": [1, 2, 3], "text": [[1], [2, 3], [4]]})

@@ -268,43 +268,29 @@ def test_gradients_keep_the_signature_name_and_docstring_of_the_loss(maker, key)
     assert weights.is_deleted()
 
 
-def test_gradients_of_a_loss_without_three_names_take_params_batch_and_key(key):
-    gradients = ordering.per_example(lambda *args: args[1] @ args[0])
-    _, mean, _ = gradients(key=key, batch=jnp.eye(2), params=jnp.ones(2))
-    assert mean.tolist() == [0.5, 0.5]
-
-
 @pytest.mark.parametrize("maker", MAKERS)
 def test_a_loss_that_draws_nothing_takes_no_key(maker, key):
     w, x, one, rows = drawing_nothing()
     of_loss = rows.mean(0)
     if "groups" in maker:
         x, rows = x.reshape(-1, GROUP, 90), rows.reshape(-1, GROUP, 90, 8).mean(1)
-    for has_aux in (False, True) if maker in ("per_example", "sketched") else (False,):
-        loss = (lambda w, x: (one(w, x), x.sum())) if has_aux else one
-        gradients = MAKERS[maker](loss, has_aux=has_aux)
-        keyed = MAKERS[maker](lambda w, x, key: loss(w, x), has_aux=has_aux)  # noqa: B023
-        losses, mean, found = jax.jit(lambda w, x: gradients(w, x))(w, x)  # noqa: B023
-        expected = jax.jit(lambda w, x, key: keyed(w, x, key))(w, x, key)  # noqa: B023
-        same((losses, mean, found), expected)
-        same(jax.jit(lambda w, x: gradients(x=x, w=w))(w, x), expected)  # noqa: B023
-        close(mean, of_loss)
-        if maker == "microbatch":
-            same(found[0], mean)
-        elif maker == "in turn, to sketches":
-            close(found, jax.vmap(SMALL)(rows))
-        elif not maker.startswith("sketched") or maker == "sketched whole":
-            close(found.reshape(len(rows), -1)[:, : w.size].reshape(rows.shape), rows)
-        if maker.startswith("sketched"):
-            scale = Factors(jnp.full((90, 1), 2.0), jnp.ones((1, 8)))
-            scaled = jax.jit(lambda w, x, s: gradients(w, x, scale=s))(w, x, scale)  # noqa: B023
-            both = jax.jit(lambda w, x, key, s: keyed(w, x, key, s))(w, x, key, scale)  # noqa: B023
-            same(scaled, both)
-            close(scaled[2], 2 * found)
-        with pytest.raises(ValueError, match=f"^with a key, {TAKES_NONE}"):
-            gradients(w, x, key)
-        with pytest.raises(ValueError, match=f"^without a key, {TAKES_ONE}"):
-            keyed(w, x)
+    gradients, keyed = MAKERS[maker](one), MAKERS[maker](lambda w, x, key: one(w, x))
+    losses, mean, found = jax.jit(lambda w, x: gradients(w, x))(w, x)
+    same((losses, mean, found), jax.jit(lambda w, x, key: keyed(w, x, key))(w, x, key))
+    close(mean, of_loss)
+    if maker == "microbatch":
+        same(found[0], mean)
+    elif maker == "in turn, to sketches":
+        close(found, jax.vmap(SMALL)(rows))
+    elif not maker.startswith("sketched") or maker == "sketched whole":
+        close(found.reshape(len(rows), -1)[:, : w.size].reshape(rows.shape), rows)
+    if maker.startswith("sketched"):
+        scale = Factors(jnp.full((90, 1), 2.0), jnp.ones((1, 8)))
+        close(jax.jit(lambda w, x: gradients(w, x, scale=scale))(w, x)[2], 2 * found)
+    with pytest.raises(ValueError, match=f"^with a key, {TAKES_NONE}"):
+        gradients(w, x, key)
+    with pytest.raises(ValueError, match=f"^without a key, {TAKES_ONE}"):
+        keyed(w, x)
 
 
 def test_checks_of_a_loss_that_draws_nothing_take_no_key(key):

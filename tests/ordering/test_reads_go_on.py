@@ -15,8 +15,6 @@ import numpy as np
 import pytest
 
 import ordering
-from ordering.blocks import windows
-from ordering.blocks.files import Part
 from ordering.input import LoadError, read_epochs
 from tests import tables
 from tests.block_cases import parts_of
@@ -170,19 +168,6 @@ def test_whatever_a_source_raises_is_an_error_of_its_load(error, reader):
                     found += numbers(batch)
         assert info.value.load == reads.load == len(found) // 2
     assert 8 not in found
-
-
-def test_a_decoder_that_raises_the_end_loses_no_record():
-    def decode(record):
-        if record == b"7":
-            raise StopIteration
-        return np.array(int(record))
-
-    part = Part("texts", 12, (1, 2), lambda a, b: [b"%d" % i for i in range(a, b)])
-    blocks = ordering.blocks.split([part], unit_size=4, decode=decode)
-    epoch = windows.windows(blocks, [0, 1, 2], window=1, batch_size=4, epoch=0)
-    with pytest.raises(RuntimeError, match=r"the source raised StopIteration\("):
-        list(windows.batches_of(epoch))
 
 
 HANGS = """
@@ -374,10 +359,9 @@ test_what_would_not_be_read_is_refused = refuses({
 })  # fmt: skip
 
 
-@pytest.mark.parametrize("source", [60, 64])
-def test_less_than_a_step_may_be_left_over(source):
+def test_less_than_a_step_may_be_left_over():
     state = state_of(60)
-    with read_epochs(np.arange(source), lambda: state, units_per_step=5, num_epochs=1) as reads:
+    with read_epochs(np.arange(64), lambda: state, units_per_step=5, num_epochs=1) as reads:
         assert sorted(sum(map(numbers, reads), [])) == list(range(60))
 
 
