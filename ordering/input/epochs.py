@@ -68,10 +68,15 @@ class Epochs(Iterator, contextlib.AbstractContextManager):
           orders: its state, of one worker or of all, simulated or with a device for each.
           axis_name: the workers' axis.
         """
+        if not isinstance(order, Ordering) or not hasattr(orders, "current"):
+            raise ValueError(
+                f"after got a {type(order).__name__} and a {type(orders).__name__}: pass the order "
+                "and its state, reads.after(order, orders)."
+            )
         if not self.epoch_ended or self._followed == self.epoch:
             return orders
         self._followed = self.epoch
-        sharding = orders.current.sharding
+        sharding = getattr(orders.current, "sharding", None)  # NumPy's, as restored, have none
         on_mesh = isinstance(sharding, NamedSharding) and sharding.spec[:1] == (axis_name,)
         with jax.transfer_guard("allow"):
             return _next_epoch(order, orders, axis_name, sharding.mesh if on_mesh else None)

@@ -261,6 +261,10 @@ test_wrong_inputs_are_refused = refuses({
         lambda: read_epochs(lambda order: [], lambda: order_of("grab")[0], units_per_step=3),
         r"source is <.*: pass a function of \(indices, first_step, epoch\)",
     ),
+    "after, exchanged": (
+        lambda: reads_with().after(order_of("grab")[0], ordering.grab(13)),
+        r"after got a GrabState and a Ordering: pass the order and its state",
+    ),
     "an order of another size": (
         lambda: list(read_epochs(np.arange(6), iter(
             [ordering.shuffle_once(m).init(jax.random.key(0), None) for m in (6, 5)]
