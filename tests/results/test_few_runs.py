@@ -23,10 +23,8 @@ STUDIES = {  # and its pictures
 }
 LOWER = "train/loss", "train/above_optimum", "drift", "bound/linf"
 CASES = {
-    "one seed": {"seeds": [0]},
     "one of everything": {"seeds": [0], "rates": [0.1], "ends": [10]},
     "one arm": {"only": 1},
-    "equal values": {"value": 0.5},
     "zero": {"value": 0.0},
     "not finite": {"value": None},
     "averaged": {"averaged": 0.7},

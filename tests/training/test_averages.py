@@ -10,10 +10,10 @@ import pytest
 
 from experiments.cluster import strict
 from experiments.training import measure, optimizers
-from experiments.training.averages import AVERAGES, averages_of
+from experiments.training.averages import AVERAGES
 from tests import reference
 from tests.commands import SHORT, records, train_run
-from tests.little_run import PER_STEP, SETTING, STEPS, UNITS, built, plans_of, trained
+from tests.little_run import PER_STEP, STEPS, UNITS, built, plans_of, trained
 
 LOADS = -(-UNITS // PER_STEP)
 EPOCHS = (0.5, 3.0)  # of EMAs
@@ -103,17 +103,6 @@ def test_optimizers_know_which_share_of_the_run_is_over(sync, steps, monkeypatch
     start = flat(program.mean_params(program.init(0)))
     expected = start - 0.3 * sum(t / (2 * STEPS) for t in steps)
     np.testing.assert_allclose(flat(program.mean_params(outcome.state)), expected, rtol=1e-4)
-
-
-def test_the_moving_average_is_that_of_optax():
-    decay, weights = math.exp(-1 / (3 * 4)), np.linspace(1, 2, 50, dtype=np.float32)
-    recipe = SETTING._replace(average=("ema",), ema_epochs=(3.0,))
-    slow, add = optax.ema(decay), jax.jit(averages_of(recipe, steps=4).update)
-    state, means = slow.init(weights[0]), {"ema_3": np.float32(7)}
-    for t, x in enumerate(weights, 1):
-        other, state = slow.update(x, state)
-        means = add(means, x, t, 50)
-        np.testing.assert_allclose(means["ema_3"], other, rtol=1e-5)
 
 
 def test_without_an_average_the_state_holds_none():

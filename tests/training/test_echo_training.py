@@ -1,4 +1,4 @@
-"""Training with echoed batches: the papers' loops, and one sync per load."""
+"""Training with echoed batches: the papers' loops."""
 
 import functools
 import math
@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import local_opt
 import ordering
 from experiments.cluster.devices import worker_mesh
-from tests import reference, tables
+from tests import reference
 from tests.problems import assert_workers_bitwise_equal, on_mesh, vmap
 
 W, D, B, T = 8, 3, 2, 60
@@ -86,12 +86,3 @@ def test_algorithm_2_equals_the_reference(run):
     # 60 steps of float32 roundings (6e-8) of numbers of order one.
     np.testing.assert_allclose(np.stack(history), expected, rtol=0, atol=2e-6)
     assert np.abs(expected - expected[:, :1]).max() > 0.1  # workers do go apart
-
-
-@pytest.mark.parametrize("name", tables.ECHO_PLANS)
-def test_one_sync_per_load_of_every_plan(name):
-    plan = tables.ECHO_PLANS[name](41)
-    sync_plan = local_opt.SyncPlan(plan.load_steps, plan.total_steps)
-    assert sync_plan.rounds == plan.loads and sync_plan.total_steps == 41
-    np.testing.assert_array_equal(sync_plan.starts, plan.load_steps)
-    np.testing.assert_array_equal(sync_plan.periods, plan.uses)

@@ -65,7 +65,7 @@ MANY = [(case, {}, 1) for case in cases()] + [
     (("cd_grab", "qsr", "diffusion+cosine"), {"mesh": True}, 1),
 ]
 FEW = [
-    (("cd_grab+sketch16+scaled", "accumulate", "fixed"), {}, 19),
+    (("cd_grab+sketch16+scaled", "qsr", "none"), {}, 19),
     (("cd_grab+sketch16+dealt", "qsr", "diffusion+cosine"),
      {**STREAMED, "average": ("epoch", "ema")}, 23),
     (("cd_grab", "qsr", "measured"), STREAMED, 17),
