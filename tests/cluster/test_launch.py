@@ -109,8 +109,8 @@ def train_flags(text):
 
 
 def test_the_command_on_the_page_uses_known_flags():
-    [text] = re.findall(r"^\S.*experiments\.launch --processes=2 -- (.*?)\n```", PAGE, re.S | re.M)
-    assert train_flags(text).run == "mesh"
+    found = re.findall(r"^python -m experiments.launch [^\n]* -- (.*?)\n```", PAGE, re.S | re.M)
+    assert [train_flags(text).run for text in found] == ["mesh", "mesh"]
 
 
 @pytest.mark.parametrize("name", ["train.sbatch", "tpu_pod.sh", "jobset.yaml"])
