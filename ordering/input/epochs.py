@@ -77,9 +77,11 @@ class Epochs(Iterator, contextlib.AbstractContextManager):
             return orders
         self._followed = self.epoch
         sharding = getattr(orders.current, "sharding", None)  # NumPy's, as restored, have none
-        on_mesh = isinstance(sharding, NamedSharding) and sharding.spec[:1] == (axis_name,)
+        devices = None
+        if isinstance(sharding, NamedSharding) and sharding.spec[:1] == (axis_name,):
+            devices = sharding.mesh
         with jax.transfer_guard("allow"):
-            return _next_epoch(order, orders, axis_name, sharding.mesh if on_mesh else None)
+            return _next_epoch(order, orders, axis_name, devices)
 
     def __next__(self) -> PyTree[jax.Array]:
         self.wait()
