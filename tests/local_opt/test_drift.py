@@ -227,11 +227,11 @@ CASES = {  # steps in turns, rates, weights, where it ends
 }
 
 
-@pytest.mark.parametrize("run", RUN)
-@pytest.mark.parametrize("turns,rates,weights,end", CASES.values(), ids=CASES)
-def test_control_variates_equal_the_paper_where_workers_took_other_steps(
-    turns, rates, weights, end, run
-):
+@pytest.mark.parametrize(
+    "case,run", [*((case, "vmap") for case in CASES), ("weights in turns", "mesh")]
+)
+def test_control_variates_equal_the_paper_where_workers_took_other_steps(case, run):
+    turns, rates, weights, end = CASES[case]
     steps = np.array([turns[r % len(turns)] for r in range(90)])
     weights = np.array([weights] * 90, float)
     found, against = uneven(steps, rates, weights, run)

@@ -37,6 +37,7 @@ WAYS = {
     "Explicit 2": lambda axis: mesh_of(AxisType.Explicit, axis, "model"),
 }
 by_way = pytest.mark.parametrize("way", WAYS)
+by_kind = pytest.mark.parametrize("way", ["vmap", "Auto", "Explicit 2"])
 
 
 @functools.cache
@@ -122,7 +123,7 @@ def test_leaves_that_are_not_arrays_pass_through():
     assert found["rate"] == 0.1 and isinstance(found["rate"], float)
 
 
-@by_way
+@by_kind
 def test_owned_arrays_lie_on_their_workers_and_share_no_memory(way):
     workers = WAYS[way]("worker")
     x = jnp.arange(4.0)
@@ -575,7 +576,7 @@ def test_the_key_of_a_worker_is_folded_with_its_number(workers):
         np.testing.assert_array_equal(np.asarray(own["two"])[w], jax.random.key_data(both))
 
 
-@by_way
+@by_kind
 def test_a_legacy_key_is_the_typed_one_of_its_numbers(way):
     workers = WAYS[way]("worker")
     draw = local_opt.lift(jax.random.normal, workers, "key -> owned")
@@ -585,7 +586,7 @@ def test_a_legacy_key_is_the_typed_one_of_its_numbers(way):
     np.testing.assert_array_equal(found[1], alone)
 
 
-@by_way
+@by_kind
 def test_legacy_keys_in_a_state_are_copied_with_a_warning(way):
     key = jax.random.PRNGKey(5)
     with pytest.warns(UserWarning, match=r"the same key \['rng'\]"):
@@ -620,7 +621,7 @@ def test_an_order_starts_and_a_count_is_read_outside_of_jit(way):
     assert int(local_opt.consolidate(state.epoch)) == 0
 
 
-@by_way
+@by_kind
 def test_the_mesh_may_be_the_one_in_scope_where_a_step_is_called(way):
     """One lifted function, also compiled, follows the mesh; without one it asks for it."""
 

@@ -176,7 +176,7 @@ def scoped(function, *names):
     """The function of one worker under axes of these names, of two workers each."""
     for name in names:
         function = jax.vmap(function, axis_name=name)
-    return function(jnp.arange(2.0 ** len(names)).reshape((2,) * len(names)))
+    return jax.jit(function)(jnp.arange(2.0 ** len(names)).reshape((2,) * len(names)))
 
 
 @pytest.mark.parametrize("name", SYNCED)

@@ -1,5 +1,6 @@
 """Plans: the published schedules to the digit, one table of rules, and what they refuse."""
 
+import functools
 import json
 import math
 import pathlib
@@ -164,14 +165,19 @@ RISING = {
 }
 
 
+@functools.cache
+def rates_of(name):
+    with jax.enable_x64(True):
+        return [float(RISING[name](t)) for t in range(300)]
+
+
 @pytest.mark.parametrize("name", RISING)
 @pytest.mark.parametrize("options", [{}, {"h_max": 9}, {"power": 1}, {"warmup_steps": 40}])
 def test_no_round_is_longer_than_the_rate_of_any_of_its_steps_allows(name, options):
     lr, rule = RISING[name], dict(total_steps=300, alpha=0.23, h_base=2) | options
     plan = local_opt.qsr(lr, power=rule.pop("power", 2), **rule)
     rule["power"] = options.get("power", 2)
-    with jax.enable_x64(True):
-        rates = [float(lr(t)) for t in range(300)]
+    rates = rates_of(name)
     asked = np.array(reference.qsr_asked(rates.__getitem__, **rule))
     for start, length in zip(plan.starts, plan.periods, strict=True):
         assert length <= asked[start : start + length].min()

@@ -45,8 +45,7 @@ SKIPS = {  # the inner optimizer, gradients, and whether update is passed `ok`
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("name", SKIPS)
+@pytest.mark.parametrize("name,run", list(zip(SKIPS, RUNS, strict=True)))
 def test_a_step_that_is_skipped_inside_loses_no_sync(name, run):
     inner, grads, passes = SKIPS[name]
     opt = local_opt.local_steps(inner, PLAN)

@@ -116,9 +116,8 @@ EXTREME = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("run", RUN)
+@pytest.mark.parametrize("run,scale", [("vmap", 1e-5), ("mesh", 1e5)])
 @pytest.mark.parametrize("weights", EXTREME.values(), ids=EXTREME)
-@pytest.mark.parametrize("scale", [1e-5, 1e5])
 def test_only_the_ratios_of_weights_count(weights, scale, run):
     weights = np.float32(weights)
     x = scale * X["a"]
@@ -165,7 +164,7 @@ def test_weights_are_two_numbers_more_and_without_them_nothing_changes(way):
     assert plain["all_reduce"] == leaves + (1 + 2 + leaves if way == "control" else 0)
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", ["vmap", "shard_map"])
 def test_every_sync_of_a_run_is_weighed_as_in_the_reference(run):
     right = reference.local_sgd(
         flat(START), square_gradient, PLAN.periods, RATE, MOMENTUM, weights=WEIGHTS

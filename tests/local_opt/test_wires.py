@@ -69,8 +69,9 @@ def assert_equal_but_for_ties(found, expected):
 
 
 # Shares of 1/2, 0, 1 and 5/2: exact, and the worker without one keeps and sends what it has lost.
-@pytest.mark.parametrize("weights", [None, [1, 0, 2, 5]], ids=["equal", "weighed"])
-@pytest.mark.parametrize("run", ["vmap", "shard_map"])
+@pytest.mark.parametrize(
+    "run,weights", [("vmap", None), ("shard_map", [1, 0, 2, 5])], ids=["equal", "weighed, a mesh"]
+)
 @pytest.mark.parametrize("name", WIRES)
 def test_a_sync_equals_the_reference_worker_by_worker(name, run, weights):
     """Two syncs: what the first has lost is sent by the second."""
@@ -126,14 +127,15 @@ def test_a_message_has_the_size_and_type_that_its_wire_says(name):
     assert not np.isfinite(decode(encode(x.at[0, 5].set(jnp.nan)), r)[0]).all()
 
 
-@pytest.mark.parametrize("bits", range(1, 17))
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 7, 8, 13, 16])
 def test_numbers_of_any_bits_are_packed_in_that_many_and_come_back(bits):
-    for m in (1, 3, 8, 21):
+    for m in (1, 8, 21):
         codes = RNG.integers(0, 2**bits, (m, 128)).astype(np.uint16)
-        message = formats.packed(jnp.asarray(codes), bits)
+        message = jax.jit(formats.packed, static_argnums=1)(codes, bits)
         assert len(message) == formats.packed_rows(m, bits) and message.dtype == jnp.uint8
         assert 0 <= 8 * len(message) - m * bits < 8 * bin(bits % 8).count("1") + 1
-        np.testing.assert_array_equal(formats.unpacked(message, bits, m), codes)
+        found = jax.jit(formats.unpacked, static_argnums=(1, 2))(message, bits, m)
+        np.testing.assert_array_equal(found, codes)
 
 
 def test_a_block_of_sparseloco_takes_112_bytes():
@@ -183,6 +185,7 @@ def test_one_worker_loses_what_its_wire_drops_however_it_is_driven(wire):
     x = y = jnp.linspace(-1.0, 1.0, 200)[None]
     state, own = vmap(planned.init)(x), vmap(rounds.init)(y)
     steps = [jax.jit(vmap(opt.update)) for opt in (planned, rounds)]
+    sync = jax.jit(vmap(rounds.sync))
     for t in range(1, 5):
         grads = jnp.sin(t * jnp.arange(200.0))[None]
         updates, state = steps[0](grads, state, x)
@@ -190,7 +193,7 @@ def test_one_worker_loses_what_its_wire_drops_however_it_is_driven(wire):
         updates, own = steps[1](grads, own, y)
         y = optax.apply_updates(y, updates)
         if t % 2 == 0:
-            y, own = jax.jit(vmap(rounds.sync))(y, own)
+            y, own = sync(y, own)
             np.testing.assert_allclose(x, y, rtol=0, atol=1e-6)
 
 
