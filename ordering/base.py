@@ -16,7 +16,8 @@ from jaxtyping import Array, Bool, Int, Key, PyTree, UInt32
 from ordering import trees
 from ordering.signs import SignRule
 from syncopate import mesh, plans
-from syncopate.workers import AXIS, count_of
+from syncopate.unstable import axis_names
+from syncopate.workers import AXIS, count_of, only_axis
 
 State = Any  # a NamedTuple of arrays, with at least the fields that `Ordering` names
 COUNTERS = ("position", "left", "epoch")  # of a first state, int32[] at zero
@@ -327,6 +328,19 @@ def check_shapes(tree: PyTree, like: PyTree, what: str = "gradients") -> None:
         "call init with params shaped like one gradient (for sketches jnp.zeros(size)), and both "
         "under jax.vmap for several workers.",
     )  # fmt: skip
+
+
+def of_only_axis(make: Callable[[str], Ordering]) -> Ordering:
+    """The order of workers whose axis is the only one in scope where a function is called."""
+    make(AXIS)  # refuses bad arguments
+
+    def called(name):
+        def function(*args, **named):
+            return getattr(make(only_axis(None, axis_names()) or AXIS), name)(*args, **named)
+
+        return function
+
+    return Ordering(*map(called, Ordering._fields))
 
 
 def shared_key(key: Key[Array, ""], axis_name: str) -> Key[Array, ""]:

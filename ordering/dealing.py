@@ -63,7 +63,7 @@ def dealt(
     *,
     how: str = "round_robin",
     total: int | None = None,
-    axis_name: str = "worker",
+    axis_name: str | None = "worker",
 ) -> base.Ordering:
     """A balanced order over the units of all workers, dealt to the workers anew in every epoch.
 
@@ -92,7 +92,7 @@ def dealt(
       how: "round_robin" or "chunks". With chunks no unit of the next epoch is known before it
         begins, so input cannot be read ahead.
       total: number of units of the data, from W M to 2 W M; W M by default.
-      axis_name: the workers' axis.
+      axis_name: as of `cd_grab`.
 
     Returns:
       An `Ordering` with `DealtState`, whose `current` holds units in [0, total). The first order is
@@ -115,6 +115,9 @@ def dealt(
       Cooper et al., Coordinating Distributed Example Orders for Provably Accelerated Training,
       2023, https://arxiv.org/abs/2302.00845, whose units stay where they are.
     """
+    if axis_name is None:
+        make = lambda own: dealt(order, num_units, how=how, total=total, axis_name=own)  # noqa: E731
+        return base.of_only_axis(make)
     num_units, _ = base.check_units(num_units)
     if how not in HOW:
         raise ValueError(f"how is {how!r}: pass one of {', '.join(HOW)}.")
@@ -184,7 +187,7 @@ def dealt(
 
 
 def dealt_reshuffling(
-    num_units: int, *, total: int | None = None, axis_name: str = "worker"
+    num_units: int, *, total: int | None = None, axis_name: str | None = "worker"
 ) -> base.Ordering:
     """Random reshuffling over the units of all workers, dealt to the workers in every epoch.
 
@@ -192,7 +195,7 @@ def dealt_reshuffling(
       num_units: M >= 1, units per worker and epoch.
       total: number of units of the data, at least W M, which is the default; each epoch leaves
         random ones out.
-      axis_name: the workers' axis.
+      axis_name: as of `cd_grab`.
 
     Returns:
       An `Ordering` whose `current` holds units in [0, total); `observe` ignores the gradients. All
@@ -215,6 +218,9 @@ def dealt_reshuffling(
       Mishchenko, Khaled, Richtárik, Random Reshuffling: Simple Analysis with Vast Improvements,
       2020, https://arxiv.org/abs/2006.05988
     """
+    if axis_name is None:
+        make = lambda own: dealt_reshuffling(num_units, total=total, axis_name=own)  # noqa: E731
+        return base.of_only_axis(make)
     num_units, _ = base.check_units(num_units)
 
     def own(key, epoch):

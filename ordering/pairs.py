@@ -88,7 +88,7 @@ def cd_grab(
     num_units: int,
     *,
     units_per_step: int = 1,
-    axis_name: str = "worker",
+    axis_name: str | None = "worker",
     rule: SignRule | None = None,
     gathers: str | None = None,
     team_size: int | None = None,
@@ -119,7 +119,7 @@ def cd_grab(
     Args:
       num_units: M >= 1, units of each worker.
       units_per_step: B in [1, M], as in `pair_balance`.
-      axis_name: the workers' axis.
+      axis_name: the workers' axis; None for the only named axis in scope.
       rule: the sign rule; `greedy()` by default.
       gathers: None to exchange slices of gradients; "step" to gather whole ones in every step;
         "sync" to gather them where `Ordering.sync` is called, and at the end of the epoch.
@@ -148,6 +148,11 @@ def cd_grab(
       Cooper et al., Coordinating Distributed Example Orders for Provably Accelerated Training,
       2023, https://arxiv.org/abs/2302.00845
     """
+    if axis_name is None:
+        options = {"units_per_step": units_per_step, "gathers": gathers, "team_size": team_size}
+        return base.of_only_axis(
+            lambda own: cd_grab(num_units, axis_name=own, rule=rule, **options)
+        )
     if gathers is not None:
         return gathered_pairs(num_units, units_per_step, rule, axis_name, gathers, team_size)
     if team_size is not None:

@@ -79,14 +79,15 @@ SIZES = {"num_units": M, "units_per_step": also("units_per_step", B, M + 1)}
 SHAPELESS = [{}, None, "text", THING, {"w": "text"}, {"w": THING}, {"w": [1.0, "a"]}]
 OBSERVED = {"key": KEY, "params": Arg(X, SHAPELESS), "rows": Arg(rows_of(ROWS), BAD_ROWS)}
 CLOSE = {**SIZES, **OBSERVED, "rows": Arg(rows_of(ROWS), BAD_ROWS + SHAPED)}
-COORDINATED = {**SIZES, **OBSERVED, "rule": None, "axis_name": "worker"}
+AXIS = Arg("worker", but_none(KINDS["axis_name"]))  # None is the only one in scope
+COORDINATED = {**SIZES, **OBSERVED, "rule": None, "axis_name": AXIS}
 for name in ("random_reshuffling", "shuffle_once", "flip_flop", "unzip"):
     CALLS[name] = call(epoch(getattr(ordering, name)), num_units=M, key=KEY)
 CALLS |= {
     "block_reshuffling": call(epoch(ordering.block_reshuffling), num_units=M, key=KEY,
                               block_size=also("block_size", B, M + 1)),
     "dealt_reshuffling": call(epoch(ordering.dealt_reshuffling), num_units=M, key=KEY,
-                              total=also("total", W * M, W * M - 1), axis_name="worker"),
+                              total=also("total", W * M, W * M - 1), axis_name=AXIS),
     "pair_balance": call(epoch(ordering.pair_balance), rule=None, **CLOSE),
     "grab": call(epoch(ordering.grab), rule=None, **CLOSE),
     "greedy_herding": call(epoch(ordering.greedy_herding), **SIZES, **OBSERVED),
@@ -102,7 +103,7 @@ NOT_PAIRS = [None, 3, ordering.cd_grab, "cd_grab", THING, {}, GRAB, ordering.ran
 CALLS["dealt"] = call(
     epoch(ordering.dealt), order=Arg(CD, NOT_PAIRS), num_units=also("num_units", M, M - 1),
     how="round_robin", total=also("total", W * M, W * M - 1, 4 * M + 1, 2**31),
-    axis_name="worker", **OBSERVED,
+    axis_name=AXIS, **OBSERVED,
 )  # fmt: skip
 
 # States: of other orders, of other sizes, and what is none.
@@ -247,7 +248,7 @@ CALLS |= {
                                      [ADAM.init(X)] * 2]),
         leaves=Arg(None, [3, "text", [], [3], THING, {}, LEAVES * 2]), params=X, floor=0.1,
         power=Arg(0.25, [0, 0.6, *KINDS["floor"]]),
-        axis_name=Arg("worker", but_none(KINDS["axis_name"]))),
+        axis_name=AXIS),
     "sketched, scale": call(
         lambda scale: gradients(lambda loss: lambda *a: ordering.sketched(loss, KEY, size=2)(
             *a, scale))(loss=loss_of, params=X, batch=jnp.ones((4, 3))),

@@ -125,3 +125,24 @@ test_bad_input = refuses({
     ),
     "other units": (lambda: begin(FOUR, 5), "num_units is 5 and the order has 4 units"),
 })  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [
+    lambda axis: ordering.cd_grab(4, units_per_step=2, axis_name=axis),
+    lambda axis: ordering.dealt(
+        ordering.cd_grab(4, units_per_step=2, axis_name=axis), 4, axis_name=axis),
+    lambda axis: ordering.dealt_reshuffling(4, axis_name=axis),
+])  # fmt: skip
+def test_no_name_is_the_only_axis_in_scope(make):
+    def epoch(order, key, rows):
+        state = order.init(key, params=jnp.zeros(3))
+        for start in (0, 2):
+            state = order.observe(state, rows[start : start + 2])
+        return order.next_epoch(state).current
+
+    args = jax.random.split(jax.random.key(0), 2), jax.random.normal(jax.random.key(1), (2, 4, 3))
+    named, found = (
+        jax.vmap(lambda *own, axis=axis: epoch(make(axis), *own), axis_name="batch")(*args)
+        for axis in ("batch", None)
+    )
+    np.testing.assert_array_equal(named, found)

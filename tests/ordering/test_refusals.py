@@ -196,7 +196,6 @@ test_bad_input = refuses({
     "batch": (gradients(batch=4.0), "the batch must be arrays with a common leading axis"),
     "no mean": (gradients(batch=Z[:0], make=ordering.microbatch), "one unit|returned float32.0"),
     "key of a loss": (gradients(key=0), "pass a typed key"),
-    "no axis": (of_params(ordering.cd_grab(4, axis_name=None), PARAMS), "axis None is not in"),
     "uncalled order": (lambda: ordering.dealt(ordering.cd_grab, 4), "order is <function cd_grab"),
     "sketch of nothing": (lambda: SKETCH({}), "nothing to sketch in {}"),
     "key of a sketch": (lambda: ordering.sketched(squares, 0), "key is 0 .*pass a typed key"),
