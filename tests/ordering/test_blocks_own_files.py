@@ -212,7 +212,7 @@ def test_a_bounded_number_of_files_is_open(kind, tmp_path):
     assert not wrong
     assert max(most) - before <= OPEN + 2 * len(threads)  # a thread lists a folder, too
     assert max(most) - before > len(threads)  # files do stay open
-    del blocks
+    blocks = None
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
