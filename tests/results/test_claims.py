@@ -183,24 +183,6 @@ def test_averaged_weights_have_their_own_rates_target_and_seeds(what):
     assert judged(claim._replace(averaged=True), means)[1].values == ()  # nothing was averaged
 
 
-@pytest.mark.parametrize("accuracies,expected", [
-    ({"parallel": 0.6, "constant": 0.6, "qsr": 0.61}, "reproduced"),
-    ({"parallel": 0.6, "constant": 0.61, "qsr": 0.61}, "reproduced; constant H as well"),
-    ({"parallel": 0.6, "constant": 0.6, "qsr": 0.604}, "smaller"),
-    ({"parallel": 0.6, "constant": 0.6, "qsr": 0.59}, "opposite"),
-])  # fmt: skip
-def test_verdicts_follow_records_of_rules(accuracies, expected):
-    records = [
-        {"arm": rule, "speed": None, "learning_rate": rate, "seed": seed, "phase": "run",
-         "step": 12, "rounds": 3, "seconds": 1.0, "train/loss": 1.0,
-         "valid/accuracy": accuracy - rate,
-         "test/accuracy": accuracy - rate + 0.05 * seed + 1e-4 * ((seed + len(rule)) % 2)}
-        for rule, accuracy in accuracies.items() for rate in (0.1, 0.2) for seed in range(3)
-    ]  # fmt: skip
-    claim = Claim("hmda", "", "test/accuracy", "x", 1.1, "qsr", "parallel")
-    assert judged(claim, records, Criterion("valid/accuracy", False))[0] == expected
-
-
 @pytest.mark.parametrize("steps,expected", [
     ({"none": 100, "local": 100, "diffusion": 110}, "reproduced"),
     ({"none": 100, "local": 100, "diffusion": 160}, "smaller"),

@@ -34,11 +34,11 @@ def cases(draw):
     return Case(plans, sizes, draw(st.booleans()), draw(st.booleans()), stops)
 
 
-def segments(case, step=0, most=10**6):
-    """The segments from a step on, none with more steps than `most`."""
+def segments(case, most=10**6):
+    """The segments of a run, none with more steps than `most`."""
     plans, sizes, *options = case
     options = dict(zip(Case._fields[2:], options, strict=True))
-    line, found = timeline.timeline(plans, sizes, **options), []
+    line, found, step = timeline.timeline(plans, sizes, **options), [], 0
     while step < plans.total_steps:
         found.append(timeline.segment_from(line, step, step + most))
         step = found[-1].stop
@@ -77,6 +77,7 @@ def test_segments_cover_the_run_and_the_host_stands_between_them(case, most):
     line, found = segments(case, most=most)
     covered = [t for s in found for t in range(s.start, s.stop)]
     assert covered == list(range(case.plans.total_steps))
+    assert timeline.kinds(line) == {s.kind for s in segments(case)[1]}
     for s in found:
         inside, own = slice(s.start, s.stop - 1), slice(s.start, s.stop)  # not after the last step
         assert not line.epoch_end[inside].any()
@@ -90,12 +91,6 @@ def test_segments_cover_the_run_and_the_host_stands_between_them(case, most):
         assert s.kind.sync == (line.sync[s.stop - 1] and not case.sync_in_step)
         assert s.kind.epoch_end == line.epoch_end[s.stop - 1]
         assert s.rate == line.round_rate[s.stop - 1]
-
-
-@given(cases())
-def test_the_kinds_are_those_of_all_segments(case):
-    line, found = segments(case)
-    assert timeline.kinds(line) == {s.kind for s in found}
 
 
 @given(cases(), st.integers(1, 9))
@@ -114,18 +109,6 @@ def test_syncs_loads_and_epochs_are_those_of_the_plans(case, most):
         rounds += s.rounds
         at = loop.resumed(plans, s.stop)
         assert (at.step, at.loads, at.rounds) == (s.stop, line.load[s.stop - 1] + 1, rounds)
-
-
-@given(cases(), st.data())
-def test_a_run_goes_on_from_any_step_with_the_same_cuts(case, data):
-    step = data.draw(st.integers(0, case.plans.total_steps - 1))
-    _, whole = segments(case)
-    _, rest = segments(case, step)
-    assert [s.stop for s in rest] == [s.stop for s in whole if s.stop > step]
-    assert rest[1:] == [s for s in whole if s.start >= rest[0].stop]
-    assert (rest[0].kind, rest[0].rate) == next(
-        (s.kind, s.rate) for s in whole if s.stop == rest[0].stop
-    )
 
 
 # Time.
