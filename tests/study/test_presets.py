@@ -159,16 +159,6 @@ def run(path, *more, timeout):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_a_dry_run_at_full_size(name):
-    text = run(FOLDER / f"{name}.flags", "--dry_run", timeout=900)
-    assert re.search(rf"\| parameters +\| {PUBLISHED[name][0]:,} ", text)
-    assert "forecast" in text and re.search(r"\| \S+ [MG]B +\|", text)
-    if name.startswith("qsr"):
-        assert re.search(rf"\| QSR +\|.* {plan_of(name).rounds} +\|", text)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
 def test_a_tiny_variant_runs_to_its_end(name, tmp_path):
     path = FOLDER / "tiny" / f"{name}.flags"
     task = recipes.setting_of(parsed(path).task).task
