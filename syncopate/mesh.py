@@ -159,10 +159,7 @@ def is_legacy(x: Any) -> bool:
 
 def typed_key(key: Any) -> Any:
     """A legacy key as a typed one; anything else as it is."""
-    if not is_legacy(key):
-        return key
-    # Put, where a program forbids transfers that are not said.
-    return jax.random.wrap_key_data(key if isinstance(key, jax.Array) else jax.device_put(key))
+    return jax.random.wrap_key_data(jax.device_put(key)) if is_legacy(key) else key
 
 
 def name_of(path: tuple, alone: str = "(the array)") -> str:
