@@ -205,10 +205,6 @@ test_arguments_and_words_that_do_not_fit_are_refused = refuses({
         lambda: local_opt.owned({"rng": jax.random.PRNGKey(0)}, W, keys="fold"),
         r"leaf \['rng'\] is uint32\[2\], a legacy key or any two numbers: .*wrap_key_data",
     ),
-    "a result": (
-        lambda: lifted(jax.random.split(jax.random.key(0), W), roles="owned -> sum"),
-        "a key has no sum, as result 0 should",
-    ),
     "roles twice": (
         lambda: local_opt.lift(len, W, "owned -> mean", in_roles=("owned",)),
         "pass roles, as 'owned split -> owned mean', or in_roles and out_roles",

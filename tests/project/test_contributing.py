@@ -58,13 +58,4 @@ def test_the_workflow_runs_the_checks_on_every_python_and_the_oldest_jax_of_the_
     known = re.findall(r"Python :: (3\.\d+)$", setup, re.M)
     assert re.search(r"python: (\[.*\])", workflow)[1] == str(known).replace("'", '"')
     oldest = re.search(r"jax: jax==(\d+\.\d+)\.0", workflow)[1]
-    assert f"jax>={oldest}\n" in setup
-
-
-def test_the_versions_of_python_are_those_of_the_continuous_tests():
-    named = re.findall(r"Python :: (3\.\d+)$", (ROOT / "setup.cfg").read_text(), re.M)
-    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
-    (tested,) = re.findall(r"python: \[(.*)\]", workflow)
-    assert re.findall(r"3\.\d+", tested) == named
-    (least,) = re.findall(r"python_requires = >=(.*)", (ROOT / "setup.cfg").read_text())
-    assert least == named[0]
+    assert f"jax>={oldest}\n" in setup and f"python_requires = >={known[0]}\n" in setup
