@@ -191,8 +191,8 @@ def test_arrays_with_masks_are_refused():
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts handles as Linux lists them")
 @pytest.mark.parametrize("kind", ["array_record", "tfrecord", "parquet", "npy"])
 def test_a_bounded_number_of_files_is_open(kind, tmp_path):
-    """150 files, five threads: those that are read, and OPEN more."""
-    for i in range(150):
+    """100 files, five threads: those that are read, and OPEN more."""
+    for i in range(100):
         decode = record_files.write(kind, tmp_path / f"{i:03}.{kind}", 4, first=10 * i)
     blocks = split(files(tmp_path / f"*.{kind}"), unit_size=2, decode=decode)
     before, most, wrong = len(os.listdir("/proc/self/fd")), [], []
