@@ -79,6 +79,7 @@ def main(argv) -> None:
     values = np.arange(6.0).reshape(WORKERS, 3)
     keys = jax.random.split(jax.random.key(0), WORKERS)
     placed = input.place({"x": values, "key": keys}, owned_sharding(mesh))
+    assert input.place_as(placed, placed)["x"] is placed["x"]  # as what was restored
     found = {
         "own": input.own_workers(mesh, WORKERS),
         "placed": [s.index[0].start or 0 for s in placed["x"].addressable_shards],
