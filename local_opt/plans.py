@@ -125,7 +125,9 @@ class SyncPlan(plans.Plan):
             return tree
         check_leading({"tree": tree, "weight": weight}, "worker")
         count, axis_name, mesh = count_of(workers, axis_name)
-        return _mean_of_all(count if mesh is None else mesh, axis_name)(tree, weight)
+        met = _mean_of_all(count if mesh is None else mesh, axis_name)(tree, weight)
+        # To where it was: a step under `jax.pmap` takes it from nowhere else.
+        return jax.tree.map(lambda x, y: jax.device_put(x, getattr(y, "sharding", None)), met, tree)
 
     def aligned(self, *, every: float, fresh: np.ndarray | None = None) -> "SyncPlan":
         """A plan whose rounds end at whole multiples of a number of loads, as of an epoch.

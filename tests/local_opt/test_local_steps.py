@@ -76,10 +76,11 @@ def test_a_loop_without_optax_asks_the_plan_after_each_step(run, weights, monkey
     step = RUNS.get(run, PMAP)(
         lambda x, *data: jax.tree.map(lambda x, g: x - RATE * g, x, gradient(x, *data))
     )
+    step = step if run == "pmap" else jax.jit(step)
     params, history, traces = copies(START), [], set()
     for t in range(13):
-        moved = jax.jit(step)(params, MATRICES, TARGETS[t])
-        workers = W if run == "vmap" else moved["b"].sharding.mesh
+        moved = step(params, MATRICES, TARGETS[t])
+        workers = moved["b"].sharding.mesh if run == "shard_map" else W
         own = None if weights is None else weights[0]
         params = PLAN.after(t, moved, workers, axis_name=axis, weight=own)
         if PLAN.syncs_after(t):
