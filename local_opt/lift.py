@@ -17,7 +17,7 @@ from jaxtyping import Array, Key, PyTree
 
 from local_opt.workers import check_synced, wide_type
 from syncopate.mesh import is_key, is_legacy, name_of, typed_key
-from syncopate.workers import AXIS, count_of
+from syncopate.workers import count_of
 
 INPUTS = ("owned", "shared", "split", "key")
 OVER = {"mean": jnp.mean, "sum": jnp.sum}  # the workers
@@ -34,7 +34,7 @@ def lift(
     *,
     in_roles: Sequence[PyTree] | None = None,
     out_roles: PyTree | None = None,
-    axis_name: str | None = AXIS,
+    axis_name: str | None = None,
     in_turn: bool = False,
 ) -> Callable:
     """Makes a function of one worker, as a training step, one of all workers at once.
@@ -75,7 +75,7 @@ def lift(
       in_roles, out_roles: instead of the text, prefix trees of words, as specs of `jax.shard_map`:
         in_roles=({"params": "owned", "step": "shared"}, "split"). A word stands for all leaves
         below it. A tuple of out_roles is for a tuple of results, ("owned",) for a tuple of one.
-      axis_name: the workers' axis; None for a mesh's only one, or "worker" without a mesh.
+      axis_name: the workers' axis; None for a mesh's only one, and "worker" of several or none.
       in_turn: whether simulated workers run one after another, which is faster for convolutions on
         CPUs; for functions without collectives.
 
@@ -418,7 +418,7 @@ def owned(
     tree: PyTree,
     workers: int | Mesh | None = None,
     *,
-    axis_name: str | None = AXIS,
+    axis_name: str | None = None,
     keys: str | None = None,
 ) -> PyTree:
     """The same start for every worker: leaves [W, ...], on the devices of their workers.

@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 
 from local_opt.lift import lift
 from local_opt.mean import synchronize
-from local_opt.workers import AXIS, check_leading
+from local_opt.workers import check_leading
 from syncopate import plans
 from syncopate.workers import count_of
 
@@ -100,7 +100,7 @@ class SyncPlan(plans.Plan):
         tree: PyTree,
         workers: int | Mesh | None = None,
         *,
-        axis_name: str | None = AXIS,
+        axis_name: str | None = None,
         weight: ArrayLike | None = None,
     ) -> PyTree:
         """All workers' tree after a step: their mean where workers synchronise, else the tree.

@@ -65,7 +65,7 @@ def start(
     args: tuple = (),
     *,
     workers: int | Mesh | None = None,
-    axis_name: str | None = AXIS,
+    axis_name: str | None = None,
 ) -> State:
     """The states of all workers before their first step, with the sizes that they will observe.
 
@@ -80,7 +80,7 @@ def start(
       args: what it is called with by one worker, or their shapes; the batch may have any size.
       workers: W >= 1; or a mesh, on whose devices they are put; None for the mesh in scope, and for
         one worker where that has no such axis.
-      axis_name: the workers' axis, which coordinated orders have; None for a mesh's only one.
+      axis_name: the workers' axis, which coordinated orders have; None as in `lift`.
 
     Returns:
       A state with leaves [W, ...]; for one worker that of `order.init(key, row)`.
@@ -99,7 +99,7 @@ def start(
     """
     key, scope = check_key(key), jax.sharding.get_abstract_mesh()
     axes = {*scope.axis_names} - {*scope.manual_axes}
-    alone = workers is None and not (axes if axis_name is None else axis_name in axes)
+    alone = workers is None and (axis_name or AXIS) not in axes
     if not alone:
         count, axis_name, devices = count_of(workers, axis_name)
 

@@ -17,7 +17,7 @@ from ordering.base import Ordering, State
 from ordering.input.loader import Loader, LoadError, load_ahead
 from ordering.input.sources import check_examples, reader, step_indices
 from syncopate import plans
-from syncopate.workers import AXIS
+from syncopate.workers import axis_of
 
 Load = Callable[[np.ndarray, int, int], Loader]
 
@@ -58,7 +58,7 @@ class Epochs(Iterator, contextlib.AbstractContextManager):
         """Whether the last batch was the last of its epoch."""
         return self.step == self._steps
 
-    def after(self, order: Ordering, orders: State, *, axis_name: str = AXIS) -> State:
+    def after(self, order: Ordering, orders: State, *, axis_name: str | None = None) -> State:
         """The orders after a step: once at the end of an epoch those of the next, else the same.
 
         Call it after every step, `orders = reads.after(order, orders)`.
@@ -66,7 +66,7 @@ class Epochs(Iterator, contextlib.AbstractContextManager):
         Args:
           order: whose `next_epoch` ends an epoch.
           orders: its state, of one worker or of all, simulated or with a device for each.
-          axis_name: the workers' axis.
+          axis_name: the workers' axis; None for the only one of their mesh, or "worker".
         """
         if not isinstance(order, Ordering) or not hasattr(orders, "current"):
             raise ValueError(
@@ -77,9 +77,10 @@ class Epochs(Iterator, contextlib.AbstractContextManager):
             return orders
         self._followed = self.epoch
         sharding = getattr(orders.current, "sharding", None)  # NumPy's, as restored, have none
-        devices = None
-        if isinstance(sharding, NamedSharding) and sharding.spec[:1] == (axis_name,):
-            devices = sharding.mesh
+        devices = sharding.mesh if isinstance(sharding, NamedSharding) else None
+        axis_name = axis_of(devices, axis_name)
+        if devices is not None and sharding.spec[:1] != (axis_name,):
+            devices = None
         with jax.transfer_guard("allow"):
             return _next_epoch(order, orders, axis_name, devices)
 

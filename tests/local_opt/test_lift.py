@@ -166,8 +166,8 @@ ROWS, SIX = np.ones((W, 3)), np.ones(6)
 test_arguments_and_words_that_do_not_fit_are_refused = refuses({
     "none": (lambda: lifted(workers=0), "workers is 0: pass a whole number >= 1, or a mesh"),
     "axis": (
-        lambda: lifted(workers=mesh_of(AxisType.Auto, "dp")),
-        "axes .*dp.* and the workers' is 'worker'",
+        lambda: lifted(workers=mesh_of(AxisType.Auto, "dp", "model")),
+        "axes .*dp.*model.* and the workers' is 'worker'",
     ),
     "owned": (
         lambda: lifted(np.ones(3)),
@@ -640,6 +640,6 @@ def test_the_mesh_may_be_the_one_in_scope_where_a_step_is_called(way):
             alone = [jax.random.normal(jax.random.fold_in(key, w)) for w in range(W)]
             np.testing.assert_allclose(drawn, alone, rtol=1e-6)
             assert float(mean) == 1
-    with jax.set_mesh(mesh_of(AxisType.Auto, "dp")):
+    with jax.set_mesh(mesh_of(AxisType.Auto, "dp", "model")):
         with pytest.raises(ValueError, match="axes .*dp.* and the workers' is 'worker'"):
             run(x, rows, key)

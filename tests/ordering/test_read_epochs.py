@@ -209,22 +209,24 @@ def test_a_source_that_ends_within_an_epoch_is_an_error():
             next(reads)
 
 
-MESHES = [None, (("worker", 4),), (("worker", 4), ("data", 2))]
+MESHES = [None, (("dp", 4),), (("worker", 4), ("data", 2))]
 
 
 @pytest.mark.parametrize("axes", MESHES)
 @pytest.mark.parametrize("name", ["cd_grab", "dealt", "random_reshuffling"])
 def test_after_ends_each_epoch_once_for_all_workers(name, axes):
     """Where transfers are forbidden, and in steps that repeat the last batch of an epoch."""
+    axis_name = axes[0][0] if axes else "worker"
     order = {
-        "cd_grab": ordering.cd_grab(12, units_per_step=2, gathers="sync"),
-        "dealt": ordering.dealt_reshuffling(12),
+        "cd_grab": ordering.cd_grab(12, units_per_step=2, gathers="sync", axis_name=axis_name),
+        "dealt": ordering.dealt_reshuffling(12, axis_name=axis_name),
         "random_reshuffling": ordering.random_reshuffling(12),
     }[name]
     workers = 4 if axes is None else jax.make_mesh([n for _, n in axes], [n for n, _ in axes])
     key, args = np.asarray(jax.random.PRNGKey(0)), (jnp.zeros(3), jnp.zeros((2, 3)))
     gradients = ordering.per_example(lambda w, x: jnp.square(x @ w))
-    expected = ordering.start(order, jax.random.key(0), gradients, args, workers=4)
+    named = dict(workers=4, axis_name=axis_name)
+    expected = ordering.start(order, jax.random.key(0), gradients, args, **named)
     with jax.transfer_guard("disallow"):
         state = ordering.start(order, key, gradients, args, workers=workers)
     read = functools.partial(read_epochs, np.arange(48), units_per_step=5, num_epochs=3)
@@ -236,7 +238,7 @@ def test_after_ends_each_epoch_once_for_all_workers(name, axes):
             assert reads.after(order, state) is state
             if reads.epoch_ended:
                 with jax.transfer_guard("allow"):
-                    expected = jax.vmap(order.next_epoch, axis_name="worker")(expected)
+                    expected = jax.vmap(order.next_epoch, axis_name=axis_name)(expected)
                     np.testing.assert_array_equal(state.current, expected.current)
                 assert axes is None or state.current.sharding.mesh == workers
     assert reads.load == 9
