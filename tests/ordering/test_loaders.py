@@ -11,7 +11,14 @@ from ordering.input import grain_dataset, step_indices
 from tests.refused import refuses
 from tests.sources import SIZES, Examples, assert_same, epoch_of
 
-grain = pytest.importorskip("grain", reason="Grain is not installed: pip install grain")
+grain = None  # imported where it is used: every process of the tests collects this file
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imported():
+    global grain
+    grain = pytest.importorskip("grain", reason="Grain is not installed: pip install grain")
+
 
 pytestmark = pytest.mark.usefixtures("parsed_flags")
 MIDDLE = SIZES[2]

@@ -192,7 +192,12 @@ def test_ready_is_right_at_the_end_of_an_epoch():
         np.testing.assert_array_equal(next(reads), state.current[:, :3])
         assert not reads.ready()
         gates[1].release(4)
-        np.testing.assert_array_equal(np.concatenate(list(reads), -1), state.current[:, 3:])
+        rest = []
+        for _ in range(4):
+            wait_for(reads.ready)  # longer than `timeout` on a busy machine
+            rest.append(next(reads))
+        np.testing.assert_array_equal(np.concatenate(rest, -1), state.current[:, 3:])
+        assert next(reads, None) is None
     begun = threading.active_count()
     with read_epochs(source_of(), lambda: state, units_per_step=3) as reads:
         next(reads)

@@ -15,7 +15,14 @@ from ordering.input import read_epochs, step_indices, tf_dataset
 from tests.refused import refuses
 from tests.sources import SIZES, Examples, assert_same, epoch_of
 
-tf = pytest.importorskip("tensorflow")
+tf = None  # imported where it is used: every process of the tests collects this file
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imported():
+    global tf
+    tf = pytest.importorskip("tensorflow")
+
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -184,11 +191,10 @@ def test_examples_that_do_not_fit_together(source, indices, message):
         list(tf_dataset(source, indices))
 
 
-STREAM = tf.data.Dataset.range(3)
 test_bad_input = refuses({
     "too large": (lambda: tf_dataset(np.arange(3), [0, 3]), "index 3 is out of range: the source"),
     "of workers": (lambda: tf_dataset(np.arange(4), [[0, 1], [1, 0]]), r"step_indices\(...\)\[0\]"),
-    "a stream": (lambda: tf_dataset(STREAM, [0]), "tfds.data_source"),
+    "a stream": (lambda: tf_dataset(tf.data.Dataset.range(3), [0]), "tfds.data_source"),
 })  # fmt: skip
 
 
