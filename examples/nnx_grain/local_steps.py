@@ -32,14 +32,13 @@ def loss_fn(model, batch):
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
 
 
-@functools.partial(jax.jit, donate_argnames="state")
-@functools.partial(local_opt.lift, workers=4, roles="shared owned split -> owned mean")
-def train_step(graph, state, batch):
-    model, optimizer = nnx.merge(graph, state)
+@functools.partial(jax.jit, donate_argnames=("model", "optimizer"))
+@functools.partial(local_opt.lift, workers=4, roles="owned owned split -> owned owned mean")
+def train_step(model, optimizer, batch):
     grad_fn = nnx.value_and_grad(loss_fn)
     loss, grads = grad_fn(model, batch)
     optimizer.update(model, grads)
-    return nnx.state((model, optimizer)), loss
+    return model, optimizer, loss
 
 
 @nnx.jit
@@ -69,17 +68,17 @@ def main(seed: int = 0, learning_rate: float = 0.05, epochs: int = EPOCHS) -> di
     plan = local_opt.qsr(rate, total_steps=steps, alpha=alpha, h_base=4)
     tx = local_opt.local_steps(optax.sgd(rate, 0.9), plan)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    graph, state = nnx.split((model, optimizer))
-    state, metrics = local_opt.owned(state, 4), nnx.metrics.Average("loss")
+    model, optimizer = local_opt.owned((model, optimizer), 4)
+    metrics = nnx.metrics.Average("loss")
     losses = []
     for epoch in range(epochs):
         metrics.reset()
         for batch in train.shuffle(seed=1000 * seed + epoch).batch(BATCH, drop_remainder=True):
-            state, loss = train_step(graph, state, batch)
+            model, optimizer, loss = train_step(model, optimizer, batch)
             metrics.update(loss=loss)
         losses.append(float(metrics.compute()))
         print(epoch + 1, losses[-1])
-    nnx.update((model, optimizer), local_opt.consolidate(state))
+    model = local_opt.consolidate(model)
     return {"losses": losses, "train": evaluate(model, train), "valid": evaluate(model, valid)}
 
 

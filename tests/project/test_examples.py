@@ -132,7 +132,7 @@ def test_an_nnx_loop_with_local_steps_trains_and_ends_with_one_model(load, monke
     consolidate = example.local_opt.consolidate
 
     def noted(state):
-        example.local_opt.check_synced(state[0], ulps=4)
+        example.local_opt.check_synced(state, ulps=4)
         ended.append(state)
         return consolidate(state)
 
