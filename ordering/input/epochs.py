@@ -77,10 +77,9 @@ class Epochs(Iterator, contextlib.AbstractContextManager):
             return orders
         self._followed = self.epoch
         sharding = getattr(orders.current, "sharding", None)  # NumPy's, as restored, have none
-        devices = sharding.mesh if isinstance(sharding, NamedSharding) else None
-        axis_name = axis_of(devices, axis_name)
-        if devices is not None and sharding.spec[:1] != (axis_name,):
-            devices = None
+        axis_name, devices = axis_of(getattr(sharding, "mesh", None), axis_name), None
+        if isinstance(sharding, NamedSharding) and sharding.spec[:1] == (axis_name,):
+            devices = sharding.mesh
         with jax.transfer_guard("allow"):
             return _next_epoch(order, orders, axis_name, devices)
 
