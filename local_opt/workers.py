@@ -14,7 +14,7 @@ from syncopate.mesh import is_key, name_of
 from syncopate.plans import Plan, as_array, check_function, check_like, check_number
 from syncopate.unstable import axis_names, multihost_utils
 from syncopate.workers import AXIS as AXIS
-from syncopate.workers import only_axis
+from syncopate.workers import axis_of
 
 AxisName = str | tuple[str, ...] | None  # None is the only one in scope
 ARRAYS = "pass arrays alone, without texts and the arrays of other libraries."
@@ -201,8 +201,8 @@ def first(x: jax.Array) -> jax.Array:
 
 
 def in_scope(axis_name: Any) -> Any:
-    """The workers' axis: the one given, and for None the only named axis in scope, if any."""
-    return only_axis(axis_name, axis_names())
+    """The workers' axis: the one given, and for None the only one in scope, else "worker"."""
+    return axis_of(axis_name, axis_names())
 
 
 def check_leading(tree: PyTree, of: str) -> int:

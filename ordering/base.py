@@ -17,7 +17,7 @@ from ordering import trees
 from ordering.signs import SignRule
 from syncopate import mesh, plans
 from syncopate.unstable import axis_names
-from syncopate.workers import AXIS, count_of, only_axis
+from syncopate.workers import AXIS, axis_of, count_of
 
 State = Any  # a NamedTuple of arrays, with at least the fields that `Ordering` names
 COUNTERS = ("position", "left", "epoch")  # of a first state, int32[] at zero
@@ -336,7 +336,7 @@ def of_only_axis(make: Callable[[str], Ordering]) -> Ordering:
 
     def called(name):
         def function(*args, **named):
-            return getattr(make(only_axis(None, axis_names()) or AXIS), name)(*args, **named)
+            return getattr(make(axis_of(None, axis_names())), name)(*args, **named)
 
         return function
 

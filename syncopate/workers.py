@@ -16,7 +16,7 @@ def count_of(workers: int | Mesh | AbstractMesh | None, axis_name: Any) -> tuple
     """W, the name of the workers' axis, and their mesh, None for a number: see `lift`."""
     workers = mesh_in_scope() if workers is None else workers
     if isinstance(workers, Mesh | AbstractMesh):
-        axis_name = axis_of(workers, axis_name)
+        axis_name = axis_of(axis_name, workers.axis_names)
         if axis_name not in workers.shape:
             raise ValueError(
                 f"the mesh has the axes {workers.axis_names} and the workers' is {axis_name!r}: "
@@ -27,13 +27,7 @@ def count_of(workers: int | Mesh | AbstractMesh | None, axis_name: Any) -> tuple
         raise ValueError(f"workers is {workers!r}: pass a whole number >= 1, or a mesh.")
     if not isinstance(axis_name, str | None):
         raise ValueError(f"axis_name is {axis_name!r}: pass one name, as 'worker'.")
-    return int(workers), axis_of(None, axis_name), None
-
-
-def axis_of(mesh: Any, axis_name: Any) -> Any:
-    """The workers' axis: the one given, and for None a mesh's only one, else "worker"."""
-    names = () if mesh is None else mesh.axis_names
-    return axis_name if axis_name is not None else names[0] if len(names) == 1 else AXIS
+    return int(workers), axis_of(axis_name, ()), None
 
 
 def mesh_in_scope() -> Mesh | AbstractMesh:
@@ -50,8 +44,6 @@ def mesh_in_scope() -> Mesh | AbstractMesh:
     return found
 
 
-def only_axis(axis_name: Any, names: Sequence[str]) -> Any:
-    """The workers' axis: the one given, and for None the only one of these."""
-    if axis_name is None and len(names) > 1:
-        raise ValueError(f"axis_name is None and there are the axes {list(names)}: pass the one.")
-    return names[0] if axis_name is None and names else axis_name
+def axis_of(axis_name: Any, names: Sequence[str]) -> Any:
+    """The workers' axis: the one given, and for None the only one of these, else "worker"."""
+    return axis_name if axis_name is not None else names[0] if len(names) == 1 else AXIS

@@ -77,7 +77,8 @@ class Epochs(Iterator, contextlib.AbstractContextManager):
             return orders
         self._followed = self.epoch
         sharding = getattr(orders.current, "sharding", None)  # NumPy's, as restored, have none
-        axis_name, devices = axis_of(getattr(sharding, "mesh", None), axis_name), None
+        names = getattr(getattr(sharding, "mesh", None), "axis_names", ())
+        axis_name, devices = axis_of(axis_name, names), None
         if isinstance(sharding, NamedSharding) and sharding.spec[:1] == (axis_name,):
             devices = sharding.mesh
         with jax.transfer_guard("allow"):
