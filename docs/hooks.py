@@ -9,6 +9,7 @@ import re
 
 import griffe
 from latex2mathml import converter
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -63,6 +64,16 @@ def typeset(formula: re.Match[str]) -> str:
     """MathML, which browsers show without a script or a font of their own."""
     display = "block" if formula[1] == "div" else "inline"
     return converter.convert(html.unescape(formula[2]).strip(), display=display)
+
+
+def on_post_page(output, page, config):
+    """Refuses a page with a formula that is not typeset, or a script from elsewhere."""
+    text = re.sub(r"<(script|pre|code|style)\b.*?</\1>", "", output, flags=re.S)
+    if "$" in text or "arithmatex" in text:
+        raise PluginError(f"{page.file.src_uri} has a formula that is not typeset: close its $.")
+    if re.search(r"<script[^>]+src=.?(https?:)?//", output):
+        raise PluginError(f"{page.file.src_uri} loads a script from elsewhere: keep it beside us.")
+    return output
 
 
 def resolved(path: pathlib.PurePosixPath) -> str:
