@@ -23,18 +23,22 @@ LONGEST_FUNCTION = 60
 # Lines of a folder's Python, at most; who adds says what it made unnecessary. Behind them is what
 # they are to become: lower a number whenever the folder has.
 SUMS = {
-    "ordering": 8_520,  # 5,400
-    "local_opt": 4_275,  # 3,200
+    "ordering": 8_350,  # 5,400
+    "local_opt": 4_080,  # 3,200
     "syncopate": 845,  # 550
-    "models": 1_500,  # 1,520
-    "experiments": 12_240,  # 8,500
-    "benchmarks": 5_500,  # 5,200
-    "tests": 28_440,  # 17,500
+    "models": 1_495,  # 1,520
+    "experiments": 12_230,  # 8,500
+    "benchmarks": 5_080,  # 5,200
+    "tests": 27_590,  # 17,500
 }
 
 
 def files(*tops):
     return sorted(path for top in tops for path in (ROOT / top).rglob("*.py"))
+
+
+def lines_of(paths):
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
 
 
 @functools.cache
@@ -89,8 +93,14 @@ def test_one_file_imports_what_jax_does_not_promise_to_keep():
 
 @pytest.mark.parametrize("folder", SUMS)
 def test_a_folder_is_not_longer_than_its_sum(folder):
-    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files(folder))
-    assert lines <= SUMS[folder]
+    assert lines_of(files(folder)) <= SUMS[folder]
+
+
+def test_pages_are_not_longer_than_their_sum():
+    pages = [*ROOT.glob("*.md"), *ROOT.glob(".github/**/*.md")]
+    for top in ("docs", "examples", "experiments", "notebooks"):
+        pages += (ROOT / top).rglob("*.md")
+    assert lines_of(pages) <= 5_500
 
 
 def own_lines(function) -> int:
