@@ -201,8 +201,8 @@ def first(x: jax.Array) -> jax.Array:
 
 
 def in_scope(axis_name: Any) -> Any:
-    """The workers' axis: the one given, and for None the only one in scope, else "worker"."""
-    return axis_of(axis_name, axis_names())
+    """The workers' axis: the one given, and for None the only one in scope."""
+    return axis_of(axis_name, axis_names(), alone=True)
 
 
 def check_leading(tree: PyTree, of: str) -> int:

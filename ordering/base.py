@@ -336,7 +336,7 @@ def of_only_axis(make: Callable[[str], Ordering]) -> Ordering:
 
     def called(name):
         def function(*args, **named):
-            return getattr(make(axis_of(None, axis_names())), name)(*args, **named)
+            return getattr(make(axis_of(None, axis_names(), alone=True)), name)(*args, **named)
 
         return function
 

@@ -44,6 +44,8 @@ def mesh_in_scope() -> Mesh | AbstractMesh:
     return found
 
 
-def axis_of(axis_name: Any, names: Sequence[str]) -> Any:
-    """The workers' axis: the one given, and for None the only one of these, else "worker"."""
+def axis_of(axis_name: Any, names: Sequence[str], *, alone: bool = False) -> Any:
+    """The workers' axis: the one given, and for None the only one, or "worker" unless `alone`."""
+    if alone and axis_name is None and len(names) > 1:  # a wrong one would be used in silence
+        raise ValueError(f"axis_name is None and there are the axes {list(names)}: pass the one.")
     return axis_name if axis_name is not None else names[0] if len(names) == 1 else AXIS

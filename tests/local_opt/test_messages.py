@@ -183,7 +183,7 @@ def scoped(function, *names):
 def test_none_is_the_only_axis_in_scope(name):
     """Of several a wrong one would be averaged over in silence."""
     call = SYNCED[name](None)
-    with pytest.raises(ValueError, match="axis None is not in scope"):
+    with pytest.raises(ValueError, match="axis 'worker' is not in scope"):
         call(jnp.ones(()))
     with pytest.raises(ValueError, match=r"there are the axes \['seed', 'worker'\]: pass the"):
         scoped(call, "worker", "seed")
