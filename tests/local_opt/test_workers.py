@@ -157,7 +157,13 @@ def placed(tree, where):
     return jax.tree.map(place, tree), mesh
 
 
-@pytest.mark.parametrize("where", WHERE.values(), ids=WHERE)
+@pytest.mark.parametrize(
+    "where",
+    [
+        pytest.param(where, id=name, marks=pytest.mark.slow if name == "explicit" else ())
+        for name, where in WHERE.items()
+    ],
+)
 def test_one_model_and_agreement_of_every_type_on_every_mesh(where):
     """Whether the mesh is entered or not."""
     given = tree_of(KINDS)

@@ -104,7 +104,13 @@ def close(found, expected, tolerance=1e-5):
         np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * scale)
 
 
-@pytest.mark.parametrize("name", CONVOLUTIONS)
+SELDOM = ("dilated", "transposed", "groups", "3-D")  # found and formed as 2-D ones are
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) if n in SELDOM else n for n in CONVOLUTIONS],
+)
 def test_gradients_of_convolutions_of_a_batch_that_is_split(name):
     function, of_data, of_kernel = CONVOLUTIONS[name]
     loss, x, w = loss_of(function), normal(N, *of_data), normal(*of_kernel)

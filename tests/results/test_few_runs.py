@@ -61,8 +61,13 @@ OTHERS = ("one of everything", "all diverge")  # what every study's report meets
 MET = {"cd_grab": CASES, "combined": (*OTHERS, "zero")}
 
 
+SELDOM = {("combined", "zero"), ("echoing", "one of everything")}  # drawn as in other cases
+ALL = [(name, case) for name in STUDIES for case in MET.get(name, OTHERS)]
+
+
 @pytest.mark.parametrize(
-    "name,case", [(name, case) for name in STUDIES for case in MET.get(name, OTHERS)]
+    "name,case",
+    [pytest.param(*x, marks=pytest.mark.slow) if x in SELDOM else x for x in ALL],
 )
 def test_a_report_is_written_without_a_warning(name, case, tmp_path):
     (study, pictures), fields = STUDIES[name], CASES[case]

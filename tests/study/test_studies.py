@@ -46,8 +46,8 @@ def panels_of(picture):
     return round((height / 110 - 0.9) / 3.7)
 
 
-# One study whose runs share programs, and one with slow input; the others in the slow tests.
-OFTEN = ("qsr", "echoing")
+# One study whose runs share programs; the others, one with slow input, in the slow tests.
+OFTEN = ("qsr",)
 RESUMED = [n if n in OFTEN else pytest.param(n, marks=pytest.mark.slow) for n in STUDIES]
 
 
