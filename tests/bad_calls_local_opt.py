@@ -77,7 +77,8 @@ CALLS = {
         lambda step: local_opt.count_collectives(step, jnp.ones(3)),
         step=Arg(jnp.negative, [3, "text", None, THING, {}, lambda: 0])),
     "rounded_wire": call(
-        local_opt.rounded_wire, dtype=Arg("int8", word(jnp.int16, 16)), feedback=Arg(1, real(1.5))),
+        local_opt.rounded_wire, dtype=Arg("int8", word(jnp.int16, 16)),
+        feedback=Arg(1, but_none(real(1.5)))),
     "top_k_wire": call(
         local_opt.top_k_wire, density=Arg(1 / 64, real(0)), bits=Arg(2, [4, *whole()]),
         block=Arg(4096, [100, *whole()]), feedback=Arg(0.5, real(0))),

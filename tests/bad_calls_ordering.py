@@ -217,7 +217,7 @@ CALLS |= {
     "start": call(
         lambda **args: ordering.start(GRAB, args=(X, jnp.ones((4, 3)), KEY), **args), key=KEY,
         gradients=Arg(ordering.per_example(loss_of), [3, "text", THING, {}, lambda *args: args[0]]),
-        workers=W),
+        workers=Arg(W, but_none(whole()))),
     "check_separable": call(
         lambda **args: ordering.check_separable(**args, key=KEY),
         **{name: arg for name, arg in OF_LOSS.items() if name != "key"}),
