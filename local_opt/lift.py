@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Key, PyTree
 
 from local_opt.workers import check_synced, wide_type
-from syncopate.mesh import is_key, is_legacy, name_of, typed_key
+from syncopate.mesh import is_key, is_legacy, name_of, names_of, typed_key
 from syncopate.workers import count_of
 
 INPUTS = ("owned", "shared", "split", "key")
@@ -319,10 +319,11 @@ def _entered(given, mesh, count, axis_name):
                     f"the {count} workers. Take another batch size, or share it."
                 )
             x = jnp.reshape(x, (count, shape[0] // count, *shape[1:])) if mesh is None else x
-        if mesh is None or AxisType.Explicit not in mesh.axis_types:
+        if mesh is None or axis_name not in mesh.explicit_axes:
             return x
         first = () if word == "shared" else (axis_name,)
-        spec = PartitionSpec(*first, *spec_of(x)[len(first) :])
+        rest = [s if {*names_of(s)} <= {*mesh.explicit_axes} else None for s in spec_of(x)]
+        spec = PartitionSpec(*first, *rest[len(first) :])
         return jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
     return {
@@ -496,12 +497,11 @@ def _spread(function, arrays, mesh, axis_name):
     """The result of a function that adds a worker axis, on the devices of the workers."""
     if mesh is None:
         return jax.jit(function)(arrays)
-    explicit = AxisType.Explicit in mesh.axis_types
 
     def place(x, *first):
         spec = spec_of(x)
         # As long as the shape, as a step's results are there: else its second call would compile.
-        spec += (None,) * (jnp.ndim(x) - len(spec)) if explicit else ()
+        spec += (None,) * (jnp.ndim(x) - len(spec)) if mesh.explicit_axes else ()
         return NamedSharding(mesh, PartitionSpec(*first, *spec))
 
     if jax.process_count() == 1:  # one copy per device, never all on one

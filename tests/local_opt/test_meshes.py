@@ -1,6 +1,7 @@
 """The table of docs/use/meshes.md: every number is that of workers simulated on one device."""
 
 import functools
+import itertools
 import pathlib
 import re
 from typing import NamedTuple
@@ -24,7 +25,9 @@ WEIGHTS = {
     n: RNG.normal(size=shape).astype("f") / 3 for n, shape in (("w1", (8, 8)), ("w2", (8, 4)))
 }
 AXES = (("worker",), (2,)), (("worker", "data"), (2, 4)), (("worker", "data", "model"), (2, 2, 2))
-MESHES = [(*axes, kind) for axes in AXES for kind in (None, AxisType.Auto)]  # None: JAX's own
+ALIKE = [(*axes, kinds) for axes in AXES for kinds in (None, (AxisType.Auto,) * len(axes[0]))]
+MIXED = [(*AXES[1], kinds) for kinds in itertools.permutations((AxisType.Explicit, AxisType.Auto))]
+MESHES = [*ALIKE, MIXED[0]]  # None: as JAX makes them
 
 
 class Run(NamedTuple):
@@ -50,7 +53,7 @@ class Run(NamedTuple):
         return local_opt.owned(tree, self.workers, **how)
 
     def explicit(self):
-        return bool(self.inside) and AxisType.Explicit in self.mesh.axis_types
+        return bool({*self.inside} & {*self.mesh.explicit_axes}) if self.inside else False
 
     def over_devices(self, tree):
         """In a step: over the devices of this worker."""
@@ -275,8 +278,7 @@ TRIED = (0, 3, 4)
 )
 @pytest.mark.parametrize("name", FEATURES)
 def test_a_cell_of_the_table(name, number):
-    names, shape, kind = MESHES[number]
-    kinds = None if kind is None else (kind,) * len(names)
+    names, shape, kinds = MESHES[number]
     devices = jax.devices()[: int(np.prod(shape))]
     mesh, cells = jax.make_mesh(shape, names, kinds, devices=devices), table()
     expected, cell = simulated(name), cells[0][name][number]
@@ -290,3 +292,11 @@ def test_a_cell_of_the_table(name, number):
     near = {"atol": 1e-3} if "wire" in name else {"rtol": 1e-5, "atol": 1e-6}
     check = functools.partial(np.testing.assert_allclose, **near)
     jax.tree.map(check, found, expected)
+
+
+@pytest.mark.parametrize("mesh", MIXED, ids=lambda mesh: mesh[2][0].name)
+def test_one_axis_may_be_explicit_and_the_other_automatic(mesh):
+    name, (names, shape, kinds) = '`local_rounds`, a batch over "data"', mesh
+    with jax.set_mesh(made := jax.make_mesh(shape, names, kinds)):
+        found = FEATURES[name](Run(made))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), found, simulated(name))
