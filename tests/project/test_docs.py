@@ -53,6 +53,16 @@ def test_programs_for_users_import_from_syncopate():
         assert not [p for p in programs if re.search(other, p, re.M)], path
 
 
+def test_pages_name_what_there_is():
+    """Finished research names what its commit had."""
+    for page in (page for page in WRITTEN if page.parent.name != "results"):
+        for package, name in re.findall(
+            r"(?<![\w./])(ordering|local_opt)\.(\w+)", page.read_text()
+        ):
+            known = hasattr(globals()[package], name) or name in ("md", "py")
+            assert known or importlib.util.find_spec(f"{package}.{name}"), (page, name)
+
+
 @pytest.mark.parametrize("page", WRITTEN, ids=lambda page: str(page.relative_to(ROOT)))
 def test_lists_are_lists_and_no_line_has_runs_of_spaces(page):
     """A tool that wraps lines folds the items of a list into one paragraph."""
