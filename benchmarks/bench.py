@@ -23,7 +23,6 @@ from absl import flags
 
 import local_opt
 from benchmarks import local_timing, peers, timing
-from benchmarks.timing import medians, training_calls
 from experiments.cluster import entry
 from experiments.study import recipes
 from experiments.study.cost import lower_step, order_traffic
@@ -31,6 +30,7 @@ from experiments.study.flags import definer, names_of
 from experiments.study.tables import row_of
 from experiments.tasks import TASKS, Recipe
 from experiments.tasks.base import COUNT
+from experiments.timing import medians, training_calls
 from experiments.training.config import num_params, sizes_of
 
 LOOPS = [(o, r) for o in ("rr", "id_pair", "cd_grab") for r in ("parallel", "accumulate", "qsr")]

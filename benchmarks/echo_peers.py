@@ -29,6 +29,7 @@ from absl import app, flags
 import models
 from benchmarks import timing
 from benchmarks.timing import median_interval
+from experiments.timing import momentum_step
 from ordering import echo
 from ordering.input import load_ahead
 
@@ -43,7 +44,7 @@ def slow_step() -> Callable:
     # One thread leaves a core to the loader, as if the step ran on an accelerator.
     options = {"xla_cpu_multi_thread_eigen": False} if jax.default_backend() == "cpu" else None
     model = models.mlp(num_features=FEATURES, hidden=(128,), num_classes=10)
-    call = timing.momentum_step(model, 20, compiler_options=options)
+    call = momentum_step(model, 20, compiler_options=options)
     return lambda batch: jax.block_until_ready(call(batch))
 
 

@@ -25,6 +25,7 @@ import local_opt
 import ordering
 from benchmarks import timing
 from benchmarks.growth_units import GRADIENT, ORDERS, STEPS, lifted
+from experiments.timing import carry_on, medians
 from ordering import echo
 
 SIZES = {
@@ -79,9 +80,9 @@ def worker_rows(counts: list[int], repeats: int) -> Iterator[dict]:
             compile_seconds = time.perf_counter() - begin
             # The order's own state, which the steps do not donate.
             orders = jax.tree.map(jnp.copy, run[2])
-            one, end = timing.carry_on(program, run), lifted(order, workers, GRADIENT)[2]
-            end = timing.carry_on(end, orders)
-            times = timing.medians(
+            one, end = carry_on(program, run), lifted(order, workers, GRADIENT)[2]
+            end = carry_on(end, orders)
+            times = medians(
                 {
                     "step": lambda one=one, batch=batch: [one(batch) for _ in range(STEPS)][-1],
                     "epoch": lambda end=end: [end() for _ in range(STEPS)][-1],
@@ -128,7 +129,7 @@ def plan_row(name: str, steps: int, repeats: int) -> dict:
             "make": lambda: PLANS[name](steps), "hash": plan.digest,
             "save": lambda: plan.save(path), "read": lambda: type(plan).read(path),
         }  # fmt: skip
-        found = {part: timing.medians({part: call}, repeats)[part] for part, call in calls.items()}
+        found = {part: medians({part: call}, repeats)[part] for part, call in calls.items()}
         size = path.stat().st_size
     return {
         "plan": name, "steps": f"{steps:,}", "stretches": f"{len(plan.marked):,}",

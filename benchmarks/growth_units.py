@@ -20,8 +20,8 @@ from absl import app, flags
 
 import local_opt
 import ordering
-from benchmarks import timing
 from experiments.study.cost import tree_bytes
+from experiments.timing import carry_on, medians
 from experiments.training import checkpoint
 from experiments.training.config import Plans
 from experiments.training.loop import Progress
@@ -70,7 +70,7 @@ def lifted(order: ordering.Ordering, workers: int, numbers: int) -> tuple[Callab
 def phase(call: Callable, repeats: int) -> tuple[float, float]:
     """(median seconds of a call, peak MB of resident memory until now since the last phase)."""
     pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    return timing.medians({"": call}, repeats)[""], resident("VmHWM")
+    return medians({"": call}, repeats)[""], resident("VmHWM")
 
 
 def resident(field: str) -> float:
@@ -133,9 +133,9 @@ def unit_row(name: str, units: int, repeats: int) -> dict:
     init_seconds, peak = phase(first, repeats)
     state, rows = held.pop(), jnp.ones((workers * PER_STEP, numbers))
     memory = observe.lower(state, rows).compile().memory_analysis()
-    step = timing.carry_on(observe, state)
+    step = carry_on(observe, state)
     observe_seconds, _ = phase(lambda: [step(rows) for _ in range(STEPS)][-1], repeats)
-    end = timing.carry_on(next_epoch, step(rows))
+    end = carry_on(next_epoch, step(rows))
     epoch_seconds, later = phase(end, repeats)
     state = end()
     with tempfile.TemporaryDirectory() as folder:

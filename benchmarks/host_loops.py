@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import ordering
-from benchmarks.timing import compared, medians, print_rows
+from benchmarks.timing import compared, print_rows
+from experiments.timing import medians
 from ordering.kernel import balance_blocks
 from ordering.pairs import subtract
 from ordering.sketches.linear import SIZE

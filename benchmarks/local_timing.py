@@ -11,8 +11,8 @@ import optax
 import local_opt
 import models
 from benchmarks import timing
-from benchmarks.timing import medians
 from experiments.cluster.devices import owned_sharding, worker_mesh
+from experiments.timing import carry_on, gradient_step, medians
 from local_opt.workers import AXIS
 
 WORKERS = 4  # of a sync
@@ -47,12 +47,12 @@ def ways_of(inner) -> dict[str, tuple[Callable, Callable]]:
 def _stepper(model, init: Callable, update: Callable, batch, steps: int) -> Callable:
     """A call that takes so many steps on one worker, on from the last."""
     mesh = worker_mesh(1)
-    step = timing.gradient_step(model, update)
+    step = gradient_step(model, update)
     run = local_opt.lift(step, mesh, "owned owned shared -> owned owned")
     jitted = jax.jit(lambda state, batch: run(*state, batch), donate_argnums=0)
     params = jax.tree.map(lambda p: p[None], jax.jit(model.init)(jax.random.key(0)))
     start = jax.device_put((params, jax.vmap(init)(params)), owned_sharding(mesh))
-    call = timing.carry_on(jitted, start)
+    call = carry_on(jitted, start)
     return lambda: [call(batch) for _ in range(steps)][-1]
 
 

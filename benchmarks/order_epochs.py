@@ -21,6 +21,7 @@ import local_opt
 import ordering
 from benchmarks import timing, torch_tasks
 from benchmarks.torch_tasks import MOMENTUM, Problem
+from experiments.timing import carry_on
 
 SKETCH = 1024
 STRICT = ordering.greedy()._replace(  # the rule of grab-sampler: a product of zero is a minus
@@ -80,7 +81,7 @@ def ours(problem: Problem, name: str) -> Callable:
     roles = "shared shared owned owned owned -> shared shared owned"
     run = jax.jit(lift(train, roles=roles), donate_argnums=(1, 2))
     state = (params, jax.tree.map(jnp.zeros_like, params), orders)
-    call = timing.carry_on(lambda state, x, y: run(*state, x, y), state)
+    call = carry_on(lambda state, x, y: run(*state, x, y), state)
     data = jnp.asarray(problem.x), jnp.asarray(problem.y)
 
     def epoch():

@@ -9,19 +9,7 @@ from scipy.special import bdtr
 
 import models
 from experiments.tasks import Task
-from experiments.timing import (
-    carry_on,
-    gradient_step,
-    in_turns,
-    medians,
-    momentum_step,
-    training_calls,
-)
-
-__all__ = [
-    "against_first", "carry_on", "compared", "gradient_step", "in_turns", "median_interval",
-    "medians", "momentum_step", "print_rows", "step_task", "training_calls",
-]  # fmt: skip
+from experiments.timing import in_turns
 
 
 def median_interval(found) -> tuple[float, float, float]:

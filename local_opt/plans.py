@@ -114,6 +114,9 @@ class SyncPlan(plans.Plan):
           workers, axis_name: as of `lift`.
           weight: [W], as of `synchronize`.
 
+        Raises:
+          ValueError: for a step, arrays or workers that do not fit.
+
         Examples:
           >>> import jax.numpy as jnp
           >>> from syncopate import local_opt

@@ -183,7 +183,10 @@ def wait(name: str) -> None:
     """Waits until all processes are here; `name` distinguishes such places."""
     if several():
         with agree.for_others(f"all processes to reach: {name}"):
-            living.meet() if living.on() else multihost_utils.sync_global_devices(name)
+            if living.on():
+                living.meet()
+            else:
+                multihost_utils.sync_global_devices(name)
 
 
 def mesh_of(run: str, workers: int) -> Mesh | None:

@@ -249,9 +249,7 @@ SYNC_RULES = {
         takes=LOCAL, reads=("h_base",),
     ),
     "inverse": SyncRule("H ~ 1/η", _at_volume_of_qsr(1), takes=LOCAL, reads=("h_base", "growth")),
-    "qsr": SyncRule(
-        "QSR", _qsr, takes=LOCAL, reads=("h_base", "growth")
-    ),
+    "qsr": SyncRule("QSR", _qsr, takes=LOCAL, reads=("h_base", "growth")),
     "cubic": SyncRule("H ~ 1/η³", _at_volume_of_qsr(3), takes=LOCAL, reads=("h_base", "growth")),
     # What slow input asks for: e is the echo factor.
     "every_load": SyncRule("once per load", _every_load, takes=ROUNDS),

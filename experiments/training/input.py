@@ -268,8 +268,7 @@ def on_host(tree):
     """
 
     def spread(x):
-        whole = not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
-        return not whole
+        return isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated)
 
     found, structure = jax.tree.flatten(key_data(tree))
     parts = [x for x in found if spread(x)]

@@ -115,13 +115,14 @@ def build(
     else:
         owned = input.own_workers(mesh, sizes.workers)
         source = input.Source(train, sizes, total, owned, owned_sharding(mesh), reads, units)
+    sync = living.begin(sync, mesh) if survives else lifted(worker, over, sync, "shared", "shared")
     return Program(
         sizes=sizes,
         sharding=owned_sharding(mesh),
         init=_initial(worker, mesh),
         shapes=state_shapes(worker, over, **_places(mesh)),
         steps=steps_of(worker, over, reads=bool(reads), in_turn=turns),
-        sync=living.begin(sync, mesh) if survives else lifted(worker, over, sync, *2 * ["shared"]),
+        sync=sync,
         epoch_end=lifted(worker, over, step.epoch_end_of(worker)),
         data=data,
         source=source,
