@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
 
 import local_opt
 import ordering
 from tests import tables
+from tests.problems import RUNS
 
 W, M, B, D, T = 4, 4, 2, 6, 2
 SGD = optax.sgd(0.1, momentum=0.9)
@@ -186,54 +186,21 @@ INSIDE = {
 }
 
 
-def mesh_of(kind):
-    return jax.make_mesh((W,), ("worker",), (kind,), devices=jax.devices()[:W])
-
-
-def simulated(function):
-    return jax.vmap(function, axis_name="worker")
-
-
-def over(mesh, check_vma):
-    def lift(function):
-        def one(*args):
-            out = function(*jax.tree.map(lambda x: x[0], args))
-            return jax.tree.map(lambda x: x[None], out)
-
-        split = jax.P("worker")
-        run = jax.shard_map(one, mesh=mesh, in_specs=split, out_specs=split, check_vma=check_vma)
-        if AxisType.Explicit not in mesh.axis_types:
-            return run
-        place = jax.NamedSharding(mesh, split)
-        return lambda *args: run(*(jax.sharding.reshard(x, place) for x in args))
-
-    return lift
-
-
-LIFTS = {
-    "vmap": lambda: simulated,
-    **{
-        f"{kind.name}, {'' if vma else 'no '}vma": lambda kind=kind, vma=vma: over(
-            mesh_of(kind), vma
-        )
-        for kind in AxisType
-        for vma in (True, False)
-    },
-}
-
-
 def lifted(workers):
-    roles = "owned owned -> owned"
-    return lambda function: local_opt.lift(function, workers, roles)
+    return lambda function: local_opt.lift(function, workers, "owned owned -> owned")
 
 
-LIFTS |= {"lift": lambda: lifted(W), "lift, mesh": lambda: lifted(mesh_of(AxisType.Explicit))}
+def explicit(function):
+    return lifted(jax.make_mesh((W,), ("worker",), devices=jax.devices()[:W]))(function)
+
+
+LIFTS = {**RUNS, "lift": lifted(W), "lift, mesh": explicit}
 
 
 def program(name, inside, lift):
     subject = SUBJECTS[name]
     made = subject.make()
-    return LIFTS[lift]()(lambda key, rows: INSIDE[inside](subject, made, key, rows))
+    return LIFTS[lift](lambda key, rows: INSIDE[inside](subject, made, key, rows))
 
 
 @functools.cache
@@ -241,16 +208,12 @@ def shape_of(name):
     return jax.eval_shape(program(name, "plain", "vmap"), KEYS, ROWS)
 
 
-# What differs in its types and carries; all places in all ways only where there is time.
-TRACED = {"Auto, vma": ("scan", "checkpoint", "grad", "made there"), "lift, mesh": ("scan",)}
+# What differs in its types and carries.
+TRACED = {"shard_map": ("scan", "checkpoint", "grad", "made there"), "lift, mesh": ("scan",)}
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
-@pytest.mark.parametrize(
-    "lift,places",
-    [*TRACED.items(), *(pytest.param(x, INSIDE, marks=pytest.mark.slow) for x in LIFTS)],
-    ids=[*TRACED, *(f"everywhere: {x}" for x in LIFTS)],
-)
+@pytest.mark.parametrize("lift,places", TRACED.items(), ids=TRACED)
 def test_every_place_can_be_traced(name, lift, places):
     shape = shape_of(name)
     for inside in places:
@@ -259,16 +222,14 @@ def test_every_place_can_be_traced(name, lift, places):
 
 
 # Two loops and an explicit axis, whose types JAX checks, have all that can go wrong at once.
-RUN = [
-    (name, "scan", "Explicit, vma")
-    for name in ("cd_grab", "dealt", "sketched", "local_steps", "local_rounds", "streaming_rounds")
-]
+RUN = ("cd_grab", "dealt", "sketched", "local_steps", "local_rounds", "streaming_rounds")
+SOME = [(name, "scan", "lift, mesh") for name in RUN]
 
 
 @pytest.mark.parametrize(
     "name,inside,lift",
     [
-        pytest.param(*case, marks=() if case in RUN else pytest.mark.slow)
+        pytest.param(*case, marks=() if case in SOME else pytest.mark.slow)
         for case in itertools.product(SUBJECTS, INSIDE, LIFTS)
         if case[1:] != ("plain", "vmap")
     ],
@@ -291,7 +252,7 @@ def test_what_is_made_in_a_trace_may_leave_it_and_asks_nothing_of_a_device(name)
     subject = SUBJECTS[name]
     (made,), operations = traced(subject.make)
     assert not operations
-    jax.eval_shape(simulated(functools.partial(plain, subject, made)), KEYS, ROWS)
+    jax.eval_shape(RUNS["vmap"](functools.partial(plain, subject, made)), KEYS, ROWS)
     assert traced(lambda: jnp.arange(3).sum())[1], "array work would be seen"
 
 
@@ -300,7 +261,6 @@ PLANS = {**tables.PLANS, **{f"echo {name}": make for name, make in tables.ECHO_P
 
 @pytest.mark.parametrize("name", [name for name in PLANS if "bernoulli" not in name])
 def test_a_plan_made_in_a_trace_is_the_plan(name):
-    """One that draws from a key does so at once, if the key is there before."""
     (made,), _ = traced(lambda: PLANS[name](12))
     assert made == PLANS[name](12)
 
@@ -319,6 +279,6 @@ def test_a_whole_state_may_be_donated(name):
     made = subject.make()
     keep = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), donate_argnums=0)
     keys, rows = jax.random.split(jax.random.key(1), W), jnp.asarray(ROWS)
-    state = simulated(functools.partial(subject.init, made))(keys, rows)
-    keep(simulated(functools.partial(subject.end, made))(keep(state)))
+    state = RUNS["vmap"](functools.partial(subject.init, made))(keys, rows)
+    keep(RUNS["vmap"](functools.partial(subject.end, made))(keep(state)))
     assert not any(x.is_deleted() for x in (keys, rows))
