@@ -23,7 +23,6 @@ from unittest import mock
 from absl import app, flags
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-import checkouts  # noqa: E402
 import measure  # noqa: E402
 
 from syncopate import local_opt  # noqa: E402
@@ -38,6 +37,15 @@ flags.DEFINE_integer("steps", 300, "of every run", lower_bound=2)
 flags.DEFINE_integer("vocabulary", 512, "pieces of the tokenizer", lower_bound=300)
 
 ADDRESS = "https://github.com/google-deepmind/nanodo"
+
+
+def folder_of(path: str | None, names, *, flag: str, how: str) -> pathlib.Path:
+    """The folder that a flag gives, which holds these files; a ValueError says what is absent."""
+    folder = pathlib.Path(path or "").expanduser().resolve()
+    absent = [name for name in names if not path or not (folder / name).is_file()]
+    if absent:
+        raise ValueError(f"{flag} is {path!r}, where there is no {' and no '.join(absent)}: {how}.")
+    return folder
 
 
 def sized(c, *, learning_rate, steps, seed, vocabulary, workdir):
@@ -128,9 +136,12 @@ def evaluated(texts, c, train) -> dict:
 
 
 def main(_) -> None:
-    nanodo = checkouts.use(FLAGS.nanodo, flag="--nanodo", address=ADDRESS, holds="nanodo/train.py")
-    paths = checkouts.files(FLAGS.data_dir, FLAGS.text, flag="--data_dir")
-    folder = pathlib.Path(FLAGS.workdir)
+    how = f"`git clone {ADDRESS} DIR` and pass --nanodo=DIR"
+    nanodo = folder_of(FLAGS.nanodo, ["nanodo/train.py"], flag="--nanodo", how=how)
+    sys.path.insert(0, str(nanodo))
+    how = "pass the folder that holds it"
+    folder = folder_of(FLAGS.data_dir, FLAGS.text, flag="--data_dir", how=how)
+    paths, folder = [folder / name for name in FLAGS.text], pathlib.Path(FLAGS.workdir)
     texts = [records(path) for path in paths]
     vocabulary = made_vocabulary(paths[0], FLAGS.vocabulary, folder)
     from nanodo.configs import default
