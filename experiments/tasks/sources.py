@@ -24,7 +24,6 @@ AREAS = (0.08, 1.0)  # of a random crop, as a share of the image
 ASPECTS = (3 / 4, 4 / 3)  # width over height of a random crop
 ATTEMPTS = 10  # random crops tried until one fits into the image
 SHORT = 256 / 224  # short side of a resized image over the side of its central crop
-UNPACKED, TIMES = 2**28, 200  # bytes of a member, and times its size in the archive
 CHUNK = 16  # images decoded at full size at once
 
 
@@ -49,22 +48,6 @@ def reading(path: str, how: str):
         yield
     except (OSError, EOFError, IndexError, ValueError, zipfile.BadZipFile) as error:
         raise UserError(f"{path!r} is damaged or another file ({error}). {how}") from error
-
-
-def check_unpacked(path: str) -> None:
-    """Raises ValueError for a zip or .npz file of little that unpacks to much, as its header says.
-
-    Raises BadZipFile for another file.
-    """
-    with zipfile.ZipFile(path) as archive:
-        members = archive.infolist()
-    for member in members:
-        times = member.file_size / max(member.compress_size, 1)
-        if member.file_size > UNPACKED and times > TIMES:
-            raise UserError(
-                f"{member.filename} of {member.compress_size:,} bytes would unpack to "
-                f"{member.file_size:,}, which no table or array does"
-            )
 
 
 def subset(examples, size: int, *, name: str) -> np.ndarray:

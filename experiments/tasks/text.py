@@ -21,7 +21,7 @@ import numpy as np
 
 from experiments.tasks import base
 from experiments.tasks.base import COUNT, Recipe, Task, check_model, need_file, network
-from experiments.tasks.sources import check_unpacked, reading
+from experiments.tasks.sources import reading
 from syncopate.refusals import UserError
 
 END, UNKNOWN = "<eos>", "<unk>"  # end of a line; a word outside the vocabulary
@@ -269,9 +269,8 @@ def _embeddings(path):
     """Train and test set from an .npz file."""
     how = "Save it with np.savez."
     with reading(path, how):
-        check_unpacked(path)
-    with reading(path, how), np.load(path) as saved:
-        if missing := {"x_train", "y_train", "x_test", "y_test"} - set(saved.files):
+        saved = np.load(path)  # an array, of another file
+        if missing := {"x_train", "y_train", "x_test", "y_test"} - {*getattr(saved, "files", ())}:
             raise UserError(f"it lacks {sorted(missing)}")
         parts = [
             {"x": saved[f"x_{part}"].astype(np.float32), "y": saved[f"y_{part}"].astype(np.int32)}

@@ -57,13 +57,6 @@ def test_abstract_cifar_has_the_published_shapes_and_reads_nothing(name, numbers
         TASKS[name](abstract=True, num_train=50_001)
 
 
-def test_the_order_experiments_on_cifar_follow_the_published_setting():
-    recipe = TASKS["cifar10_small"](abstract=True).recipe
-    assert recipe == TASKS["cifar10"](model="lenet", abstract=True).recipe
-    assert recipe.workers * recipe.units_per_step * recipe.unit_size == 64
-    assert (recipe.learning_rates, recipe.weight_decay, recipe.epochs) == ((1e-3,), 1e-2, 100)
-
-
 @pytest.mark.parametrize(
     "name,settings,word",
     [

@@ -14,36 +14,34 @@ from syncopate.schedules import evaluate_schedule
 STEPS = 40
 
 
-def schedule(name, **fields):
-    fields = {"floor": 0.1, "decay_every": 3, "decay_factor": 0.5} | fields
-    recipe = Recipe(1, 1, 1, (0.2,), schedule=name, **fields)
-    return optimizers.schedule(recipe, STEPS, loads_per_epoch=5)
+def cycles(t, left):
+    """Of epochs of 5 steps: a linear fall over 40 %, and a cosine in each of the last four."""
+    own = min(1.0, (left - t) / (0.4 * left))
+    if t < left - 4 * 5:
+        return own
+    place = (t - (left - 4 * 5)) % 5 / 5
+    return 0.05 + (max(own, 0.05) - 0.05) * (1 + np.cos(np.pi * place)) / 2
 
 
-@pytest.mark.parametrize(
-    "name,expected",
-    [
-        ("constant", lambda t: 1.0),
-        ("cosine", lambda t: 0.1 + 0.9 * (1 + np.cos(np.pi * t / STEPS)) / 2),
-        ("linear", lambda t: 1 - 0.9 * t / STEPS),
-        ("step", lambda t: 0.5 ** (t // 15)),
-    ],
-)
-def test_schedules_without_a_warmup(name, expected):
-    rate = schedule(name)
-    for t in range(STEPS):
-        assert float(rate(t)) == pytest.approx(expected(t), rel=1e-5)
+# By the steps after the warmup, and their number; falls of a staircase are of the whole run.
+AFTER = {
+    "constant": lambda t, left: 1.0,
+    "cosine": lambda t, left: 0.1 + 0.9 * (1 + np.cos(np.pi * t / left)) / 2,
+    "linear": lambda t, left: 1 - 0.9 * t / left,
+    "step": lambda t, left: 0.5 ** ((t + STEPS - left) // 5),
+    "cycles": cycles,
+}
 
 
-def test_cycles_of_a_cosine_end_a_linear_decay():
-    """T = 40, and epochs of 5 steps: 40 % is 16 steps, and the last four epochs are 20."""
-    rate, spe = schedule("cycles", decay_every=1), 5
-    for t in range(STEPS):
-        own = 1.0 if t <= STEPS - 16 else (STEPS - t) / 16
-        if t >= STEPS - 4 * spe:
-            place = (t - (STEPS - 4 * spe)) % spe / spe
-            own = 0.05 + (max(own, 0.05) - 0.05) * (1 + np.cos(np.pi * place)) / 2
-        assert float(rate(t)) == pytest.approx(own, rel=1e-5)
+@pytest.mark.parametrize("warmup", [0, 8, 30])
+@pytest.mark.parametrize("name", optimizers.SCHEDULES)
+def test_a_schedule_comes_after_a_linear_warmup(name, warmup):
+    recipe = Recipe(1, 1, 1, (0.2,), schedule=name, warmup_steps=warmup, floor=0.1, decay_every=1,
+                    decay_factor=0.5)  # fmt: skip
+    rates = evaluate_schedule(optimizers.schedule(recipe, STEPS, loads_per_epoch=5), STEPS, "lr")
+    rise, left = np.arange(warmup) / max(1, warmup), STEPS - warmup
+    wanted = [*rise, *(AFTER[name](t, left) for t in range(left))]
+    np.testing.assert_allclose(rates, wanted, rtol=1e-5)
 
 
 def test_muon_takes_matrices_of_layers_and_its_weight_decay_falls_and_rises():
@@ -65,34 +63,6 @@ def test_muon_takes_matrices_of_layers_and_its_weight_decay_falls_and_rises():
         np.testing.assert_allclose(found["tokens"], -0.02 * signs, rtol=1e-4, atol=1e-6)
     moments = optax.tree_utils.tree_get_all_with_path(state, "nu")
     assert sum(len(jax.tree.leaves(moment)) for _, moment in moments) == 3, "for scaled orders"
-
-
-@pytest.mark.parametrize("name", optimizers.SCHEDULES)
-def test_a_warmup_is_linear_and_part_of_the_run(name):
-    rate = schedule(name, warmup_steps=8)
-    np.testing.assert_allclose([float(rate(t)) for t in range(9)], np.arange(9) / 8, rtol=1e-6)
-    falls = [t for t in range(9, STEPS) if float(rate(t)) < 0.9 * float(rate(t - 1))]
-    if name == "step":  # counted from the run's first step, not from the warmup's end
-        assert falls == [15, 30]
-
-
-@pytest.mark.parametrize("total,warmup,every", [
-    (1000, 0, 300), (1000, 250, 100), (40, 39, 1),
-])  # fmt: skip
-def test_a_staircase_falls_to_the_end_of_the_run(total, warmup, every):
-    """Falls are at all multiples of `every`, however long the warmup is."""
-    recipe = Recipe(1, 1, 1, (0.2,), schedule="step", warmup_steps=warmup, decay_factor=0.5,
-                    decay_every=every)  # fmt: skip
-    rates = evaluate_schedule(optimizers.schedule(recipe, total, 1), total, "lr")
-    steps = np.arange(total)
-    rise = np.where(steps < warmup, steps / max(1, warmup), 0.5 ** (steps // every))
-    np.testing.assert_allclose(rates, rise, rtol=1e-6)
-
-
-def test_the_cosine_with_a_warmup_equals_optax():
-    rate = schedule("cosine", warmup_steps=8, floor=1e-3)
-    theirs = optax.warmup_cosine_decay_schedule(0.0, 1.0, 8, STEPS, 1e-3)
-    assert [float(rate(t)) for t in range(STEPS)] == [float(theirs(t)) for t in range(STEPS)]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import ordering
-from experiments.tasks import TASKS, images, sources
+from experiments.tasks import TASKS, sources
 from experiments.tasks.sources import ImageSource
 from experiments.training import step
 from tests.sources import Examples
@@ -59,37 +59,12 @@ def imagenet_folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def cifar100_folder(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("cifar100"))
-    rows = [
-        {
-            "id": str(i),
-            "image": np.full((32, 32, 3), 10 * i, np.uint8),
-            "label": 99 - i,
-            "coarse_label": i % 20,
-        }
-        for i in range(6)
-    ]
-    prepare(folder, "cifar100", "3.0.2", {"train": rows, "test": rows[:4]})
-    return folder
-
-
 def test_a_subset_is_seeded_and_in_order():
     chosen = sources.subset(range(100), 30, name="num_train")
     np.testing.assert_array_equal(chosen, sources.subset(range(100), 30, name="num_train"))
     assert len(set(chosen)) == 30 and np.all(np.diff(chosen) > 0)
     with pytest.raises(ValueError, match="num_train is 101"):
         sources.subset(range(100), 101, name="num_train")
-
-
-def test_cifar100_has_its_fine_labels_and_its_own_normalisation(cifar100_folder):
-    task = TASKS["cifar100"](cifar100_folder, num_train=6, num_test=4)
-    np.testing.assert_array_equal(task.train["y"], 99 - np.arange(6))
-    assert task.train["x"].shape == (6, 16, 16, 3) and task.test["x"].shape == (4, 16, 16, 3)
-    pixel = (np.float32(50) / 255 - images.CIFAR100.mean) / images.CIFAR100.deviation
-    np.testing.assert_allclose(task.train["x"][5, 3, 4], pixel, rtol=1e-5)
-    assert not np.allclose(images.CIFAR100.mean, images.CIFAR10.mean, atol=1e-3)
 
 
 def test_imagenet_is_read_by_index_in_the_requested_order(imagenet_folder, any_model):
