@@ -83,7 +83,6 @@ ROWS = {"w": jnp.ones((3, 3))}
 PLACES = jnp.array([0, 1, -1])
 PAIRS = ordering.pair_balance(6, units_per_step=2)
 PAIRS_STATE = PAIRS.init(KEY, X)
-READERS = {"web": blocks.read_blocks(BLOCKS, lambda: STATE, window=2, batch_size=2)}
 
 CALLS = {
     "files": call(
@@ -109,10 +108,6 @@ CALLS = {
         blocks.resize, position=Arg(POSITION, NO_POSITIONS[:8]),
         fresh=Arg(FRESH, [None, 3, THING, SINGLE_STATE, {}, POSITION, dealt(3)[1]]),
         order=Arg(ORDER, [None, 3, THING, STATE, ordering.dealt_reshuffling, PAIRS])),
-    "mixture": call(
-        lambda readers: blocks.mixture(readers).position(), readers=Arg(READERS, [
-            None, 3, "text", THING, {}, [], [1, 2], {"web": BLOCKS}, {"web": None}, STATE,
-            list(READERS.values())])),
     "sums": call(blocks.sums, params=Arg(X, PARAMS), window=Arg(2, whole())),
     "Sums.add": call(
         SUMS.add,

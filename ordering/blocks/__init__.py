@@ -2,13 +2,12 @@
 
 from ordering.blocks.files import files, tokens
 from ordering.blocks.position import resize
-from ordering.blocks.reads import mixture, read_blocks
+from ordering.blocks.reads import read_blocks
 from ordering.blocks.split import split
 from ordering.blocks.sums import sums
 
 __all__ = [
     "files",
-    "mixture",
     "read_blocks",
     "resize",
     "split",

@@ -1,8 +1,7 @@
 """An iterator over all epochs of blocks, which reads ahead and tells its position."""
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -163,72 +162,6 @@ def read_blocks(
         position, load, live, num_units=num_units, units=window, batches=batches, steps=steps,
         num_epochs=num_epochs, ahead=batches, first_load=first_load, first_epoch=first_epoch,
     )  # fmt: skip
-
-
-class Mixture(Iterator, contextlib.AbstractContextManager):
-    """What `mixture` returns: an iterator of `{name: (records, places)}`.
-
-    As a context manager it closes the threads of all readers.
-    """
-
-    def __init__(self, readers: dict[str, BlockEpochs]):
-        self.readers = readers
-
-    def __next__(self) -> dict[str, tuple[PyTree, Any]]:
-        for reads in self.readers.values():  # if one is late or at its end, none has gone on
-            reads.wait()
-        return {name: next(reads) for name, reads in self.readers.items()}
-
-    def position(self) -> dict[str, dict[str, Any]]:
-        """The positions of all sources, one tree to be saved."""
-        return {name: reads.position() for name, reads in self.readers.items()}
-
-    def close(self) -> None:
-        """Ends the threads of all readers."""
-        for reads in self.readers.values():
-            reads.close()
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def mixture(readers: Mapping[str, BlockEpochs]) -> Mixture:
-    """Batches of several sources side by side, each in its own order and epoch.
-
-    The step joins what it gets. Small sources begin their next epoch while large ones are still in
-    their first: ask each of `readers` for `window_ended` and call its `after`.
-
-    Args:
-      readers: `{name: read_blocks(...)}`; their batch sizes are the shares of the sources.
-
-    Returns:
-      An iterator that ends where the first of the readers does. `position()` is the tree of all
-      positions, whose entries go back into `read_blocks(position=)`.
-
-    Raises:
-      ValueError: for an empty dict, or readers that are none.
-
-    Examples:
-      >>> import jax, numpy as np
-      >>> from syncopate import ordering
-      >>> def reader(size, batch_size):
-      ...     blocks = ordering.blocks.split(np.arange(size), unit_size=2)
-      ...     state = ordering.shuffle_once(len(blocks)).init(jax.random.key(0), None)
-      ...     return ordering.blocks.read_blocks(
-      ...         blocks, lambda: state, window=1, batch_size=batch_size, num_epochs=1
-      ...     )
-      >>> mixed = ordering.blocks.mixture({"web": reader(8, 2), "code": reader(4, 1)})
-      >>> [{name: len(records) for name, (records, _) in batch.items()} for batch in mixed][:1]
-      [{'web': 2, 'code': 1}]
-    """
-    if not isinstance(readers, Mapping) or not readers:
-        raise ValueError(f"readers is {readers!r}: pass a dict of names and readers.")
-    for name, reads in readers.items():
-        if not isinstance(reads, BlockEpochs):
-            raise ValueError(
-                f"readers has a {type(reads).__name__} as {name}: pass what read_blocks returns."
-            )
-    return Mixture(dict(readers))
 
 
 def _reading(readers: int | Callable) -> Callable[[Windows, threading.Event], Iterable]:

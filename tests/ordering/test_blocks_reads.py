@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ordering
-from ordering.blocks import mixture, read_blocks
+from ordering.blocks import read_blocks
 from ordering.input import LoadError
 from tests import block_cases, reference_blocks
 from tests.block_cases import Case, as_lists, on_hosts, records_of
@@ -160,35 +160,3 @@ def test_batches_are_laid_over_the_devices_of_the_workers():
         records, places = next(reads)
     assert records.sharding == places.sharding == sharding
     assert as_lists((records, places)) == FIXED.expected()[0]
-
-
-@settings(max_examples=times(10))
-@given(cases(workers=(None,)), cases(workers=(None,)), st.data())
-def test_a_mixture_is_its_readers_side_by_side(first, second, data):
-    sources = {"first": first, "second": second}
-    expected = {name: case.expected() for name, case in sources.items()}
-    states = {n: block_cases.given_states(c.orders, c.known) for n, c in sources.items()}
-
-    def mixed(positions):
-        at = {name: int(positions[name]["epoch"]) if positions else 0 for name in sources}
-        readers = {
-            name: read_blocks(
-                case.blocks(), lambda name=name: states[name][min(at[name], 1)], num_epochs=2,
-                position=positions and positions[name], **case.settings,
-            ) for name, case in sources.items()
-        }  # fmt: skip
-        found, places, reads = [], [], mixture(readers)
-        for batch in reads:
-            found.append({name: as_lists(own) for name, own in batch.items()})
-            for name, own in readers.items():
-                at[name] += own.epoch_ended
-            places.append(reads.position())
-        reads.close()
-        return found, places
-
-    whole, places = mixed(None)
-    count = min(map(len, expected.values()))
-    assert len(whole) == count
-    assert whole == [{name: own[t] for name, own in expected.items()} for t in range(count)]
-    done = data.draw(st.integers(1, count))
-    assert mixed(places[done - 1])[0] == whole[done:]

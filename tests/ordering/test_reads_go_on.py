@@ -19,7 +19,6 @@ from ordering.input import LoadError, read_epochs
 from tests import tables
 from tests.block_cases import parts_of
 from tests.refused import refuses
-from tests.waiting import wait_for
 
 
 class Source:
@@ -200,49 +199,23 @@ def test_a_read_that_hangs_does_not_keep_the_process():
     assert found.stdout.count("the input hangs") == 2 and not found.stderr
 
 
-def mixed(act):
-    return ordering.blocks.mixture(
-        {"one": of_blocks(size=16), "late": of_blocks(act), "three": of_blocks(size=16)}
-    )
-
-
-def test_a_late_reader_of_a_mixture_loses_no_batch_of_the_others():
-    expected = [jax.tree.map(np.asarray, batch) for batch in mixed(lambda i: None)]
+def test_a_wait_raises_what_next_would_and_takes_no_batch():
+    expected, found, late = [numbers(batch) for batch in of_blocks()], [], 0
     gate = threading.Event()
-
-    def act(i):
-        if i == 8:
-            gate.wait(60)
-
-    readers = {"one": of_blocks(size=16), "late": of_blocks(act, timeout=0.2)}
-    readers["three"] = of_blocks(size=16)
-    found, late = [], 0
-    with ordering.blocks.mixture(readers) as reads:
-        while True:
+    with of_blocks(lambda i: i == 8 and gate.wait(60), timeout=0.2) as reads:
+        while len(found) < 6:
             try:
-                found.append(next(reads))
-            except StopIteration:
-                break
+                reads.wait()
             except LoadError:
                 late += 1
-                steps = {name: int(at["step"]) for name, at in reads.position().items()}
-                assert set(steps.values()) == {len(found)}
                 if late == 2:
                     gate.set()
-        ends = {
-            name: int(at["step"]) + 100 * int(at["epoch"]) for name, at in reads.position().items()
-        }
-    assert late >= 2 and ends == {"one": 6, "late": 100, "three": 6}
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
-    assert len(found) == 6
-
-
-def test_a_mixture_closes_its_readers():
-    before = set(threading.enumerate())
-    with mixed(lambda i: None) as reads:
-        next(reads)
-        assert set(threading.enumerate()) - before
-    wait_for(lambda: not set(threading.enumerate()) - before)
+            else:
+                found.append(numbers(next(reads)))
+            assert reads.load == len(found)
+        with pytest.raises(StopIteration):
+            reads.wait()
+    assert late >= 2 and found == expected
 
 
 RESTING = [(name, 9, 3) for name in ("shuffle_once", "grab", "kh", "greedy_herding", "cd_grab")]
