@@ -9,7 +9,6 @@ from ordering import echo, input
 from tests.bad_values import (
     FRESH,
     KEY,
-    KEYS,
     NAN,
     NOT_FRESH,
     THING,
@@ -21,7 +20,6 @@ from tests.bad_values import (
     call,
     one_number,
     whole,
-    wrong_functions,
 )
 
 
@@ -66,11 +64,7 @@ CALLS = {
         decided=Arg(DECIDED, [None, np.ones(T + 1, bool), *NOT_FRESH])),
     "echo_batches": call(
         echoed, policy=Arg(PLAN, [*POLICIES, echo.measured(total_steps=T, max_factor=2)]),
-        loads=Arg(batches, [*LOADS, [], batches(2)]), first_step=also("first_step", 0, T + 1),
-        key=Arg(KEY, but_none(KEYS))),
-    "echo_batches, augmented": call(
-        lambda augment: echoed(augment=augment, key=KEY),
-        augment=Arg(lambda b, k: b, wrong_functions({}, lambda b: b, lambda b, k: "text"))),
+        loads=Arg(batches, [*LOADS, [], batches(2)]), first_step=also("first_step", 0, T + 1)),
 }  # fmt: skip
 
 

@@ -4,7 +4,6 @@ import functools
 import threading
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from ordering import echo
@@ -41,23 +40,12 @@ class Source:
         return batch(load)
 
 
-def add_noise(batch, key):
-    """Adds whole numbers below 5, so that examples still differ."""
-    noise = (jax.random.bits(key, batch["x"].shape) % 5).astype(jnp.int32)
-    return {"x": batch["x"] + noise, "y": batch["y"] - noise[..., None]}
-
-
 PLAN = echo.EchoPlan(np.repeat([1, 0, 1, 0, 1, 0, 1], [1, 2, 1, 1, 2, 3, 1]).astype(bool))
-MODES = ("plain", "augment")
-
-
-def options(mode, seed=0):
-    return {} if mode == "plain" else {"augment": add_noise, "key": jax.random.key(seed)}
 
 
 @functools.cache
-def whole_run(mode):
-    return list(echo.echo_batches(Source(99), PLAN, **options(mode)))
+def whole_run():
+    return list(echo.echo_batches(Source(99), PLAN))
 
 
 def assert_same(found, expected):

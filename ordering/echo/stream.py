@@ -1,14 +1,12 @@
 """The batches of a run with echoing."""
 
-import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Key, PyTree
+from jaxtyping import PyTree
 
 from ordering.echo.plans import EchoPlan, Measured, check_policy
 from ordering.input.loader import LoadError, check_batches, on_device, said
@@ -37,9 +35,6 @@ def echo_batches(
     policy: EchoPlan | Measured,
     *,
     first_step: int = 0,
-    augment: Callable[[PyTree, jax.Array], PyTree] | None = None,
-    key: Key[jax.Array, ""] | None = None,
-    agree: Callable[[bool], bool] = ready_everywhere,
     stop_with_loads: bool = False,
 ) -> Iterator[EchoStep]:
     """One batch per step: a fresh one from `loads` if the policy loads, else the last one again.
@@ -56,10 +51,6 @@ def echo_batches(
         that of the `EchoPlan` of its decisions.
       policy: an `EchoPlan`, or `measured`.
       first_step: the step at which to resume; `measured` must know the decisions before it.
-      augment: `(batch, key) -> batch`, run on the device in every step, fresh or echoed, with a key
-        of the step. Echoed steps augment the loaded batch anew.
-      key: for augment, folded with the step.
-      agree: `ready -> ready`, from this process's answer to that of all; for `measured`.
       stop_with_loads: ends the run when `loads` ends, as after an epoch, instead of raising.
 
     Returns:
@@ -68,8 +59,8 @@ def echo_batches(
       again; `batch`, its arrays on the device. Both numbers count from the start of the run.
 
     Raises:
-      ValueError: at the call, for an empty source, a missing key, or values out of range; from
-        `next`, if a step donated a batch that is used again.
+      ValueError: at the call, for an empty source, or values out of range; from `next`, if a
+        step donated a batch that is used again.
       LoadError: from `next`, with the number of a load that fails, is late or is missing; after a
         late one `next` may be called again.
 
@@ -95,11 +86,7 @@ def echo_batches(
         raise ValueError("measured asks whether a batch is ready: pass loads=load_ahead(...).")
     # The steps whose decisions are known.
     plans.check_whole("first_step", first_step, 0, policy.known.total_steps)
-    if augment is not None:
-        plans.check_function("augment", augment, "batch", "key")
-    if augment is not None or key is not None:
-        key = plans.check_key(key)
-    stream = _Stream(loads, policy, first_step, augment, key, agree, stop_with_loads)
+    stream = _Stream(loads, policy, first_step, stop_with_loads)
     for first in stream:  # now, so that this call raises for an empty source
         return itertools.chain([first], stream)
     return iter(())
@@ -108,15 +95,12 @@ def echo_batches(
 class _Stream(Iterator):
     """The iterator; unlike a generator it goes on after an error, as of a late batch."""
 
-    def __init__(self, loads, policy, step, augment, key, agree, stop_with_loads):
+    def __init__(self, loads, policy, step, stop_with_loads):
         self._loads, self._source, self._policy = loads, iter(loads), policy
-        self._step, self._agree, self._stop_with_loads = step, agree, stop_with_loads
+        self._step, self._stop_with_loads = step, stop_with_loads
         known = policy.known
         self._count = int(known.loads_before(step))  # loads so far
         self._uses = step - int(known.load_steps[self._count - 1]) if step else 0
-        self._augment, self._key = augment and _compiled(augment), key
-        with jax.transfer_guard("allow"):
-            self._counter = augment and jnp.int32(step)  # the step, on the device
         self._failed = self._batch = None
         # The run resumes at an echoed step. After the last step it needs no batch.
         if step < policy.total_steps and known.first_load(step) < self._count:
@@ -128,7 +112,7 @@ class _Stream(Iterator):
             raise StopIteration
         fresh = policy.decide(
             step, loads=self._count, uses=self._uses,
-            ready=lambda: self._agree(self._loads.ready()),
+            ready=lambda: ready_everywhere(self._loads.ready()),
         )  # fmt: skip
         if fresh:
             self._batch = self._fetch(self._count, may_end=self._stop_with_loads)
@@ -138,12 +122,8 @@ class _Stream(Iterator):
                 f"step {step} uses load {self._count - 1} again, but step {step - 1} donated its "
                 "arrays: do not donate the batch, or donate a copy, jax.tree.map(jnp.copy, batch)."
             )
-        batch = self._batch
-        if self._augment:  # makes new arrays, also of leaves that it returns unchanged
-            key, self._counter = _key_of(self._key, self._counter)
-            batch = self._augment(batch, key)
         self._step, self._uses = step + 1, self._uses + 1
-        return EchoStep(step, self._count - 1, fresh, batch)
+        return EchoStep(step, self._count - 1, fresh, self._batch)
 
     def _fetch(self, load, *, may_end):
         if self._failed:  # a generator that failed would now end
@@ -166,19 +146,3 @@ class _Stream(Iterator):
             what = f"failed in step {self._step}: {said(error)}."
             self._failed = LoadError(load, f"{what} Resume from this step.")
             raise self._failed from error
-
-
-@functools.partial(jax.jit, donate_argnames="step")
-def _key_of(key, step):
-    """(the key of a step, the next step), which stays on the device."""
-    return jax.random.fold_in(key, step), step + 1
-
-
-def _compiled(augment):
-    """The jitted function. JAX compiles one that has a hash once for all calls of `echo_batches`,
-    as for every epoch, while the function lives."""
-    try:
-        hash(augment)
-    except TypeError:  # a dataclass or module with arrays
-        return jax.jit(lambda batch, key: augment(batch, key))
-    return jax.jit(augment)

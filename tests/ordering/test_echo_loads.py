@@ -48,7 +48,7 @@ def test_a_run_resumes_from_the_load_that_an_error_names(given):
     first = PLAN.first_load(5)
     assert first == 2
     rest = given(Source(99, first=first), first_load=first)
-    assert_same([*uses, *echo_batches(rest, PLAN, first_step=5)], whole_run("plain"))
+    assert_same([*uses, *echo_batches(rest, PLAN, first_step=5)], whole_run())
 
 
 def test_no_batch_is_lost_after_a_timeout():
@@ -67,7 +67,7 @@ def test_no_batch_is_lost_after_a_timeout():
                 if late == 2:  # after a second timeout
                     source.go_on.set()
         assert late >= 2
-        assert_same(uses, whole_run("plain"))
+        assert_same(uses, whole_run())
 
 
 @pytest.mark.parametrize("depth", [1, 3])

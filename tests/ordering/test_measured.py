@@ -12,7 +12,7 @@ from ordering import echo, input
 from ordering.echo import echo_batches, measured, stream
 from syncopate.unstable import multihost_utils
 from tests import reference
-from tests.echo_source import MODES, Source, assert_same, batch, options
+from tests.echo_source import Source, assert_same, batch
 from tests.refused import refuses
 from tests.two_processes import start_two
 from tests.waiting import wait_for
@@ -29,10 +29,10 @@ class Scripted(Source):
         self.asked_in.append(self.step)
         return self.answers[self.step]
 
-    def run(self, policy, first_step=0, **options):
+    def run(self, policy, first_step=0):
         """The uses of all steps."""
         self.step = first_step
-        steps, uses = echo_batches(self, policy, first_step=first_step, **options), []
+        steps, uses = echo_batches(self, policy, first_step=first_step), []
         for use in steps:
             uses.append(use)
             self.step = use.step + 1
@@ -70,18 +70,17 @@ def policy(max_factor=4, **options):
     return measured(total_steps=24, max_factor=max_factor, **options)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_measured_resumes_at_any_step(mode):
-    expected = Scripted(ANSWERS).run(policy(), **options(mode))
+def test_measured_resumes_at_any_step():
+    expected = Scripted(ANSWERS).run(policy())
     record = [use.fresh for use in expected]
     assert 1 < sum(record) < 24
     for step in range(25):
         first = echo.EchoPlan(record[:step]).first_load(step) if step else 0
         loader = Scripted(ANSWERS, first)
-        found = loader.run(policy(decided=record[:step]), first_step=step, **options(mode))
+        found = loader.run(policy(decided=record[:step]), first_step=step)
         assert_same(found, expected[step:])
     again = Scripted([True] * 24)  # other answers, but recorded decisions
-    assert_same(again.run(policy(decided=record), **options(mode)), expected)
+    assert_same(again.run(policy(decided=record)), expected)
     assert again.asked_in == []
 
 
@@ -96,7 +95,9 @@ def test_a_step_loads_only_if_all_processes_are_ready(monkeypatch):
         heard.append((loader.step, ready))
         return ready and other[loader.step]
 
-    assert [use.fresh for use in loader.run(policy(), agree=agree)] == fresh
+    with monkeypatch.context() as patch:
+        patch.setattr(stream, "ready_everywhere", agree)
+        assert [use.fresh for use in loader.run(policy())] == fresh
     assert heard == [(t, ANSWERS[t]) for t in asked]
     monkeypatch.setattr(jax, "process_count", lambda: 3)
     for others in ([1, 1], [1, 0], [0, 0]):

@@ -56,9 +56,7 @@ TAKE_KEYS = {
     "loss": lambda key: ordering.per_example(
         lambda p, x, key: p * x.sum() * jax.random.normal(key)
     )(jnp.ones(()), jnp.asarray(ROWS[0]), key),
-    "echo": lambda key: [*echo.echo_batches(
-        [{"x": ROWS[0]}], echo.fixed(2, total_steps=2), key=key,
-        augment=lambda batch, key: batch["x"] + jax.random.normal(key))],
+    "echo": lambda key: echo.bernoulli(0.5, total_steps=40, key=key).marked,
     "model": lambda key: models.lenet().init(key),
 }  # fmt: skip
 
