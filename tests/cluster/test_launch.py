@@ -135,15 +135,11 @@ def test_a_script_starts_a_run_with_known_flags(name):
 
 def test_a_job_set_has_one_pod_per_process():
     found = yaml.safe_load((USE / "launching" / "jobset.yaml").read_text())
-    assert (found["apiVersion"], found["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     [job] = found["spec"]["replicatedJobs"]
     pods = job["template"]["spec"]
     [container] = pods["template"]["spec"]["containers"]
     values = train_flags(container["command"][-1].replace("=$JOB_COMPLETION_INDEX", "=3"))
-    assert pods["completionMode"] == "Indexed" and job["replicas"] == 1
     assert pods["parallelism"] == pods["completions"] == values.num_processes == values.workers
-    name = found["metadata"]["name"]
-    assert values.coordinator_address == f"{name}-{job['name']}-0-0.{name}:8476"
 
 
 def scripted(tmp_path, name, *arguments, codes, **environment):

@@ -11,7 +11,7 @@ import pytest
 
 from experiments.cluster import lock, progress
 from experiments.training import checkpoint
-from tests.commands import ROOT, SHORT, finish, records, train_run
+from tests.commands import ROOT, SHORT, records, train_run
 
 HOLDER = """
 import sys, time
@@ -106,21 +106,6 @@ def test_a_run_whose_lock_is_lost_writes_nothing_more(
     path.unlink(missing_ok=True)
     train_run(command, tmp_path)
     assert records(tmp_path) == whole
-
-
-@pytest.mark.slow
-def test_a_run_that_was_overtaken_leaves_the_files_of_the_other(tmp_path, monkeypatch, whole):
-    """The lock is deleted, and a second process does the whole run before the first goes on."""
-
-    def overtake():
-        (tmp_path / lock.NAME).unlink()
-        finish(["experiments.train", *SHORT], tmp_path)
-
-    noted(monkeypatch, overtake)
-    with pytest.raises(OSError, match="the lock of this run, is gone"):
-        train_run(SHORT, tmp_path)
-    assert records(tmp_path) == whole and (tmp_path / "model").exists()
-    assert not (tmp_path / lock.NAME).read_bytes()
 
 
 def test_one_of_many_concurrent_runs_gets_the_folder(tmp_path, capsys):

@@ -107,20 +107,12 @@ def older(folder):
     shutil.copytree(folder / "56", folder / "60")
 
 
-DAMAGE = {
-    "a file cut": (lambda folder: cut(largest(folder)), r"state/\S+ not as digest.txt says"),
-    "no digest": (
-        lambda folder: (folder / "60" / "digest.txt").unlink(),
-        "No such .*digest.txt",
-    ),
-    "another step": (older, "it is that of step 56"),
-}
-
-
-@pytest.mark.parametrize("how", DAMAGE)
-def test_a_damaged_checkpoint_is_passed_over(copied, capsys, how):
+@pytest.mark.parametrize("act,told", [
+    (lambda folder: cut(largest(folder)), r"state/\S+ not as digest.txt says"),
+    (older, "it is that of step 56"),
+])  # fmt: skip
+def test_a_damaged_checkpoint_is_passed_over(copied, capsys, act, told):
     program, folder, state, found = copied
-    act, told = DAMAGE[how]
     act(folder)
     outcome, again = trained(program, plans_of(), saving=run.Saving(folder, at_end=True))
     said = capsys.readouterr().out
@@ -224,12 +216,9 @@ LINES = {  # of a run with checkpoints of steps 21 and 24, after three and four 
     "garbage": (lambda x: [*x, b"\x00\xff{"], 24),
     "a last line gone": (lambda x: x[:-1], 21),
     "a last line cut": (lambda x: [*x[:-1], x[-1][:40]], 21),
-    "a last end of a line gone": (lambda x: [*x[:-1], x[-1][:-1]], 21),
     "two lines gone": (lambda x: x[:2], "24: it needs 4 records, and .* holds 2 .*21: it needs 3"),
-    "empty": (lambda x: [], "it needs 4 records, and metrics.jsonl holds 0 up to there"),
     "swapped": (lambda x: [x[1], x[0], *x[2:]], "line 1 .* was changed, as .* delete metrics.sha"),
     "a line of another": (lambda x: [x[0].replace(b'"seed": 0', b'"seed": 1'), *x[1:]], "line 1 "),
-    "binary": (lambda x: [bytes(range(256)) * 9], "line 1 of .* was changed"),
     "more than a line": (lambda x: [*x, x[-1], x[-1]], "line 5 of .* was changed"),
 }
 
@@ -264,7 +253,7 @@ def test_lost_lines_are_written_again(finished, tmp_path, capsys):
     assert len(hashes) == 4 and hashes[:3] == (finished / "metrics.sha256").read_text().split()[:3]
 
 
-def test_settings_of_jax_that_decide_numbers_belong_to_a_run(finished, tmp_path):
+def test_data_and_settings_of_jax_belong_to_a_run(finished, tmp_path, monkeypatch):
     folder = shutil.copytree(finished, tmp_path / "run")
     for name, value in (
         ("jax_default_prng_impl", "rbg"), ("jax_threefry_partitionable", False),
@@ -278,6 +267,15 @@ def test_settings_of_jax_that_decide_numbers_belong_to_a_run(finished, tmp_path)
                 train_run(SAVED, folder)
         finally:
             jax.config.update(name, before)
+    digits = TASKS["digits"]
+
+    def others(*args, **choices):
+        task = digits(*args, **choices)
+        return task._replace(test={**task.test, "y": task.test["y"][::-1]})
+
+    monkeypatch.setitem(TASKS, "digits", functools.wraps(digits)(others))
+    with pytest.raises(ValueError, match=r"settings \(data: .*-"):
+        train_run(SAVED, folder)
 
 
 def test_conditions_hold_the_flags_of_xla_but_the_number_of_devices(monkeypatch):
@@ -375,21 +373,3 @@ def test_records_of_other_settings_go_before_the_new_ones_come(tmp_path, monkeyp
 
 def interrupted():
     raise KeyboardInterrupt
-
-
-def test_a_run_goes_on_with_its_own_data_alone(finished, tmp_path, monkeypatch):
-    folder = shutil.copytree(finished, tmp_path / "run")
-    metrics = folder / "metrics.jsonl"
-    whole = metrics.read_text()
-    digits = TASKS["digits"]
-
-    def others(*args, **choices):
-        task = digits(*args, **choices)
-        return task._replace(test={**task.test, "y": task.test["y"][::-1]})
-
-    with monkeypatch.context() as patch:
-        patch.setitem(TASKS, "digits", functools.wraps(digits)(others))
-        with pytest.raises(ValueError, match=r"settings \(data: .*-"):
-            train_run(SAVED, folder)
-    train_run(SAVED, folder)
-    assert metrics.read_text() == whole

@@ -182,14 +182,3 @@ def test_three_processes_end_as_workers_of_which_one_has_no_weight(
         assert "Continues from the checkpoint of step 60" in text
         last = records(tmp_path / "run")[-1]
         assert last["ended"] and last["living"] == [*range(count)] and last["step"] == 120
-
-
-@pytest.mark.slow
-def test_without_a_death_processes_find_what_they_find_without_the_flag(tmp_path):
-    """Where all have the same parameters; else a mean of three is added up otherwise."""
-    found = []
-    for name, survive in {"with": "--survive=5", "without": ""}.items():
-        length = ["--total_steps=60", "--evaluate_every=10"]
-        launched(tmp_path / name, 3, 1000, *length, survive=survive)
-        found.append(records(tmp_path / name / "run"))
-    assert [{**r, "living": [0, 1, 2]} for r in found[1]] == found[0]
