@@ -10,8 +10,7 @@ Expected: QSR takes 9711 rounds (10.375 %) on ViT-B and 24792 (39.731 %) on ResN
 Assumes that workers wait for what is sent, and no latency. ViT-B's seconds per step come from the
 published total times on 16 GPUs; ResNet-152's are an assumption: pass --step_seconds.
 
-For the echo factor that costs nothing, see `experiments.advise`, which measures a load and a step;
-for what echo policies lose, `experiments.echoing --dry_run --speeds=R`.
+For the echo factor that costs nothing, see `experiments.advise`, which measures a load and a step.
 """
 
 import functools

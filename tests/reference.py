@@ -318,39 +318,6 @@ def echoed_local_sgd(params, gradient, p, coins, p_sync, sync_coins, rate):
     return np.array(history), load + 1, averages
 
 
-def loads_ahead(decide, total_steps, load_ticks, step_ticks, depth):
-    """Loading ahead of echoed steps, tick by tick: (decisions, ticks that steps waited).
-
-    A thread loads, one after the other, into a queue of `depth` batches, and keeps a finished one
-    in its hand while the queue is full. decide(step, loads, uses, ready) -> bool. Ticks before the
-    first step do not count.
-    """
-    queue, hand, busy, begun = 0, False, 0, 0  # busy: ticks that the present load still takes
-    fresh, left, uses, wanted, waited = [], 0, 0, False, 0  # left: ticks of the present step
-    while True:
-        for who in ("thread", "steps", "thread"):
-            if who == "thread":
-                if hand and queue < depth:
-                    queue, hand = queue + 1, False
-                if not hand and not busy and begun < len(load_ticks):
-                    busy, begun = load_ticks[begun], begun + 1
-            elif not left:
-                if not wanted:
-                    if len(fresh) == total_steps:
-                        return fresh, waited
-                    wanted = decide(len(fresh), sum(fresh), uses, queue > 0)
-                    if not wanted:
-                        fresh, uses, left = [*fresh, False], uses + 1, step_ticks
-                if wanted and queue:
-                    queue, wanted = queue - 1, False
-                    fresh, uses, left = [*fresh, True], 1, step_ticks
-        waited += bool(wanted and fresh)
-        left -= bool(left)
-        if busy:
-            busy -= 1
-            hand = not busy
-
-
 def hash_signs(seed, places):
     """The signs of `ordering.sketches.linear.hash_signs`, in integers of 64 bits."""
     x = np.uint64(places) * np.uint64(0x9E3779B1) & np.uint64(0xFFFFFFFF) ^ np.uint64(seed)

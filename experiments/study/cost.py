@@ -5,8 +5,8 @@ of one worker, compiles it unless told not to, and prints what is known before t
 that of one worker's program on a device of its own, as XLA lays it out for the backend at hand; the
 collectives' buffers are not in it. The forecast assumes a device that computes --device_teraflops,
 of the operations that XLA counts in a gradient (the body of a loop once), and a link of --gigabits;
-it leaves out evaluation, balancing, and the launch of a step, which is most of a small one. Loads
-of a policy that decides online are those of a simulated clock.
+it leaves out evaluation, balancing, and the launch of a step, which is most of a small one. A
+policy that decides online is taken to load as often as the input allows.
 
 With --topology the programs are compiled for a slice of TPUs or GPUs instead, a device for each
 worker, which need not be there: see docs/use/accelerators.md. Both compilers come from PyPI and ask
@@ -43,7 +43,6 @@ from experiments.training.program import lifted, state_shapes, steps_of
 from experiments.training.step import TrainState, epoch_end_of, sync_of, worker_of
 from local_opt.cost import KINDS
 from local_opt.workers import AXIS
-from ordering.echo.plans import EchoPlan, Measured
 from ordering.kernel import BLOCK
 from ordering.pairs import slice_size
 from syncopate.mesh import is_key
@@ -191,43 +190,6 @@ def price(run: Sequence[dict], machine: Machine) -> float:
     names = ("step", "loads", "allreduces")
     steps, loads, sent = (np.diff([r[name] for r in run], prepend=0) for name in names)
     return float(time(machine, steps=steps, loads=loads, sent=sent).sum())
-
-
-# A batch that is late by fewer steps than this is on time: R steps of t_load / R seconds take as
-# long as a load only up to rounding.
-ROUNDING = 1e-6
-
-
-def pace_of(
-    policy: EchoPlan | Measured, load: Float[ArrayLike, "*n"], *, depth: int = 2
-) -> tuple[EchoPlan, float]:
-    """What a policy decides, and for how many steps' time it waits, if `load_ahead` loads for it.
-
-    F_j = max(F_j-1, S_j-depth-1) + L_j;  S_j = max(F_j, S_j-1 + uses_j-1), in steps, where load j
-    ends at F_j and is first used at S_j. `load` is L, a number or one for each load. The thread
-    loads one batch at a time while the queue has a place, and holds one batch more. `measured`
-    finds a batch ready in a step that starts at F_j or later. All steps take the same time.
-    """
-    fresh, each = np.empty(policy.total_steps, bool), np.broadcast_to(load, policy.total_steps)
-    starts = []  # S_j
-    finished = stall = 0.0  # F of the next load; F_0 = 0 starts the clock
-    uses = 0
-    for step in range(policy.total_steps):
-        late = finished - (step + stall)
-        ready = late <= ROUNDING
-        fresh[step] = policy.decide(
-            step, loads=len(starts), uses=uses, ready=lambda ready=ready: ready
-        )
-        if fresh[step]:
-            stall += 0.0 if ready else late
-            starts.append(step + stall)
-            uses, freed = 0, len(starts) - depth - 1  # the load whose place the next one takes
-            begin = max(finished, starts[freed]) if freed >= 0 else finished
-            if len(starts) < len(each):
-                finished = begin + each[len(starts)]
-        uses += 1
-    plan = policy if isinstance(policy, EchoPlan) else EchoPlan(fresh, "measured, simulated")
-    return plan, float(stall)
 
 
 class Shapes(NamedTuple):
@@ -443,9 +405,6 @@ def slice_of(name: str, workers: int) -> tuple[Mesh, Chip]:
     return Mesh(np.array(devices), (AXIS,)), chip
 
 
-MEMORY = {"": 1.0} | {letter: 1024.0**i for i, letter in enumerate("KMGTPE", 1)}
-
-
 class Collective(NamedTuple):
     """An instruction of a compiled program.
 
@@ -479,10 +438,9 @@ class Compiled(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """A program that the memory does not hold: bytes that it needs, and those that it may have."""
+    """A program that the memory does not hold."""
 
-    needed: float
-    available: float
+    why: str
 
 
 def compile_or_refuse(lowered: jax.stages.Lowered, chip: Chip) -> Compiled | Refused:
@@ -491,14 +449,14 @@ def compile_or_refuse(lowered: jax.stages.Lowered, chip: Chip) -> Compiled | Ref
         with uncached():
             program = lowered.compile(compiler_options=dict(chip.compiler.options) or None)
     except jax.errors.JaxRuntimeError as error:
-        if (refused := shortage(str(error))) is None:
-            raise
-        return refused
+        if lacks := re.search(r"Ran out of memory.*", str(error)):
+            return Refused(lacks[0])
+        raise
     seconds = clock.perf_counter() - start
     stats, cost = program.memory_analysis(), program.cost_analysis() or {}
     planned, total = chip.compiler.plans, buffer_bytes(program)
     if not planned and total > chip.memory:
-        return Refused(total, chip.memory)
+        return Refused(f"Its buffers take {show_bytes(total)} of {show_bytes(chip.memory)}.")
     memory = {
         "arguments": stats.argument_size_in_bytes,
         "temporaries": stats.temp_size_in_bytes,
@@ -528,16 +486,6 @@ def uncached():
     finally:
         jax.config.update("jax_enable_compilation_cache", before)
         compilation_cache.reset_cache()
-
-
-def shortage(message: str) -> Refused | None:
-    """What a compiler's message says of memory that does not suffice; None: it is about others."""
-    size = r"([\d.]+)([KMGTPE]?)B?"
-    for pattern in (rf"\({size}\) exceeds available \w+ \({size}\)", rf"Used {size} of {size}"):
-        if found := re.search(pattern, message):
-            needed, unit, available, other = found.groups()
-            return Refused(float(needed) * MEMORY[unit], float(available) * MEMORY[other])
-    return None
 
 
 def collectives_of(text: str) -> list[Collective]:
@@ -585,22 +533,6 @@ def computations(text: str) -> Iterator[tuple[str, list[str]]]:
 # A dry run.
 
 
-class Assumed(NamedTuple):
-    """The assumptions of a forecast."""
-
-    compiles: bool = True
-    device_flops: float = 50 * TERA  # per second
-    gigabits: float = 25.0  # of a worker's link, per second
-    topology: str | None = None  # as of `slice_of`; None: the backend at hand
-    reads: bool = False  # batches are handed over there; else the data stay on the devices
-
-
-def assumed(values) -> Assumed:
-    """The assumptions given by parsed flags."""
-    flops, reads = values.device_teraflops * TERA, values.input != "device"
-    return Assumed(values.compile, flops, values.gigabits, values.topology, reads)
-
-
 class Listed(NamedTuple):
     """A program, the first arm that runs it, and the compiler's analysis."""
 
@@ -610,17 +542,18 @@ class Listed(NamedTuple):
     found: Compiled | Refused
 
 
-def dry_run(task: Task, recipe: Recipe, study, given: Assumed) -> str:
+def dry_run(task: Task, recipe: Recipe, study, values) -> str:
     """Markdown: the facts of the task, and what every arm would cost, at every speed of the input.
 
     Args:
       task: may be abstract; recipe: in which setting.
       study: what has `arms` by name, as a `Study`, and `speeds` R of the input, or ().
+      values: parsed flags, of the group "forecast" and --input.
     """
-    mesh, chip = slice_of(given.topology, recipe.workers) if given.topology else (None, None)
-    step_seconds = _gradient_flops(task, recipe) / given.device_flops
-    shaped = functools.partial(shapes_of, task, recipe, mesh=mesh, reads=given.reads)
-    shapes_by = functools.cache(shaped)
+    mesh, chip = slice_of(values.topology, recipe.workers) if values.topology else (None, None)
+    step_seconds = _gradient_flops(task, recipe) / (TERA * values.device_teraflops)
+    reads = values.input != "device"
+    shapes_by = functools.cache(functools.partial(shapes_of, task, recipe, mesh=mesh, reads=reads))
     bytes_by = functools.cache(lambda *own: buffer_bytes(lower_step(task, recipe, *own).compile()))
     rows, listed = [], {}
     for speed in study.speeds or (None,):
@@ -628,10 +561,10 @@ def dry_run(task: Task, recipe: Recipe, study, given: Assumed) -> str:
             order, rule, _ = arm.rows
             own = order, rule.rounds  # arms share programs
             shapes = shapes_by(*own)
-            row = _row(task, recipe, arm, speed, step_seconds, shapes, given)
+            row = _row(task, recipe, arm, speed, step_seconds, shapes, values.gigabits)
             rows.append(row)
             if chip is None:
-                known = show_bytes(bytes_by(*own)) if given.compiles else "not compiled"
+                known = show_bytes(bytes_by(*own)) if values.compile else "not compiled"
                 row["memory of a worker"] = known
                 continue
             names = [*shapes.programs]
@@ -642,39 +575,40 @@ def dry_run(task: Task, recipe: Recipe, study, given: Assumed) -> str:
                     found = compile_or_refuse(shapes.programs[name](), chip)
                     listed[*own, name] = Listed(name, arm.label, shapes, found)
             row["peak of a device"] = _peak([listed[*own, name].found for name in names], chip)
-    known = _facts(task, recipe) | ({} if chip is None else _slice_facts(task, given, mesh, chip))
+    known = _facts(task, recipe) | (
+        {} if chip is None else _slice_facts(task, values.topology, mesh, chip)
+    )
     facts = [{"what": name, "value": value} for name, value in known.items()]
     left = left_out(study.arms.values(), task, recipe)
     facts += [{"what": "left out", "value": text} for text in left]
     return "\n\n".join([markdown(facts), markdown(rows), *_details(listed.values(), chip)])
 
 
-def _row(task, recipe, arm, speed, step_seconds, shapes: Shapes, given: Assumed) -> dict:
+def _row(task, recipe, arm, speed, step_seconds, shapes: Shapes, gigabits: float) -> dict:
     (order, rule, _), sizes = arm.rows, shapes.sizes
     plans = plans_of(task, recipe, arm, speed=speed)
-    uses, seconds = plans.echo, plans.total_steps * step_seconds
-    if speed is not None or uses.online:
-        uses, stall = pace_of(uses, speed or 1)
-        seconds += stall * step_seconds
-    rounds = uses.loads if plans.sync is None else plans.sync.rounds
+    steps, echo, slowness = plans.total_steps, plans.echo, speed or 0
+    loads = math.ceil(steps / max(1, slowness)) if echo.online else echo.loads
+    rounds = loads if plans.sync is None else plans.sync.rounds
+    computed = time(Machine(step_seconds, slowness * step_seconds), steps=steps, loads=loads)
     size, ring = num_params(task.model), {"num_workers": sizes.workers}
-    sent = traffic(task, order, rule, sizes, shapes.sync_in_step)(rounds, uses.loads)
-    waited = sent * 8 * local_opt.sync_bytes(size, **ring) / (1e9 * given.gigabits)
+    sent = traffic(task, order, rule, sizes, shapes.sync_in_step)(rounds, loads)
+    waited = sent * 8 * local_opt.sync_bytes(size, **ring) / (1e9 * gigabits)
     return ({} if speed is None else {"R": f"{speed:g}"}) | {
         "arm": arm.label,
-        "steps": plans.total_steps,
-        "loads": uses.loads,
+        "steps": steps,
+        "loads": loads,
         "rounds": rounds,
-        "volume": f"{volume({'allreduces': sent, 'step': plans.total_steps}):.3%}",
+        "volume": f"{volume({'allreduces': sent, 'step': steps}):.3%}",
         "sent per worker": show_bytes(sent * local_opt.sync_bytes(size, **ring)),
         "state of the order": show_bytes(shapes.bytes_of("orders")),
-        "forecast": _time(seconds) + (f" + {_time(waited)} of syncs" if waited else ""),
+        "forecast": _time(computed) + (f" + {_time(waited)} of syncs" if waited else ""),
     }
 
 
 def _peak(found, chip) -> str:
-    if refused := [one for one in found if isinstance(one, Refused)]:
-        return f"does not fit: {show_bytes(refused[0].needed)}"
+    if any(isinstance(one, Refused) for one in found):
+        return "does not fit"
     peak = max(one.memory["peak"] for one in found)
     return f"{show_bytes(peak)}, {peak / chip.memory:.1%}"
 
@@ -698,19 +632,16 @@ def _details(listed, chip) -> list[str]:
 
 
 def _lacking(one: Listed, chip) -> str:
-    """How much memory is missing, and which flags reduce it."""
-    needed, available = one.found
+    """Why a program does not fit, and which flags reduce what it needs."""
     fields = {"parameters": "params", "the optimizer": "opt_state", "the order": "orders"}
     fields |= {"averages": "averages"} if one.shapes.state.averages else {}
     state = [f"{who} {show_bytes(one.shapes.bytes_of(field))}" for who, field in fields.items()]
-    least = max(needed, chip.memory)
-    larger = [name for name, other in CHIPS.items() if other.memory > least]
+    larger = [name for name, other in CHIPS.items() if other.memory > chip.memory]
     return (
-        f"{one.program}, {one.arm}: does not fit. It needs {show_bytes(needed)} of "
-        f"{show_bytes(available)}; {show_bytes(needed - available)} are missing. "
-        f"Of the state {', '.join(state)}; the rest is data and what the program computes. Take a "
-        "sketch for an exact order, --input=thread, a smaller --unit_size, --units_per_step or "
-        f"model, or another chip: {', '.join(larger) or 'none is large enough'}."
+        f"{one.program}, {one.arm}: does not fit. {one.found.why} Of the state "
+        f"{', '.join(state)}; the rest is data and what the program computes. Take a sketch for an "
+        "exact order, --input=thread, a smaller --unit_size, --units_per_step or model, or another "
+        f"chip: {', '.join(larger) or 'none is larger'}."
     )
 
 
@@ -764,10 +695,10 @@ def _facts(task: Task, recipe: Recipe) -> dict:
     }  # fmt: skip
 
 
-def _slice_facts(task: Task, given: Assumed, mesh, chip) -> dict:
+def _slice_facts(task: Task, topology: str, mesh, chip) -> dict:
     kind, held = mesh.devices.flat[0].device_kind, tree_bytes(dict(task.train))
     return {
-        "slice": f"{given.topology}, {mesh.size} x {kind}, a worker each",
+        "slice": f"{topology}, {mesh.size} x {kind}, a worker each",
         "memory of a device": show_bytes(chip.memory),
         "training set on a device": f"{show_bytes(held / mesh.size)}; dealt, {show_bytes(held)}",
     }

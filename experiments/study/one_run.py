@@ -11,7 +11,7 @@ from experiments.cluster import agree, living, lock, processes, progress
 from experiments.cluster.agree import data_hash
 from experiments.results import records
 from experiments.study import flags, tables
-from experiments.study.cost import assumed, dry_run, traffic
+from experiments.study.cost import dry_run, traffic
 from experiments.study.search import go_on
 from experiments.study.study import Study
 from experiments.training import checkpoint, config, input, measure, optimizers, program, resize
@@ -39,7 +39,7 @@ def run(values: absl_flags.FlagValues) -> None:
     _check_survives(values, recipe, arm.rows)
     if values.dry_run:
         only = Study("train", {"run": arm}, values.task, None, (), ())
-        return processes.say(dry_run(task, recipe, only, assumed(values)))
+        return processes.say(dry_run(task, recipe, only, values))
     agree.check_data(task)
     config.sizes_of(task, recipe, deals=arm.rows[0].deals)  # before there is a folder
     folder = values.output_dir or os.path.join("results", f"train_{values.task}")

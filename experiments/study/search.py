@@ -29,7 +29,7 @@ from experiments.results import page, records, statistics
 from experiments.results.records import run_of, whole_runs
 from experiments.results.statistics import Criterion
 from experiments.study import flags
-from experiments.study.cost import assumed, dry_run, traffic
+from experiments.study.cost import dry_run, traffic
 from experiments.study.study import Study, arms_of
 from experiments.study.tables import Arm, config_of, left_out, plans_of
 from experiments.tasks.base import Recipe, Task
@@ -60,7 +60,7 @@ def run(study: Study, values: absl_flags.FlagValues) -> None:
     if study.speeds and "speeds" in values:
         chosen = chosen._replace(speeds=tuple(values.speeds))
     if values.dry_run:
-        return processes.say(dry_run(task, recipe, chosen, assumed(values)))
+        return processes.say(dry_run(task, recipe, chosen, values))
     agree.check_data(task)
     for text in left_out(chosen.arms.values(), task, recipe):
         processes.say(text)

@@ -11,14 +11,16 @@ import pytest
 
 import local_opt
 import models
+from experiments import train
 from experiments.cluster.devices import worker_mesh
 from experiments.study import cost
-from experiments.study.cost import Assumed, dry_run
+from experiments.study.cost import dry_run
 from experiments.study.tables import WIRES, Arm, row_of
 from experiments.tasks import Recipe, Task
 from experiments.tasks.base import abstract_set
 from experiments.training.config import OrderSetting, Sizes
 from local_opt import sync_bytes
+from tests.commands import parsed
 
 WORKERS = 4
 
@@ -125,7 +127,7 @@ def test_a_dry_run_covers_every_arm():
         "constant": Arm("constant H", "rr", "constant"),
         "all": Arm("all three", "cd_grab", "constant", "fixed"),
     }
-    text = dry_run(task(), RECIPE, Arms(arms, ()), Assumed(compiles=False))
+    text = dry_run(task(), RECIPE, Arms(arms, ()), parsed(train, "--nocompile"))
     assert re.search(r"\| parameters +\| 650 \(2.6 kB\)", text)
     assert re.search(r"\| training examples +\| 322 ", text) and "| loss 0.5 " in text
     rows = dict(zip(arms, rows_of(text), strict=True))
@@ -149,7 +151,7 @@ def test_a_dry_run_has_a_row_per_speed():
         "diffusion": Arm("error diffusion", "rr", "every_load", "diffusion"),
         "measured": Arm("measured", "rr", "every_load", "measured"),
     }
-    rows = rows_of(dry_run(task(10_000), RECIPE, Arms(arms, (1.0, 4.0)), Assumed()))
+    rows = rows_of(dry_run(task(10_000), RECIPE, Arms(arms, (1.0, 4.0)), parsed(train)))
     assert [r["R"] for r in rows] == ["1"] * 3 + ["4"] * 3
     slow = rows[3:]
     assert {r["steps"] for r in slow} == {"80"}

@@ -23,7 +23,6 @@ from experiments.study.cost import (
     CUDA,
     GIB,
     LIBTPU,
-    Assumed,
     Refused,
     collectives_of,
     compile_or_refuse,
@@ -31,7 +30,6 @@ from experiments.study.cost import (
     order_traffic,
     result_bytes,
     shapes_of,
-    shortage,
     slice_of,
 )
 from experiments.study.study import Arm, Study
@@ -214,17 +212,18 @@ def test_blocks_of_pairs_are_those_of_the_target_chip():
 
 
 def printed(of_task, topology, **arms):
-    study = Study("one", arms, "", None, (), ())
-    return dry_run(of_task, RECIPE, study, Assumed(topology=topology))
+    study, values = Study("one", arms, "", None, (), ()), parsed(train, f"--topology={topology}")
+    return dry_run(of_task, RECIPE, study, values)
 
 
 @both
 def test_a_program_that_does_not_fit_reports_the_missing_memory(chip):
     width, classes = (2**21, 1024) if chip == "v5e" else (2**21, 2048)  # 9 or 17 GB of parameters
     text = printed(task(width, classes), FOUR[chip], run=Arm("CD-GraB", "cd_grab", "qsr"))
-    start = r"fresh step, CD-GraB: does not fit. It needs [\d.]+ GB of [\d.]+ GB; [\d.]+ GB are mis"
-    assert re.search(start, text) and "a sketch for an exact order" in text
-    assert "or another chip: " in text and "does not fit: " in text.split("\n\n")[1]
+    why = r"(Ran out of memory .*[\d.]+G|Its buffers take [\d.]+ GB of 80 GB)"
+    assert re.search(rf"fresh step, CD-GraB: does not fit. {why}", text)
+    assert "a sketch for an exact order" in text and "or another chip: " in text
+    assert "does not fit" in text.split("\n\n")[1]
 
 
 def test_memory_is_compared_if_the_compiler_accepts_any_size():
@@ -233,7 +232,7 @@ def test_memory_is_compared_if_the_compiler_accepts_any_size():
     needed = found["arguments"] + found["outputs"] + found["temporaries"] - found["donated"]
     assert found["peak"] == needed, "all buffers are there at once"
     fits = functools.partial(compile_or_refuse, lowered)
-    assert fits(CPU._replace(memory=needed - 1)) == Refused(needed, needed - 1)
+    assert isinstance(fits(CPU._replace(memory=needed - 1)), Refused)
     assert fits(CPU._replace(memory=needed)).memory == found
 
 
@@ -375,14 +374,3 @@ def test_every_collective_counts_once(text, expected):
 def test_bytes_of_a_type():
     assert result_bytes("f32[64,10]{1,0:T(8,128)S(1)}") == 2560
     assert result_bytes("(u32[]{:S(2)}, pred[7]{0}, s4[3], f8e4m3fn[2,2], token[])") == 17
-
-
-@pytest.mark.parametrize("message,needed,available", [
-    ("RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries "
-     "(800.00G) exceeds available HBM (15.75G).", 800.0, 15.75),
-    ("Ran out of memory in memory space hbm. Used 22.50G of 15.75G hbm. Exceeded hbm capacity by "
-     "6.75G.", 22.5, 15.75),
-])  # fmt: skip
-def test_a_memory_shortage_is_parsed_from_the_compiler_s_message(message, needed, available):
-    assert shortage(message) == (needed * 2**30, available * 2**30)
-    assert shortage("INTERNAL: something else") is None
