@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from absl import flags
 
-from experiments.cluster import entry, files
+from experiments.cluster import entry
 from experiments.results import statistics, tables
 from experiments.results.frame import COSTS, frame, named, paired
 from experiments.results.statistics import ABOVE, LOSS, Comparison
@@ -26,44 +26,27 @@ from experiments.study.flags import definer
 from experiments.study.tables import arm_of, plans_of
 
 LEAST_SEEDS = 3
-_CIFAR = "means of 2 x 2 pixels, 20,000 training images, "
-_SMALL = "CIFAR-10 at 16 x 16 for ImageNet, 16 epochs for "
-_BATCHES = f"{_CIFAR}batches of 4 x 32 for 4,096"
-_WIDE = "; 64 workers of one example per step; only the first orders differ between arms"
-_JERSEY = "New Jersey for New York"
-RUNS = {  # (the task, what is smaller than published)
-    "hmda": ("HMDA, logistic regression, W = 4", _JERSEY),
-    "hmda_cosine": ("HMDA, cosine decay, W = 4", _JERSEY),
-    "digits_w64": ("digits, softmax regression, W = 64", f"24 units per worker{_WIDE}"),
-    "sst2_w64": ("SST-2, linear head, W = 64",
-                 f"TF-IDF of the text in 256 dimensions for frozen BERT's features{_WIDE}"),
-    "hmda_w64": ("HMDA, logistic regression, W = 64", f"{_JERSEY}{_WIDE}"),
-    "m4_constant": ("M4 Weekly, constant rate, W = 4", "15 epochs for 30"),
-    "lstm_constant": ("WikiText-2, LSTM, constant rate, W = 4",
-                      "test.txt trains, 10 epochs for 50; 4,096 words"),
-    "m4": ("M4 Weekly, W = 4", "15 epochs for 30; decay every 5"),
-    "lstm": ("WikiText-2, LSTM, W = 4",
-             "test.txt trains, 15 epochs for 50; valid.txt tests: compares with no published "
-             "perplexity; 4,096 words, decay every 5"),
-    "gpt2": ("GPT-2, W = 64",
-             "WikiText-2's test.txt, width 64, 8 epochs; for WikiText-103, 128 and 30; valid.txt "
-             "tests; 2,048 words, windows of 64 for 128, lr 1e-3 and 2e-3 for 5e-4"),
-    "lenet_w64": ("CIFAR-10, LeNet, W = 64",
-                  "4,096 images, 25 epochs for 100; lr 1e-2 and 2e-2 for 1e-3 and 5e-3"),
-    "qsr_cifar10_vit": ("CIFAR-10, ViT, Local AdamW",
-                        f"{_SMALL}300; {_BATCHES}, 60,586 parameters"),
-    "qsr_cifar10_resnet": ("CIFAR-10, ResNet-8, Local SGD",
-                           f"{_SMALL}200; {_BATCHES}, 19,218 parameters"),
-    "qsr_digits_mlp": (
-        "150 digits, perceptron, Local SGD",
-        "few images, fitted for 500 to 5,000 epochs; growth of alpha 4; batches of 8 x 4"),
-    "echo_resnet": ("CIFAR-10, ResNet-8", f"16 x 16, to 38 %; {_CIFAR}two workers"),
-    "echo_resnet_gn": ("CIFAR-10, ResNet-8 with group normalisation",
-                       f"16 x 16, to 38 %; {_CIFAR}two workers"),
-    "echo_digits": ("digits, perceptron of two layers of 512", "800 images, to 96 %"),
-    "echo_mobilenet": ("CIFAR-10, MobileNet-V2", f"16 x 16, to 33 %; {_CIFAR}two workers"),
-    "echo_shakespeare": ("GPT", "characters of Shakespeare, width 64; for WikiText-2; two workers"),
-}  # fmt: skip
+RUNS = {
+    "hmda": "HMDA, logistic regression, W = 4",
+    "hmda_cosine": "HMDA, cosine decay, W = 4",
+    "digits_w64": "digits, softmax regression, W = 64",
+    "sst2_w64": "SST-2, linear head, W = 64",
+    "hmda_w64": "HMDA, logistic regression, W = 64",
+    "m4_constant": "M4 Weekly, constant rate, W = 4",
+    "lstm_constant": "WikiText-2, LSTM, constant rate, W = 4",
+    "m4": "M4 Weekly, W = 4",
+    "lstm": "WikiText-2, LSTM, W = 4",
+    "gpt2": "GPT-2, W = 64",
+    "lenet_w64": "CIFAR-10, LeNet, W = 64",
+    "qsr_cifar10_vit": "CIFAR-10, ViT, Local AdamW",
+    "qsr_cifar10_resnet": "CIFAR-10, ResNet-8, Local SGD",
+    "qsr_digits_mlp": "150 digits, perceptron, Local SGD",
+    "echo_resnet": "CIFAR-10, ResNet-8",
+    "echo_resnet_gn": "CIFAR-10, ResNet-8 with group normalisation",
+    "echo_digits": "digits, perceptron of two layers of 512",
+    "echo_mobilenet": "CIFAR-10, MobileNet-V2",
+    "echo_shakespeare": "GPT",
+}
 CONTROLS = {  # what should not have the effect of a pair of arms
     ("cd_grab", "rr"): ("unzip", "id_mean", "id_pair"),
     ("qsr", "parallel"): ("constant",),
@@ -236,7 +219,7 @@ def effect_of(claim: Claim, recorded: Mapping[str, Comparison]) -> Effect:
 
 
 def page(folder=None) -> str:
-    """The Markdown of all claims and of their runs: docs/results/papers.md below its head."""
+    """The Markdown of all claims: docs/results/papers.md between its head and its runs."""
     from experiments.results import archive
 
     folder = folder or archive.FOLDER
@@ -251,7 +234,7 @@ def page(folder=None) -> str:
             note = f"; {effect.note}" if effect.note else ""
             at = f", lr {claim.rate:g}" if claim.rate else ""
             rows.append({
-                "claim": f"[{RUNS[claim.run][0]}](#{claim.run}): {claim.text}{at}",
+                "claim": f"[{RUNS[claim.run]}](#{claim.run}): {claim.text}{at}",
                 **({"published": claim.paper} if claim.paper else {}), "ours": effect.text,
                 "verdict": words[-1] + note, "seeds": len(effect.values) or "-",
             })  # fmt: skip
@@ -271,23 +254,7 @@ def page(folder=None) -> str:
         word = "reproduced" if ours == published else "none of that size"
         plans += [{"claim": f"{text}: rounds, volume against parallel", "published": published,
                    "ours": ours, "verdict": word}]  # fmt: skip
-    runs = [run_of(name, pathlib.Path(folder, name)) for name in recorded]
-    return "\n\n".join([
-        chance, *parts, "## Plans, which need no run", tables.markdown(plans),
-        "## Runs", *([tables.markdown(runs)] if runs else ()),
-    ])  # fmt: skip
-
-
-def run_of(name: str, path: pathlib.Path) -> dict[str, str]:
-    """A recorded run, with a link to the commands that made it."""
-    from experiments.results import archive
-
-    title, scaled = RUNS[name]
-    versions = files.read_json(path / archive.VERSIONS)
-    link = f"../../experiments/runs/{name}/{archive.COMMAND}"
-    made = f"JAX {versions['jax']} on {versions['device']}"
-    return {"commands": f'<a id="{name}"></a>[{name}]({link})', "run": title,
-            "scaled down": scaled, "made with": made}  # fmt: skip
+    return "\n\n".join([chance, *parts, "## Plans, which need no run", tables.markdown(plans)])
 
 
 def define_flags(values: flags.FlagValues) -> None:

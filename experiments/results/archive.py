@@ -22,8 +22,7 @@ from syncopate.refusals import UserError
 
 FOLDER = pathlib.Path(__file__).parents[1] / "runs"
 METRICS, COMMAND, COMPARISON = "metrics.jsonl.gz", "command.txt", "comparison.json"
-VERSIONS = "versions.json"
-COPIED = ("settings.json", VERSIONS, COMPARISON)
+COPIED = ("settings.json", "versions.json", COMPARISON)
 DIGITS = 6  # significant ones
 
 

@@ -29,8 +29,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jax.typing import ArrayLike
-from jaxtyping import Float
 
 import local_opt
 from experiments.cluster.devices import owned_sharding, shared_sharding
@@ -575,9 +573,8 @@ def dry_run(task: Task, recipe: Recipe, study, values) -> str:
                     found = compile_or_refuse(shapes.programs[name](), chip)
                     listed[*own, name] = Listed(name, arm.label, shapes, found)
             row["peak of a device"] = _peak([listed[*own, name].found for name in names], chip)
-    known = _facts(task, recipe) | (
-        {} if chip is None else _slice_facts(task, values.topology, mesh, chip)
-    )
+    known = _facts(task, recipe)
+    known |= {} if chip is None else _slice_facts(task, values.topology, mesh, chip)
     facts = [{"what": name, "value": value} for name, value in known.items()]
     left = left_out(study.arms.values(), task, recipe)
     facts += [{"what": "left out", "value": text} for text in left]

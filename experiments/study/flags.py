@@ -221,14 +221,6 @@ def recipe_fields(values: flags.FlagValues) -> dict:
     return found
 
 
-def names_of(values: flags.FlagValues, name: str, known: Mapping) -> list[str]:
-    """The value of a flag that lists keys of a mapping; UserError if a key is unknown."""
-    for text in values[name].value or [""]:
-        if text not in known:
-            raise UserError(f"--{name} has {[text]}: names are {', '.join(known)}")
-    return values[name].value
-
-
 def given(values: flags.FlagValues, names: Iterable[str]) -> dict:
     """The flags of these names that are set."""
     return {name: values[name].value for name in names if values[name].value is not None}
