@@ -6,14 +6,13 @@ r"""Recommends which of the three decisions to use on your machine, for your tas
 It measures for about a minute, on one worker: a step, the same step with an order, and the time to
 load a batch from the task's own source. With --run=mesh it also measures the network, as an
 all-reduce of the parameters over the devices of one or several processes; otherwise each value of
---gigabits is one network. It then prices every combination of decisions in the recorded
-factorials (experiments/runs, those with the nearest number of units per worker and step). It prints
-the fastest combination, its price, and which others are statistically tied with it. To use your own
-task, add a file to experiments/tasks/.
+--gigabits is one network. It then prices every combination of decisions in the recorded factorials
+(runs/map.json; those with the nearest number of units per worker and step), and prints the fastest
+one, and which others are statistically tied with it. To use your own task, add a file to
+experiments/tasks/.
 """
 
 import os
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -24,18 +23,17 @@ from absl import flags as absl_flags
 import syncopate
 from experiments.cluster import entry, files
 from experiments.results import tables
-from experiments.results.statistics import interval, reached, target_of
+from experiments.results.statistics import interval
 from experiments.study import flags
-from experiments.study.tables import TABLES, row_of
+from experiments.study.tables import row_of
 from experiments.tasks.base import SPEED
 from experiments.training.config import Sizes, num_params
 from syncopate.refusals import UserError
 
-PERIOD = 24  # H of the recorded local steps
+# Of the recorded runs: the order, and H of local steps.
+ORDER, PERIOD = "cd_grab+sketch256+dealt", 24
 STEPS, REPEATS = 64, 5  # of each timing
 GIGABITS, LATENCY = (1.0, 10.0, 100.0, 400.0), 3e-5  # networks; seconds of a sync beside its bytes
-# Of a recorded factorial: its task, and the uses of a batch where it is used again.
-NAME = re.compile(r"map_(?P<task>[a-z0-9]+)_\d+x\d+_e(?P<uses>\d+)")
 
 
 class Combination(NamedTuple):
@@ -62,56 +60,26 @@ class Factorial(NamedTuple):
     """One task at one size of the batch per worker.
 
     Fields:
-      task: its name; sizes: of the runs; order: a name of ORDERS, that of combinations with one.
+      task: its name; sizes: of the runs.
       taken: (steps, loads, rounds) up to the target at the best rate, float64[3, seeds], by
         combination, without those that never arrive with some seed.
     """
 
     task: str
     sizes: Sizes
-    order: str
     taken: dict[Combination, np.ndarray]
 
-    @property
-    def size(self) -> str:
-        return f"{self.sizes.workers} x {self.sizes.units_per_step}"
 
-
-def load(folder: os.PathLike | None = None) -> list[Factorial]:
-    """The recorded factorials, those with one target but other uses of a batch joined."""
-    from experiments.results import archive
-
-    folder = folder or archive.FOLDER
-    found: dict[tuple, Factorial] = {}
-    for name in sorted(os.listdir(folder)):
-        if match := NAME.fullmatch(name):
-            comparison = archive.load(name, folder)
-            settings = files.read_json(os.path.join(folder, name, "settings.json"))
-            own = _factorial(match, comparison, settings)
-            known = found.setdefault((own.task, own.size, target_of(comparison)), own)
-            known.taken.update(own.taken | known.taken)
-    return list(found.values())
-
-
-def _factorial(match, comparison, settings) -> Factorial:
-    taken, order = {}, None
-    speed, criterion = comparison.speeds[0], comparison.criterion
-    plain = next(iter(comparison.baseline(speed).runs.values()))[-1]  # a record
-    for own in comparison.at(speed):
-        ends = [reached(run, criterion) for run in own.runs.values()]
-        if ends and None not in ends:
-            ordered, local, echoed = (ends[0][name] != plain[name] for name in TABLES)
-            order = ends[0]["order"] if ordered else order
-            combination = Combination(ordered, local, int(match["uses"]) if echoed else 1)
-            columns = [[at[name] for at in ends] for name in ("step", "loads", "rounds")]
-            taken[combination] = np.array(columns, float)
-    longest = max(comparison.records, key=lambda r: r["loads"])  # one that diverged has none
-    loads_per_epoch = round(longest["loads"] / longest["epoch"])
-    named = ("workers", "units_per_step", "unit_size")
-    workers, per_step, size = (int(settings[name]) for name in named)
-    return Factorial(
-        match["task"], Sizes(workers, loads_per_epoch * per_step, per_step, size), order, taken
-    )
+def load() -> list[Factorial]:
+    """The recorded factorials experiments/runs/map_*, joined by task, size and target."""
+    found = files.read_json(os.path.join(os.path.dirname(__file__), "runs", "map.json"))
+    return [
+        Factorial(
+            own["task"], Sizes(*own["sizes"]),
+            {Combination(*arm["of"]): np.array(arm["to"], float) for arm in own["taken"]},
+        )
+        for own in found["factorials"]
+    ]  # fmt: skip
 
 
 def near(known: Sequence[Factorial], units_per_step: int) -> list[Factorial]:
@@ -132,7 +100,7 @@ def logs_of(machine, found: Factorial) -> dict[Combination, np.ndarray]:
     """
     from experiments.study.cost import order_traffic, time
 
-    traffic = order_traffic(row_of("order", found.order), found.sizes, machine.parameters)
+    traffic = order_traffic(row_of("order", ORDER), found.sizes, machine.parameters)
     result = {}
     for combination, (steps, loads, rounds) in found.taken.items():
         sent = np.array([traffic(int(n)) for n in loads]) if combination.order else 0.0
@@ -165,13 +133,13 @@ def define_flags(values: absl_flags.FlagValues) -> None:
     define([SPEED], "gigabits", [*GIGABITS], text)
 
 
-def order_ratio(task, recipe, order: str) -> float:
+def order_ratio(task, recipe) -> float:
     """Time of a fresh step with the order over one without, timed side by side; at least 1."""
     from experiments import timing
 
     short = recipe._replace(total_steps=STEPS, warmup_steps=0, bound_every=0)
     calls, _ = timing.training_calls(
-        task, short, {"plain": ("rr+dealt", "parallel"), "order": (order, "parallel")}
+        task, short, {"plain": ("rr+dealt", "parallel"), "order": (ORDER, "parallel")}
     )
     seconds = timing.medians(calls, REPEATS)
     return max(1.0, seconds["order"] / seconds["plain"])
@@ -195,7 +163,7 @@ def measured_sync(mesh, parameters: int) -> float:
     return timing.medians({"sync": lambda: mean(zeros)}, REPEATS)["sync"]
 
 
-def machines_of(task, recipe, order, values) -> list:
+def machines_of(task, recipe, values) -> list:
     """One machine per network, from what was measured here."""
     from experiments import timing
     from experiments.cluster import processes
@@ -205,7 +173,7 @@ def machines_of(task, recipe, order, values) -> list:
     if mesh is not None and values["gigabits"].present:
         raise UserError("--gigabits is unused, as --run=mesh measures the network: leave one out.")
     here = timing.measure(task, recipe)
-    here = here._replace(ordered=order_ratio(task, recipe, order), parameters=size)
+    here = here._replace(ordered=order_ratio(task, recipe), parameters=size)
     if mesh is not None:
         syncs = {"measured": measured_sync(mesh, size)}
     else:
@@ -220,9 +188,9 @@ def machines_of(task, recipe, order, values) -> list:
     ]
 
 
-def command_of(combination: Combination, order: str) -> str:
+def command_of(combination: Combination) -> str:
     """Flags of `experiments.train` for these decisions, as they were recorded."""
-    parts = [f"--order={order if combination.order else 'rr+dealt'}"]
+    parts = [f"--order={ORDER if combination.order else 'rr+dealt'}"]
     parts += [f"--sync=constant --h_base={PERIOD}" if combination.local else "--sync=parallel"]
     if combination.uses > 1:
         parts.append(f"--echo=fixed --echo_factor={combination.uses}")
@@ -236,7 +204,6 @@ def advice(machine, known: Sequence[Factorial]) -> str:
     mean, half = interval(-logs[best])
     mean, low, high = np.exp([mean, mean - half, mean + half])
     rivals = ", ".join(c.label for c in close)
-    tasks, order = f"{len(known)} tasks", known[0].order
     doubt = f"Statistically tied: {rivals}." if rivals else "No other combination is close."
     rows = [
         {
@@ -248,8 +215,10 @@ def advice(machine, known: Sequence[Factorial]) -> str:
         }
         for c in sorted(logs, key=lambda c: logs[c].mean())
     ]
-    gain = f"{mean:.1f} times as fast as none ({low:.1f} to {high:.1f}, 95 % over {tasks})"
-    told = f"Use {best.label}: {gain}. {doubt}\n    {command_of(best, order)}"
+    gain = (
+        f"{mean:.1f} times as fast as none ({low:.1f} to {high:.1f}, 95 % over {len(known)} tasks)"
+    )
+    told = f"Use {best.label}: {gain}. {doubt}\n    {command_of(best)}"
     if not low > 1:
         told = f"Nothing is shown to help{f': {best.label} is {gain}' if best != NONE else ''}."
     return (
@@ -261,19 +230,19 @@ def advice(machine, known: Sequence[Factorial]) -> str:
 def run(values: absl_flags.FlagValues) -> None:
     from experiments.cluster import processes
 
-    print("Reading the recorded runs", file=sys.stderr, flush=True)
     known = load()
     processes.start(values)
     task, recipe = flags.setting_from_flags(values)
     processes.say("Measuring a load, and steps with and without an order", file=sys.stderr)
     known = near(known, recipe.units_per_step)
-    found = machines_of(task, recipe, known[0].order, values)
+    found = machines_of(task, recipe, values)
     first, each = found[0], recipe.units_per_step * recipe.unit_size
     processes.say(
         f"{task.name}, {first.parameters:,} parameters, {recipe.workers} workers with {each} "
         f"examples per step each. Measured: {1e3 * first.step:.3g} ms for a step, "
         f"{first.ordered:.2f} times that with an order, {1e3 * first.load:.3g} ms for a load. "
-        f"Recorded tasks: {', '.join(f.task for f in known)} at {known[0].size}."
+        f"Recorded tasks: {', '.join(f.task for f in known)} at "
+        f"{known[0].sizes.workers} x {known[0].sizes.units_per_step}."
     )
     for machine in found:
         processes.say(f"\n{advice(machine, known)}")

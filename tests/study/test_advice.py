@@ -5,6 +5,7 @@ import pytest
 
 from experiments import advise
 from experiments.advise import Combination, Factorial
+from experiments.results import archive, frame
 from experiments.study.cost import Machine, order_traffic
 from experiments.study.tables import row_of
 from experiments.training.config import Sizes
@@ -29,7 +30,7 @@ def factorial(task="a", **changes):
         ECHO: taken(2000, 500, 2000),
         ALL: taken(1200, 300, 60),
     } | changes.get("taken", {})
-    return Factorial(task, changes.get("sizes", SIZES), "cd_grab+sketch256+dealt", of)
+    return Factorial(task, SIZES, of)
 
 
 def test_times_equal_a_sum_by_hand():
@@ -62,13 +63,22 @@ def test_the_best_depends_on_the_machine(load, sync, best):
 
 
 def test_only_combinations_of_all_tasks_are_predicted():
-    few = Factorial(
-        "b", SIZES, "cd_grab+sketch256+dealt", {PLAIN: taken(9, 9, 9), ORDER: taken(3, 3, 3)}
-    )
-    assert set(advise.predict(Machine(parameters=10**6), [factorial(), few])) == {
-        PLAIN,
-        ORDER,
-    }
+    few = Factorial("b", SIZES, {PLAIN: taken(9, 9, 9), ORDER: taken(3, 3, 3)})
+    found = advise.predict(Machine(parameters=10**6), [factorial(), few])
+    assert set(found) == {PLAIN, ORDER}
+
+
+def test_the_table_of_factorials_is_that_of_the_recorded_runs():
+    """Steps, loads and rounds to the target, at each arm's best rate."""
+    (known,) = (f for f in advise.load() if f.task == "digits" and f.sizes.units_per_step == 16)
+    for uses in (2, 4):
+        comparison = archive.load(f"map_digits_4x16_e{uses}")
+        runs = frame.frame(comparison)
+        for arm in comparison.arms:
+            echoed = uses if arm.endswith("+fixed") else 1
+            combination = Combination(arm.startswith(advise.ORDER), "+constant+" in arm, echoed)
+            to = runs.loc[arm, ["to step", "to loads", "to rounds"]].to_numpy(float).T
+            np.testing.assert_array_equal(known.taken[combination], to)
 
 
 def test_advice_measures_and_recommends(capsys):
