@@ -12,7 +12,7 @@ import os
 import pathlib
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from absl import flags
 
@@ -103,11 +103,13 @@ def write_all(
     folder: str, title: str, texts: Mapping[str, str], pictures: Mapping[str, Callable | str],
     asked: tuple[str, str] = ("", ""),
 ) -> str:  # fmt: skip
-    """Writes tables, pictures and the page that contains both. Returns the tables.
+    """Writes tables, pictures, and report.html of both. Returns the tables.
 
     Args:
-      texts: by the name of their file; pictures: functions of a path and a title, by the name of
-        theirs; "" if there is none. What an earlier call left under its name is removed.
+      texts: Markdown by the name of its file, of which tables, headings and emphasis are shown as
+        such, and everything else as it stands.
+      pictures: functions of a path and a title, by the name of theirs; "" if there is none. What an
+        earlier call left under its name is removed.
       asked: the question, and its answer in a sentence.
     """
     drawn = []
@@ -116,43 +118,35 @@ def write_all(
         path.unlink(missing_ok=True)
         if draw:
             draw(path=str(path), title=title)
-        drawn += [name] * path.exists()
+        drawn += [path] * path.exists()
     for name, text in texts.items():
         files.write_whole(os.path.join(folder, name), text + "\n")
-    write_page(folder, title, pictures=drawn, texts=texts, asked=asked)
+    known = {"title": html.escape(title), "style": STYLE.read_text(encoding="utf-8")}
+    body = "\n".join(_body(pathlib.Path(folder), title, texts, drawn, asked))
+    files.write_whole(os.path.join(folder, "report.html"), PAGE.format(body=body, **known))
     return "\n\n".join(texts.values())
 
 
-def write_page(
-    folder: str, title: str, *, pictures: Iterable[str], texts: Mapping[str, str],
-    asked: tuple[str, str] = ("", ""),
-) -> None:  # fmt: skip
-    """Writes report.html: what this call has made, this command, and folded the settings.
-
-    Args:
-      pictures: names of PNG files in the folder; texts: Markdown by name, of which tables, headings
-        and emphasis are shown as such, and everything else as it stands; asked: as of `write_all`.
-    """
+def _body(folder, title, texts, drawn, asked) -> Iterator[str]:
+    """What this call has made, this command, and folded the settings."""
     from markdown_it import MarkdownIt
 
-    folder = pathlib.Path(folder)
     parser = MarkdownIt("zero").enable(["table", "heading", "emphasis"])
-    question, answer = map(html.escape, asked)
-    parts = [f"<h1>{question}</h1>"] * bool(question)
-    parts += [f"<p><strong>{answer}</strong></p>"] * bool(answer)
-    parts += [f"<p>{html.escape(title)}</p>" if question else f"<h1>{html.escape(title)}</h1>"]
+    question, answer, title = map(html.escape, (*asked, title))
+    yield f"<h1>{question or title}</h1>"
+    yield f"<p><strong>{answer}</strong></p>" * bool(answer)
+    yield f"<p>{title}</p>" * bool(question)
     for name, text in texts.items():
         words = name.removesuffix(".md").removeprefix("table").strip("_").replace("_", " ")
         words = html.escape(words[:1].upper() + words[1:] or "Comparison")
-        parts.append(f"<h2>{words}</h2>\n{parser.render(text)}")
-    parts += [f"<p>{INTERVALS}</p>", *(_picture(folder / name) for name in pictures)]
-    parts.append(f"<h2>Command</h2>\n<pre>{html.escape(command_line())}</pre>")
+        yield f"<h2>{words}</h2>\n{parser.render(text)}"
+    yield f"<p>{INTERVALS}</p>"
+    yield from map(_picture, drawn)
+    yield f"<h2>Command</h2>\n<pre>{html.escape(command_line())}</pre>"
     for path in filter(pathlib.Path.exists, (folder / name for name in SHOWN)):
         text = html.escape(path.read_text(encoding="utf-8"))
         summary = f"<summary>{path.stem.capitalize()}</summary>"
-        parts.append(f"<details>{summary}<pre>{text}</pre></details>")
-    known = {"title": html.escape(title), "style": STYLE.read_text(encoding="utf-8")}
-    files.write_whole(str(folder / "report.html"), PAGE.format(body="\n".join(parts), **known))
+        yield f"<details>{summary}<pre>{text}</pre></details>"
 
 
 def _picture(path: pathlib.Path) -> str:

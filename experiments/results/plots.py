@@ -1,5 +1,6 @@
 """Pictures: curves over their costs, effects, and herding bounds."""
 
+import collections
 import io
 import itertools
 import math
@@ -20,23 +21,16 @@ BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 RED, PINK, BLUE, GREY = "#D55E00", "#CC79A7", "#0072B2", "#999999"
 COLOURS, MARKERS = (BLACK, ORANGE, SKY, GREEN, RED, PINK, BLUE, GREY), "os^vDPX*<>hd"
 # Of a method in every picture: what a table starts from is black, of one idea is of one colour.
-METHODS = {
-    "rr": (BLACK, "o"), "blocks": (SKY, "P"), "unzip": (GREY, "D"), "id_mean": (PINK, "v"),
-    "id_pair": (ORANGE, "^"), "cd_grab": (BLUE, "s"), "so": (GREEN, "X"), "herding": (RED, "*"),
-    "parallel": (BLACK, "o"), "accumulate": (GREY, "D"), "constant": (RED, "^"),
-    "matched": (RED, "v"), "post_local": (ORANGE, "D"), "swap": (SKY, "X"), "inverse": (PINK, "<"),
-    "qsr": (GREEN, "P"), "cubic": (BLUE, ">"), "every_load": (SKY, "h"), "every_factor": (RED, "d"),
-    "accumulate_factor": (GREY, "P"), "coins": (PINK, "X"),
-    "none": (BLACK, "o"), "fixed": (ORANGE, "^"), "bernoulli": (RED, "v"), "diffusion": (PINK, "X"),
-    "measured": (SKY, "*"),
-    # Arms of slow input with names of their own.
-    "local": (GREEN, "p"), "larger_lr": (BLUE, "s"), "diffusion_every": (PINK, "d"),
-    "algorithm2": (RED, "<"), "proximal": (ORANGE, "h"), "proximal_strong": (ORANGE, "D"),
-}  # fmt: skip
-USUAL = ("rr", "parallel", "none")
-# Of a variant: a dash, so long, per word of the name; 3 of those that are not here.
-DASHES = dict.fromkeys(USUAL, 0) | dict.fromkeys(("scaled", "normalized", "linear"), 1)
-DASHES |= dict.fromkeys(("shifted", "fragments", "multistep"), 6)
+METHODS = dict.fromkeys(("rr", "parallel", "none"), BLACK)
+METHODS |= dict.fromkeys(("blocks", "swap", "every_load", "measured"), SKY)
+METHODS |= dict.fromkeys(("unzip", "accumulate", "accumulate_factor"), GREY)
+METHODS |= dict.fromkeys(("id_mean", "inverse", "coins", "diffusion", "diffusion_every"), PINK)
+METHODS |= dict.fromkeys(("id_pair", "post_local", "fixed", "proximal", "proximal_strong"), ORANGE)
+METHODS |= dict.fromkeys(("cd_grab", "cubic", "larger_lr"), BLUE)
+METHODS |= dict.fromkeys(("so", "qsr", "local"), GREEN)
+METHODS |= dict.fromkeys(
+    ("herding", "constant", "matched", "every_factor", "bernoulli", "algorithm2"), RED
+)
 CURVES = 5  # of one panel, at most
 
 
@@ -246,35 +240,22 @@ def _zoom(axis, found: Sequence[np.ndarray]):
 
 
 def looks(names: Iterable[str]) -> dict[str, dict]:
-    """{name: its colour, marker and dash}, which its words decide, whatever else is shown.
+    """{name: its colour, marker and dash}.
 
-    The first method that is not usual gives the colour, the second one the marker, other words the
-    dash. Names without a method get a colour that is free; of two with one look, the later a marker
-    that is free.
+    The first method of its words that is not black gives the colour, whatever else is shown. Names
+    without a method get a colour that is free; those of one colour differ by marker and dash.
     """
-    found = {}
+    found, used = {}, collections.Counter()
     for name in sorted(names, key=lambda name: not METHODS.keys() & {*name.split("+")}):
-        words = name.split("+")
-        known = [word for word in words if word in METHODS]
-        methods = [word for word in known if word not in USUAL] or known[:1]
-        used = [style["color"] for style in found.values()]
-        free = min(COLOURS, key=used.count), "o"
-        colour, marker = METHODS[methods[0]] if methods else free
-        others = [word for word in words if word not in methods[:2]] if methods else []
-        kinds = (re.sub(r"\d.*", "", word) for word in others)
-        dash = [length for kind in kinds if (length := DASHES.get(kind, 3))]
-        marker = METHODS[methods[1]][1] if methods[1:] else marker
-        styles = (
-            _style(colour, own, [*dash, *[1] * more])
-            for more in itertools.count() for own in (marker, *MARKERS)
-        )  # fmt: skip
-        found[name] = next(style for style in styles if style not in found.values())
+        colours = [METHODS[word] for word in name.split("+") if word in METHODS]
+        free = min(COLOURS, key=lambda colour: used[colour])
+        colour = next((c for c in colours if c != BLACK), colours[0] if colours else free)
+        dash, marker = used[colour] // len(MARKERS), COLOURS.index(colour) + 5 * used[colour]
+        used[colour] += 1
+        line = (0, (6, *(1.5, 1.5) * dash, 1.5)) if dash else "-"
+        found[name] = {"color": colour, "marker": MARKERS[marker % len(MARKERS)], "linestyle": line,
+                       "markevery": 0.1, "ms": 4}  # fmt: skip
     return {name: found[name] for name in names}
-
-
-def _style(colour: str, marker: str, dash: Sequence[float]) -> dict:
-    line = (0, [part for length in dash for part in (length, 1.5)]) if dash else "-"
-    return {"color": colour, "marker": marker, "linestyle": line, "markevery": 0.1, "ms": 4}
 
 
 def effects(found: Sequence, path: str, title: str) -> None:

@@ -90,22 +90,21 @@ EVIL = "<script>alert(1)</script>&"
 
 
 def test_the_report_escapes_and_embeds_its_content(tmp_path, monkeypatch):
-    (tmp_path / "table.md").write_text(f"{EVIL}\n\n| a | b |\n| - | - |\n| {EVIL} | `{EVIL}` |\n")
     (tmp_path / "settings.json").write_text(json.dumps({"x": EVIL}))
-    Image.new("RGB", (3, 2)).save(tmp_path / "comparison R2.png")
     main = types.SimpleNamespace(__spec__=types.SimpleNamespace(name="experiments.qsr"))
     monkeypatch.setitem(sys.modules, "__main__", main)
     monkeypatch.setattr(sys, "argv", ["/some/where/qsr.py", "--data_dir=my dir", f"--x={EVIL}"])
     (tmp_path / "table_old.md").write_text("of an earlier call")
     Image.new("RGB", (3, 2)).save(tmp_path / "old.png")
-    texts = {f"table{EVIL}.md": (tmp_path / "table.md").read_text()}
-    page.write_page(str(tmp_path), EVIL, pictures=["comparison R2.png"], texts=texts)
+    texts = {f"table{EVIL.replace('/', '')}.md": f"{EVIL}\n\n| a |\n| - |\n| {EVIL} |\n"}
+    drawn = {"comparison R2.png": lambda path, title: Image.new("RGB", (3, 2)).save(path)}
+    page.write_all(str(tmp_path), EVIL, texts, drawn)
     text = (tmp_path / "report.html").read_text()
-    # Title and heading, the table's four, settings and command.
-    assert text.count(html.escape(EVIL)) == 8 and "<script" not in text
+    # Title and heading, text and cell, settings and command.
+    assert text.count(html.escape(EVIL)) == 6 and "<script" not in text
     assert "of an earlier call" not in text and "old.png" not in text
     assert html.escape("python -m experiments.qsr '--data_dir=my dir' '--x=") in text
-    assert text.count("<td>") == 2 and text.count('src="data:image/png;base64,') == 1
+    assert text.count("<td>") == 1 and text.count('src="data:image/png;base64,') == 1
     assert "http" not in text.replace("http-equiv", "")  # nothing is loaded
 
 
@@ -119,9 +118,9 @@ LABELS = [
 def test_markup_in_labels_stands_as_it_is(tmp_path):
     """Nothing in a cell, a text or a name becomes a picture, a link or a tag."""
     rows = [{"arm": label, label: 1} for label in LABELS[:1]] + [{"arm": x, "": 1} for x in LABELS]
-    texts = {f"table_{label}.md": f"{label}\n\n{markdown([row])}"
+    texts = {f"table_{label.replace('/', '')}.md": f"{label}\n\n{markdown([row])}"
              for label, row in zip([*LABELS, "last"], rows, strict=True)}  # fmt: skip
-    page.write_page(str(tmp_path), LABELS[0], pictures=[], texts=texts)
+    page.write_all(str(tmp_path), LABELS[0], texts, {})
     whole = (tmp_path / "report.html").read_text()
     body = whole.split("<body>")[1]
     found = set(re.findall(r"<(\w+)", body))
