@@ -1,7 +1,6 @@
 """The public functions keep the house's conventions."""
 
 import inspect
-import pathlib
 import re
 
 import pytest
@@ -11,7 +10,6 @@ import models
 import ordering
 from syncopate import plans
 
-ROOT = pathlib.Path(__file__).parents[2]
 PACKAGES = (ordering, ordering.blocks, ordering.echo, ordering.input, models, local_opt, plans)
 PUBLIC = [(package, name) for package in PACKAGES for name in package.__all__]
 # Algorithms out of papers: name who published them.
@@ -82,9 +80,3 @@ ALLOWED = ("front", "backend", "key", "units", "workers", "roles", "gradients", 
 def test_references(name):
     docs = [inspect.getdoc(getattr(p, name)) for p in PACKAGES if hasattr(p, name)]
     assert any(re.search(r"References:\n(.*\n){0,2}.*https?://", doc) for doc in docs)
-
-
-def test_ci_runs_the_commands_of_the_readme():
-    readme, ci = (ROOT / "README.md").read_text(), (ROOT / ".ci" / "run").read_text()
-    ((install, test),) = re.findall(r"^(pip install .*) && (pytest)$", readme, re.M)
-    assert install in ci and test in ci

@@ -1,8 +1,9 @@
-"""The pages of docs/ hold what they say: names are used, links lead somewhere."""
+"""What pages say is there: names, links, files, tables, and the commands that CI runs."""
 
 import importlib.util
 import inspect
 import pathlib
+import pkgutil
 import re
 import types
 
@@ -12,6 +13,7 @@ import yaml
 import local_opt
 import models
 import ordering
+from experiments.study import tables
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -30,17 +32,15 @@ def test_every_public_name_is_used_in_the_page_of_names():
     assert page.split("\n")[2].startswith(f"{len(known)} names"), len(known)
 
 
-PAGES = [ROOT / "experiments" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SITE = sorted((ROOT / "docs").rglob("*.md"))
+WRITTEN = [*ROOT.glob("*.md"), *ROOT.glob("e*/**/*.md"), *ROOT.glob("notebooks/*.md"), *SITE]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_linked_files_are_there(page):
-    for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
-        if not link.startswith(("http:", "https:")):
-            assert (page.parent / link).exists(), link
-
-
-WRITTEN = [*ROOT.glob("*.md"), *ROOT.glob("examples/**/*.md"), *PAGES]
+def test_linked_files_are_there():
+    for page in WRITTEN:
+        for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
+            found = link.startswith(("http:", "https:")) or (page.parent / link).exists()
+            assert found, (page, link)
 
 
 def test_programs_for_users_import_from_syncopate():
@@ -56,22 +56,19 @@ def test_programs_for_users_import_from_syncopate():
 def test_pages_name_what_there_is():
     """Finished research names what its commit had."""
     for page in (page for page in WRITTEN if page.parent.name != "results"):
-        for package, name in re.findall(
-            r"(?<![\w./])(ordering|local_opt)\.(\w+)", page.read_text()
-        ):
-            known = hasattr(globals()[package], name) or name in ("md", "py")
-            assert known or importlib.util.find_spec(f"{package}.{name}"), (page, name)
+        for name in re.findall(r"(?<![\w./])((?:ordering|local_opt)(?:\.\w+)+)", page.read_text()):
+            if not name.endswith((".md", ".py")):
+                assert pkgutil.resolve_name(name), page
 
 
-@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: str(page.relative_to(ROOT)))
-def test_lists_are_lists_and_no_line_has_runs_of_spaces(page):
+def test_lists_are_lists_and_no_line_has_runs_of_spaces():
     """A tool that wraps lines folds the items of a list into one paragraph."""
-    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
-    prose = [line for line in text.splitlines() if not line.startswith(("|", "    "))]
-    assert not re.search(r"^[^|\n]+\n\|", text, re.M), "a table begins after an empty line"
-    for line in prose:
-        assert not re.search(r"\S {3,}\S", line), line
-        assert not re.search(r"[.;:)] [2-9]\. [A-Z`]", line), line
+    for page in WRITTEN:
+        text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+        assert not re.search(r"^[^|\n]+\n\|", text, re.M), "a table begins after an empty line"
+        for line in text.splitlines():
+            if not line.startswith(("|", "    ")):
+                assert not re.search(r"\S {3,}\S|[.;:)] [2-9]\. [A-Z`]", line), (page, line)
 
 
 def test_the_reference_has_every_public_name_once():
@@ -152,3 +149,55 @@ def test_formulas_are_written_as_such():
         text = re.sub(r"^```.*?^```$|`[^`\n]*`", "", path.read_text(), flags=re.M | re.S)
         raw = re.sub(r"^    .*|\$\$.+?\$\$|\$[^$\n]+\$", "", text, flags=re.M | re.S)
         assert not re.search(r"\w\^[\w({]|\bsqrt\b|<<|>>", raw), path.stem
+
+
+CONTRIBUTING, README = ((ROOT / name).read_text() for name in ("CONTRIBUTING.md", "README.md"))
+
+
+def test_the_recipes_to_add_something_name_what_there_is():
+    assert len(re.findall(r"^## Add (.*)$", CONTRIBUTING, re.M)) == 5
+    assert len(CONTRIBUTING.splitlines()) <= 120
+    paths = re.findall(r"`((?:[\w.-]+/)+[\w.-]*)`", CONTRIBUTING)
+    assert len(paths) > 12
+    for path in paths:
+        assert (ROOT / path).exists() or path.endswith("yours.py") or path == "build/site", path
+    rows = re.findall(r"row (?:to|of) `(\w+)` in\s`([\w/.]+)`", CONTRIBUTING)
+    assert len(rows) == 9
+    for name, path in rows:
+        assert re.search(rf"^{name} = ", (ROOT / path).read_text(), re.M), (name, path)
+    assert {*re.findall(r"experiments\.train --(\w+)=yours", CONTRIBUTING)} <= {*tables.TABLES}
+    for name in re.findall(r"`experiments\.(\w+)", CONTRIBUTING):
+        assert (ROOT / "experiments" / f"{name}.py").is_file(), name
+
+
+def test_the_study_of_the_recipe_has_arms_and_a_criterion():
+    (code,) = re.findall(r"```python\n(.*?)```", CONTRIBUTING, re.S)
+    names = {}
+    exec(compile(code, "CONTRIBUTING.md", "exec"), names)
+    study = names["STUDY"]
+    assert list(study.arms) == list(names["RULES"])
+    assert study.criterion.scalar == "valid/accuracy" and study.recipe == "digits_mlp"
+
+
+def test_ci_runs_the_commands_of_the_pages_on_every_python_and_the_oldest_jax_of_the_metadata():
+    run, setup = ((ROOT / name).read_text() for name in (".ci/run", "setup.cfg"))
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    ((install, test),) = re.findall(r"^(pip install .*) && (pytest)$", README, re.M)
+    assert install in run and test in run
+    for check in ("pytest", "ruff check .", "pyright", "mkdocs build --strict"):
+        assert check in CONTRIBUTING and re.search(rf"^ *{re.escape(check)}$", run, re.M)
+    for check in ("pre-commit run --all-files", "mkdocs build --strict", "pytest"):
+        assert f"- run: {check}\n" in workflow
+    known = re.findall(r"Python :: (3\.\d+)$", setup, re.M)
+    assert re.search(r"python: (\[.*\])", workflow)[1] == str(known).replace("'", '"')
+    oldest = re.search(r"jax: jax==(\d+\.\d+)\.0", workflow)[1]
+    assert f"jax>={oldest}\n" in setup and f"python_requires = >={known[0]}\n" in setup
+
+
+def test_the_readme_is_read_in_a_minute():
+    assert len(README.splitlines()) <= 100
+    before = re.sub(r"```.*?```", "", README.partition("## Is it for me?")[0], flags=re.S)
+    assert before != README and len(before.split()) <= 250
+    assert re.search(r"^\|.*\|$", README, re.M)[0].count("|") - 1 <= 5
+    shown = re.findall(r"!\[[^\]]*\]\(([^)]+)\)|<img src=\"([^\"]+)\"", README)
+    assert shown and all((ROOT / (a or b)).exists() for a, b in shown)

@@ -77,6 +77,14 @@ def test_a_program_runs_and_the_loss_that_it_prints_falls(name, capsys, tmp_path
         check_printed(printed, SHOWN[name])
 
 
+def test_the_program_of_the_readme_is_short_and_prints_what_stands_there(capsys):
+    (program,) = re.findall(r"```python\n(.*?)```", README, re.S)
+    lines = [line for line in program.split("\n") if line.strip()]
+    assert len(lines) <= 23 and max(map(len, lines)) <= 100
+    printed = run(program, capsys)[-1].splitlines()
+    assert printed == re.findall(r"`(\S+ above the lowest loss)`", README) and len(printed) == 2
+
+
 FROM_THE_WHEEL = """
 import ordering, pathlib, sys
 files = [getattr(m, "__file__", None) or "" for m in sys.modules.values()]
