@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import local_opt
-import ordering
 from syncopate import command
 from tests.installed import ran
 
@@ -106,10 +105,8 @@ def test_a_program_runs_alone_in_a_process_that_has_but_the_package(name, unpack
 @pytest.mark.parametrize("name", ["optax-0", "flax_equinox-0", "flax_equinox-1", "flax_equinox-2"])
 def test_workers_may_be_devices(name, capsys):
     """By the line in the comment, and by that alone."""
-    line = re.search(
-        r"^WORKERS, STEPS = 4, 300  # on devices: WORKERS = (.*)$", PROGRAMS[name], re.M
-    )
-    code = PROGRAMS[name].replace(line[0], f"WORKERS, STEPS = {line[1]}, 24")
+    line = r"^(WORKERS, STEPS = )4, 300  # on devices: WORKERS = (.*)$"
+    code = re.sub(line, r"\1\2, 24", PROGRAMS[name], flags=re.M)
     left, (first,), _ = run(code, capsys)
     assert left["WORKERS"].shape["worker"] > 1 and first > 2
     assert float(left["loss"]) < 0.75 * first
@@ -119,10 +116,8 @@ def test_workers_may_be_devices(name, capsys):
 
 def test_workers_of_a_balanced_order_may_be_devices(capsys):
     """With the axes that `jax.make_mesh` makes by itself."""
-    line = re.search(r"^WORKERS = 4  # on devices: (.*)$", PROGRAMS["flax_equinox-3"], re.M)
-    left, losses, _ = run(
-        PROGRAMS["flax_equinox-3"].replace(line[0], f"WORKERS = {line[1]}"), capsys
-    )
+    code = re.sub(r"^(WORKERS = )4  # on devices: ", r"\1", PROGRAMS["flax_equinox-3"], flags=re.M)
+    left, losses, _ = run(code, capsys)
     assert left["WORKERS"].shape == {"worker": 4} and losses[-1] < 0.75 * losses[0]
     epoch = np.sort(np.asarray(left["orders"].current), axis=1)
     np.testing.assert_array_equal(epoch, np.tile(np.arange(448), (4, 1)))
@@ -130,51 +125,18 @@ def test_workers_of_a_balanced_order_may_be_devices(capsys):
 
 def test_a_loop_that_is_stopped_ends_with_the_same_bits(capsys, tmp_path, monkeypatch):
     """In the middle of an epoch, of a round, and behind its last checkpoint."""
-    code, read = PROGRAMS["checkpoints-0"], ordering.input.read_epochs
-    (tmp_path / "whole").mkdir()
+    code = PROGRAMS["checkpoints-0"]
+    stopped = code.replace("in reads:\n", "in reads:\n        assert reads.load < 94, 'stopped'\n")
+    for name in ("whole", "stopped"):
+        (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "whole")
     whole, *_ = run(code, capsys)
-
-    class Stop(Exception):
-        pass
-
-    def stopped(*args, **kwargs):
-        with read(*args, **kwargs) as reads:
-            stopped.reads = reads
-            for number, batch in enumerate(reads):
-                if number == 93:
-                    raise Stop
-                yield batch
-
-    class Stopped:
-        """`read_epochs` until batch 93."""
-
-        def __init__(self, *args, **kwargs):
-            self.batches = stopped(*args, **kwargs)
-
-        def __iter__(self):
-            return self.batches
-
-        def __getattr__(self, name):
-            return getattr(stopped.reads, name)
-
-    (tmp_path / "stopped").mkdir()
     monkeypatch.chdir(tmp_path / "stopped")
-    monkeypatch.setattr(ordering.input, "read_epochs", Stopped)
-    with pytest.raises(Stop):
-        run(code, capsys)
-    monkeypatch.setattr(ordering.input, "read_epochs", read)
+    with pytest.raises(AssertionError, match="stopped"):
+        run(stopped, capsys)
     again, losses, _ = run(code, capsys)
     assert again["first"] == 80 and losses
     np.testing.assert_array_equal(again["run"]["w"], whole["run"]["w"])
-
-
-@pytest.mark.slow
-def test_pair_balance_takes_the_place_of_coordinated_orders_by_name(capsys):
-    code = PROGRAMS["together-0"].replace("cd_grab", "pair_balance").replace(', gathers="sync"', "")
-    assert "gathers" not in code
-    _, losses, _ = run(code, capsys)
-    assert losses[-1] < 0.75 * losses[0]
 
 
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if not name.startswith("names-")])
