@@ -1,5 +1,6 @@
 """The package as a user has it: a wheel of this clone, and calls that find nothing of the clone."""
 
+import importlib.util
 import os
 import pathlib
 import shutil
@@ -40,3 +41,11 @@ def ran(arguments, folder, *, given=None, **environment):
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def module_of(path):
+    """A file that no package has, as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,6 +1,5 @@
 """What pages say is there: names, links, files, tables, and the commands that CI runs."""
 
-import importlib.util
 import inspect
 import pathlib
 import pkgutil
@@ -14,6 +13,7 @@ import local_opt
 import models
 import ordering
 from experiments.study import tables
+from tests.installed import module_of
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -89,10 +89,7 @@ def test_the_reference_has_every_public_name_once():
 def hooks():
     pytest.importorskip("mkdocs")
     pytest.importorskip("latex2mathml")
-    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_of(ROOT / "docs" / "hooks.py")
 
 
 def test_the_site_shows_docstrings_whole(hooks):

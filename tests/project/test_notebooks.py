@@ -18,7 +18,7 @@ import sys
 import pytest
 
 from tests.cases import FAST_XLA
-from tests.installed import ran
+from tests.installed import module_of, ran
 
 pytest.importorskip("ipykernel", reason="notebooks are run by ipykernel: install '.[notebooks]'")
 nbformat = pytest.importorskip("nbformat", reason="to read notebooks: install '.[notebooks]'")
@@ -53,7 +53,7 @@ def read(path):
     return nbformat.read(path, as_version=4)
 
 
-def executed(path, package, *, devices=1):
+def executed(path, package, *, devices):
     """The notebook, run in a kernel that finds the installed package and that many CPU devices."""
     environment = os.environ | {
         "PYTHONPATH": str(package),
@@ -136,18 +136,13 @@ def test_short_notebooks_run_without_a_warning_and_show_their_pictures(unpacked)
 
 
 @pytest.mark.slow
-@by_name
-def test_a_notebook_runs_from_a_fresh_kernel(path, unpacked):
-    notebook = executed(path, unpacked)
-    check_outputs(notebook, PICTURES[path.stem])
-    assert "bitwise" not in text_of(notebook) or ": True" in text_of(notebook)
-
-
-@pytest.mark.slow
-def test_local_steps_run_with_one_worker_per_device(unpacked):
-    notebook = executed(ROOT / "notebooks" / "2_local_steps.ipynb", unpacked, devices=4)
-    check_outputs(notebook, PICTURES["2_local_steps"])
-    assert "4 workers, one per device" in text_of(notebook)
+@pytest.mark.parametrize("name,devices", [*((name, 1) for name in PICTURES), ("2_local_steps", 4)])
+def test_a_notebook_runs_from_a_fresh_kernel(name, devices, unpacked):
+    notebook = executed(ROOT / "notebooks" / f"{name}.ipynb", unpacked, devices=devices)
+    check_outputs(notebook, PICTURES[name])
+    text = text_of(notebook)
+    assert "bitwise" not in text or ": True" in text
+    assert devices == 1 or "4 workers, one per device" in text
 
 
 @by_name
@@ -181,18 +176,11 @@ def installed(path, monkeypatch, *, folder, variables=(), devices=(), modules=()
     ({"programs": ["nvidia-smi"], "devices": ["/dev/nvidia0"]}, "jax[cuda12]"),
     ({}, "jax"),
     ({"modules": ["ordering"]}, "jax"),
+    ({"modules": ["ordering", "local_opt"]}, None),  # the project is there
 ])  # fmt: skip
 def test_set_up_installs_jax_for_the_machine_that_it_finds(machine, jax, monkeypatch):
-    folder = ROOT / "notebooks"
-    assert installed(NOTEBOOKS[0], monkeypatch, folder=folder, **machine) == (
-        jax,
-        "..[experiments]",
-    )
-
-
-def test_set_up_installs_nothing_over_the_project(monkeypatch):
-    modules = ["ordering", "local_opt"]
-    assert installed(NOTEBOOKS[0], monkeypatch, folder=ROOT, modules=modules) is None
+    found = installed(NOTEBOOKS[0], monkeypatch, folder=ROOT / "notebooks", **machine)
+    assert found == (jax and (jax, "..[experiments]"))
 
 
 def test_set_up_outside_the_project_takes_its_one_address(monkeypatch, tmp_path):
@@ -209,7 +197,7 @@ def test_set_up_outside_the_project_takes_its_one_address(monkeypatch, tmp_path)
 
 def test_the_address_of_the_project_is_written_once_for_all(tmp_path):
     """Into a copy: one click opens a notebook, whose first cell installs from there."""
-    address = load_address()
+    address = module_of(ROOT / "notebooks" / "address.py")
     shutil.copy(ROOT / "setup.cfg", tmp_path)
     shutil.copytree(ROOT / "notebooks", tmp_path / "notebooks")
     for owner in ("one", "another"):
@@ -226,13 +214,6 @@ def test_the_address_of_the_project_is_written_once_for_all(tmp_path):
             assert notebook.cells[2:] == before.cells[2:]
     with pytest.raises(ValueError, match="'example.org/x' is no https://github.com/OWNER/NAME"):
         address.write(tmp_path, "example.org/x")
-
-
-def load_address():
-    spec = importlib.util.spec_from_file_location("address", ROOT / "notebooks" / "address.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @by_name
