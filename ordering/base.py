@@ -42,6 +42,9 @@ class Ordering(NamedTuple):
     input can be read ahead across the end of the epoch; and `epoch`, int32[], the epochs that
     `next_epoch` has ended, by which readers know that it was called.
 
+    Orders raise a ValueError at construction for sizes out of range, and while tracing for the
+    state of another order or the gradients of another number of units than a step has.
+
     Examples:
       >>> import jax
       >>> from syncopate import ordering
@@ -138,31 +141,23 @@ def checked(
 ) -> Ordering:  # fmt: skip
     """The order, which then refuses empty params, and states of other orders: they may lose units.
 
-    Args:
-      kind: the type of its states; observes: whether it uses gradients; rule: its sign rule.
-      has: whether its states have arrays in the fields of these names.
+    Its states are of this kind, and `has` says whether they have arrays in the fields named.
     """
 
     def check(state, called):
-        if type(state) is not kind:
-            raise ValueError(
-                f"{called} got a {type(state).__name__}, and a state of this order is a "
-                f"{kind.__name__}: pass what init, or the last call of this order, returned."
-            )
-        if state.current.shape != (num_units,):
-            raise ValueError(
-                f"{called} got an order of shape {state.current.shape} for {num_units} units: pass "
-                "a state of this order, under jax.vmap or local_opt.lift those of all workers."
-            )
-        own = all(bool(jax.tree.leaves(getattr(state, name))) == has[name] for name in has)
+        own = type(state) is kind and state.current.shape == (num_units,)
+        own = own and all(bool(jax.tree.leaves(getattr(state, name))) == has[name] for name in has)
         if own and rule is not None:
             init_rule = rule.init
             coins = jax.eval_shape(lambda: init_rule(jax.random.key(0)))
             own = jax.tree.structure(state.rule) == jax.tree.structure(coins)
         if not own:
+            shape = getattr(getattr(state, "current", None), "shape", "none")
             raise ValueError(
-                f"{called} got a {kind.__name__} of an order with another sign rule, other gathers "
-                "or units_per_step: pass a state of this order."
+                f"{called} got a {type(state).__name__} with an order of shape {shape}, and this "
+                f"order has a {kind.__name__} of {num_units} units, a sign rule, gathers and "
+                "units_per_step: pass a state of this order, as init or its last call returned it, "
+                "under jax.vmap or local_opt.lift those of all workers."
             )
 
     def init(key, params=None):
@@ -217,34 +212,16 @@ def permutation(key: Key[Array, ""], size: int) -> Int[Array, "M"]:
 
 
 def _argsort(numbers: UInt32[Array, "M"]) -> Int[Array, "M"]:
-    """The stable argsort.
+    """The stable argsort. A CPU sorts plain numbers several times faster than pairs."""
 
-    A CPU sorts plain numbers three to four times faster than (number, index) pairs. So up to 2^16
-    numbers are sorted in two passes, first by their lower and then by their upper halves, each with
-    the index packed into the low bits; and more of them there in 64 bits, with the index in 32.
-    """
-    size = numbers.shape[0]
-    bits = max(1, (size - 1).bit_length())
-    if bits > 16:
-        return jax.lax.platform_dependent(
-            numbers,
-            cpu=_argsort_in_64_bits,
-            default=lambda numbers: mesh.varying(jnp.argsort(numbers), numbers),
-        )
+    def packed(numbers):  # the number in the upper 32 bits, the index in the lower
+        with jax.enable_x64(True):
+            place = jnp.arange(numbers.shape[0], dtype=jnp.uint64)
+            both = jax.lax.sort((numbers.astype(jnp.uint64) << jnp.uint64(32)) | place)
+            return (both & jnp.uint64(2**32 - 1)).astype(jnp.int32)
 
-    def by(half):
-        packed = jax.lax.sort((half << bits) | jnp.arange(size, dtype=jnp.uint32))
-        return packed & (2**bits - 1)
-
-    lower = by(numbers & 0xFFFF)
-    return lower[by(numbers[lower] >> 16)]
-
-
-def _argsort_in_64_bits(numbers):
-    with jax.enable_x64(True):
-        place = jnp.arange(numbers.shape[0], dtype=jnp.uint64)
-        packed = jax.lax.sort((numbers.astype(jnp.uint64) << jnp.uint64(32)) | place)
-        return (packed & jnp.uint64(2**32 - 1)).astype(jnp.int32)
+    pairs = lambda numbers: mesh.varying(jnp.argsort(numbers), numbers)  # noqa: E731
+    return jax.lax.platform_dependent(numbers, cpu=packed, default=pairs)
 
 
 def begin_epoch(state: State, order: Int[Array, "M"], *cleared: str) -> State:
@@ -346,10 +323,16 @@ def of_only_axis(make: Callable[[str], Ordering]) -> Ordering:
 def shared_key(key: Key[Array, ""], axis_name: str) -> Key[Array, ""]:
     """Worker 0's key, on every worker, for random numbers that are equal on all workers."""
     mesh.axis_size(axis_name)  # raises outside of the axis
-    key = check_key(key)
-    data = jax.random.key_data(key)
-    mine = jnp.where(jax.lax.axis_index(axis_name) == 0, data, jnp.zeros_like(data))
-    return jax.random.wrap_key_data(jax.lax.psum(mine, axis_name), impl=jax.random.key_impl(key))
+    return _of_first(check_key(key), axis_name)
+
+
+def _of_first(x, axis_name):
+    """Worker 0's array, on every worker."""
+    if mesh.is_key(x):
+        data = _of_first(jax.random.key_data(x), axis_name)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    mine = jnp.where(jax.lax.axis_index(axis_name) == 0, x, jnp.zeros_like(x))
+    return jax.lax.psum(mine, axis_name).astype(x.dtype)
 
 
 def simulated(axis_name: str) -> bool:
@@ -361,14 +344,7 @@ def equal_once(tree: PyTree, axis_name: str) -> PyTree:
     """A tree that is equal on all workers; where they are simulated one copy, so not batched."""
     if not simulated(axis_name):
         return tree
-
-    def once(x):
-        if mesh.is_key(x):
-            return shared_key(x, axis_name)
-        first = jnp.where(jax.lax.axis_index(axis_name) == 0, x, jnp.zeros_like(x))
-        return jax.lax.psum(first, axis_name).astype(x.dtype)
-
-    return jax.tree.map(once, tree)
+    return jax.tree.map(lambda x: _of_first(x, axis_name), tree)
 
 
 def check_equal(axis_name: str, rows: Array | None = None) -> None:

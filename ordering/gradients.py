@@ -1,14 +1,10 @@
 """What a training step needs of a loss: losses, the mean gradient, and the rows for an order.
 
-A unit is what an order permutes: one example, or a group of examples that is visited together. The
-gradient of each visited unit is a row.
-
 A loss is a function `(params, batch, key) -> losses` with one loss per example, or the mean loss of
 the batch; one that draws nothing is a function of (params, batch). The functions here turn it into
-`(params, batch, key=None) -> (losses[B], mean gradient, rows)` for the B units of the batch; pass a
-key if the loss takes one. With `has_aux`, as in `jax.value_and_grad`, the loss returns
-`(losses, aux)`, and the result is `((losses[B], aux), mean gradient, rows)`. The signature, name
-and docstring are those of the loss, so that arguments can be passed by name.
+`(params, batch, key=None) -> (losses[B], mean gradient, rows)`: a row is the gradient of a unit,
+an example or a group of examples that is visited together. With `has_aux`, as in
+`jax.value_and_grad`, the loss returns `(losses, aux)`, and so does the function instead of losses.
 """
 
 import functools
@@ -37,9 +33,8 @@ def per_example(
     """One unit and one gradient per example.
 
     Gradients are computed side by side, by vmap, in memory for B gradients and the activations of
-    B examples; or in turn, with the activations of one example. In turn and with `to_sketch`, only
-    two gradients exist at a time. Choose this where memory is short, or where a single example
-    keeps the device busy, as a text does in a transformer; for small models it is much slower.
+    B examples; or in turn, where memory is short or a single example keeps the device busy: with
+    the activations of one example, and with `to_sketch` only two gradients at a time.
 
     The mean gradient is that of the mean loss, also by rules of `jax.custom_vjp` that are not
     linear, such as clipping: the row of unit i is B times the gradient of its part in the mean,
@@ -49,8 +44,7 @@ def per_example(
     Args:
       loss: `(params, batch, key) -> losses[n]` that treats examples separately (no BatchNorm;
         `check_separable` checks this).
-      has_aux: whether the loss returns auxiliary data too. That of the batches of one example is
-        stacked, leaves [B, ...].
+      has_aux: whether the loss returns auxiliary data too, which is stacked, leaves [B, ...].
       to_sketch: from `sketch`; rows are then sketches, float32[B, k], as by `sketch_rows`.
       in_turn: whether to compute one gradient after another, by `jax.lax.scan`.
 
@@ -60,9 +54,8 @@ def per_example(
       the B units, leaves [B, ...].
 
     Raises:
-      ValueError: while tracing, for a batch without a common leading axis or one that is split
-        over an explicit axis of a mesh, if a key is passed to a loss that takes none or the other
-        way round, or if the loss does not return real losses of one per example.
+      ValueError: while tracing, for a batch without a common leading axis or split over an explicit
+        axis of a mesh, for a key that the loss does not take or lacks, or for other losses.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -71,10 +64,6 @@ def per_example(
       >>> losses, mean, rows = ordering.per_example(loss)(jnp.ones(2), jnp.eye(2))
       >>> mean.tolist(), rows.shape
       ([0.5, 0.5], (2, 2))
-
-    References:
-      Cooper et al., Coordinating Distributed Example Orders for Provably Accelerated Training,
-      2023, https://arxiv.org/abs/2302.00845
     """
     if to_sketch is not None:
         plans.check_function("to_sketch", to_sketch, "gradient")
@@ -262,10 +251,6 @@ def microbatch(loss: Callable, *, has_aux: bool = False) -> Callable:
       >>> losses, mean, rows = ordering.microbatch(loss)(jnp.ones(2), jnp.eye(2))
       >>> mean.tolist(), rows.shape
       ([0.5, 0.5], (1, 2))
-
-    References:
-      Cooper et al., Coordinating Distributed Example Orders for Provably Accelerated Training,
-      2023, https://arxiv.org/abs/2302.00845
     """
 
     of_batch = checked_loss(loss, has_aux)
@@ -323,8 +308,7 @@ def check_separable(
 ) -> None:
     """Raises ValueError for a loss that mixes the examples of a batch (BatchNorm, contrastive).
 
-    Compares the loss of every example of a small batch with its loss alone, and between copies of
-    itself.
+    Compares the loss of every example with its loss alone, and between copies of itself.
 
     Args:
       loss: `(params, batch, key) -> losses[n]`.

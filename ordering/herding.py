@@ -95,10 +95,6 @@ def greedy_herding(num_units: int, *, units_per_step: int = 1) -> Ordering:
     Returns:
       An `Ordering` with `GreedyHerdingState`.
 
-    Raises:
-      ValueError: at construction if sizes are out of range; while tracing if there are other
-        gradients than of a step.
-
     Examples:
       >>> from syncopate import ordering
       >>> order = ordering.greedy_herding(16, units_per_step=4)

@@ -47,17 +47,7 @@ def balance(
     rule: SignRule, rule_state: State, total: PyTree, vectors: PyTree, *,
     valid: Bool[Array, "n"], axes: tuple[str, ...] = (),
 ) -> Signed:  # fmt: skip
-    """Signs one block of vectors, with the signs that they get one after the other.
-
-    Args:
-      total: the running sum r; vectors: z_1 .. z_n, leaves [n, ...].
-      valid: which vectors count; the others get a plus, are not added, and the rule ignores them.
-      axes: names of the axes over which the vectors are sharded; products are summed over them.
-
-    Returns:
-      (rule_state, r + sum of s_i z_i, signs in {-1, +1}, taken): the vectors that were taken are
-      those that are valid and finite.
-    """
+    """`balance_blocks` of one block of vectors, leaves [n, ...]."""
     dots, gram = trees.dot(vectors, total), trees.gram(vectors)
     products = _added(jnp.concatenate([dots[:, None], gram], axis=1), axes)
     rule_state, signs = signs_of(rule, rule_state, products[:, 0], products[:, 1:], valid)
@@ -72,13 +62,18 @@ def balance_blocks(
     valid: Bool[Array, "n"] | None = None, axes: tuple[str, ...] = (),
     block_size: int | None = None,
 ) -> Signed:  # fmt: skip
-    """Signs stacked vectors block by block, with the same signs for every block size.
+    """Signs vectors one after the other, with the same signs for every block size.
 
     Args:
-      tree: leaves [n, ...]; the other arguments and the results are those of `balance`.
+      total: the running sum r; tree: leaves [n, ...].
       derive: `element -> z_i`, by default the element itself. It runs inside the loop, so that pair
         differences and centred gradients are not written to memory.
+      valid: which vectors count; the others get a plus, are not added, and the rule ignores them.
+      axes: names of the axes over which the vectors are sharded; products are summed over them.
       block_size: vectors per block; 1 is the plain scan. By default `block_size_of(axes)`.
+
+    Returns:
+      (rule_state, r + sum of s_i z_i, signs in {-1, +1}, taken: those that are valid and finite).
     """
     size = jax.tree.leaves(tree)[0].shape[0]
     valid = jnp.ones(size, bool) if valid is None else valid
@@ -165,15 +160,7 @@ def signs_of(
     rule: SignRule, state: State, dots: Float32[Array, "n"], gram: Float32[Array, "n n"],
     valid: Bool[Array, "n"],
 ) -> Signs:  # fmt: skip
-    """Signs n vectors, one after the other.
-
-    Args:
-      dots: b, the products with the running sum; gram: G, the products with each other.
-      valid: which vectors count.
-
-    Returns:
-      (state, signs): -1, +1, or 0 for a vector that is not valid or whose product is not finite.
-    """
+    """(state, signs) from b and G; 0 for a vector that is not valid or has no finite product."""
     # The kernel holds the state of the rule in registers. Keys are not needed: coins are drawn.
     fits = all(mesh.is_key(leaf) or leaf.ndim == 0 for leaf in jax.tree.leaves(state))
     platform = mesh.platform()
@@ -203,9 +190,7 @@ def signs_in_kernel(
 ) -> Signs:
     """`signs_of` as one Pallas kernel, for rules with scalars and keys in their state.
 
-    Args:
-      triton: as Triton compiles it, whose arrays have powers of two of elements.
-      interpret: as JAX interprets it, on any platform.
+    Triton compiles arrays of powers of two of elements alone; JAX interprets it on any platform.
     """
     size = valid.size
     arrays = gram, dots, valid.astype(jnp.float32), rule.coins(state, size)

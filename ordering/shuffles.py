@@ -31,9 +31,6 @@ def random_reshuffling(num_units: int) -> Ordering:
     Returns:
       An `Ordering`; `observe` ignores the gradients.
 
-    Raises:
-      ValueError: if num_units is below 1.
-
     Examples:
       >>> import jax
       >>> from syncopate import ordering
@@ -58,9 +55,6 @@ def shuffle_once(num_units: int) -> Ordering:
     Returns:
       An `Ordering`; `observe` ignores the gradients.
 
-    Raises:
-      ValueError: if num_units is below 1.
-
     Examples:
       >>> from syncopate import ordering
       >>> order = ordering.shuffle_once(8)
@@ -81,9 +75,6 @@ def flip_flop(num_units: int) -> Ordering:
 
     Returns:
       An `Ordering`; `observe` ignores the gradients.
-
-    Raises:
-      ValueError: if num_units is below 1.
 
     Examples:
       >>> from syncopate import ordering
@@ -153,9 +144,6 @@ def unzip(num_units: int) -> Ordering:
 
     Returns:
       An `Ordering`; `observe` ignores the gradients.
-
-    Raises:
-      ValueError: if num_units is below 1.
 
     Examples:
       >>> import jax

@@ -27,8 +27,7 @@ class SignRule(NamedTuple):
         sign +1 or -1, float32 scalars. It must be elementwise and use no keys: a kernel calls it
         with arrays of one element.
       next_epoch: `state -> state`.
-      coins: `(state, n) -> float32[n]`, random numbers for the next n calls of sign, zeros by
-        default.
+      coins: `(state, n) -> float32[n]`, random numbers for the next n calls of sign; or zeros.
     """
 
     init: Callable[[Key[Array, ""]], State]
@@ -83,9 +82,6 @@ def self_balancing_walk(*, bound: float = 30.0) -> SignRule:
     Returns:
       A randomised `SignRule`. The i-th sign depends on the key, i and <r, c> alone.
 
-    Raises:
-      ValueError: if bound is not positive and finite.
-
     Examples:
       >>> from syncopate import ordering
       >>> rule = ordering.self_balancing_walk(bound=30.0)
@@ -134,9 +130,6 @@ def kernel_halving(*, num_epochs: int, num_pairs: int, delta: float = 0.5) -> Si
 
     Returns:
       A randomised `SignRule`.
-
-    Raises:
-      ValueError: for arguments out of range.
 
     Examples:
       >>> from syncopate import ordering

@@ -44,29 +44,25 @@ def sketched(
     s_i = sum over parameters of [P_f^T G_i Q_f / m^(1/2)] for f = 1 .. m
 
     G_i is the gradient of unit i, P_f and Q_f are sums of its rows and columns with random signs.
-    A step takes little more time and memory than a plain one. E[s_i . s_j] = G_i . G_j, about as
-    accurate as `sketch_rows(per_example(loss)(...))`: at k = 1,024, squared norms on MLPs, LeNet
-    and a small GPT-2 are off by 4.3 to 4.9 % (root mean square) and inner products by 0.031 to
-    0.038 |G_i| |G_j| (`python -m benchmarks.sketch_errors`). It is less accurate for gradients of
-    low rank of very large matrices, with up to six times the variance, and for sums over many
-    positions that nearly have rank one.
+    A step takes little more time and memory than a plain one. E[s_i . s_j] = G_i . G_j: at k =
+    1,024, squared norms on MLPs, LeNet and a small GPT-2 are off by 4.3 to 4.9 % (root mean square)
+    and inner products by 0.031 to 0.038 |G_i| |G_j| (`python -m benchmarks.sketch_errors`), as by
+    `sketch`. Gradients of low rank of very large matrices have up to six times the variance.
 
     The loss may come from any library: products, convolutions and look-ups are found in its
     program. The gradients of parameters that are used in another way are formed for every unit;
     `sketched_parameters` lists them, and of large ones that must be copied a UserWarning tells.
 
     A number that all units share, such as a penalty on the parameters, costs one gradient for all
-    of them. It is in the mean gradient and in every row, as it is in rows of `per_example`: it
-    cancels in the differences of pairs, and in GraB, which takes off the mean. Rules of
-    `jax.custom_vjp` are treated as by `per_example`.
+    of them; it cancels in the differences of pairs, and in GraB, which takes off the mean. Rules
+    of `jax.custom_vjp` are treated as by `per_example`.
 
     Args:
       loss: `(params, batch, key) -> losses[n]` that treats units separately, or their mean.
       key: typed, for the random signs; give all workers the same key.
       size: k, as of `sketch`. For models of at most k parameters, rows are the gradients
         themselves, padded with zeros.
-      has_aux: whether the loss returns auxiliary data too, as in `jax.value_and_grad`. That of all
-        units is stacked, leaves [B, ...].
+      has_aux: whether the loss returns auxiliary data too, which is stacked, leaves [B, ...].
 
     Returns:
       `(params, batch, key=None, scale=None) -> (losses float32[B], mean gradient, sketches
@@ -88,8 +84,6 @@ def sketched(
       ((90, 70), (3, 64))
 
     References:
-      Cooper et al., Coordinating Distributed Example Orders for Provably Accelerated Training,
-      2023, https://arxiv.org/abs/2302.00845
       Pham, Pagh, Fast and Scalable Polynomial Kernels via Explicit Feature Maps, 2013,
       https://doi.org/10.1145/2487575.2487591
     """
@@ -220,11 +214,9 @@ class Plan(NamedTuple):
 
 def plan_of(closed: core.ClosedJaxpr, params: PyTree, rest: PyTree, size: int) -> Plan:
     """The plan from a walk that records all uses."""
-    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(params)]
-    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(params)]
-    seen, met = [[] for _ in shapes], Terms([])
-    unknown = [[] for _ in shapes]
-    ranks = [0] * len(shapes)  # at most, of the gradient of one unit
+    each = jax.tree_util.tree_leaves_with_path(params)
+    seen, unknown, met = [[] for _ in each], [[] for _ in each], Terms([])
+    ranks = [0] * len(each)  # at most, of the gradient of one unit
 
     def note(use, w):
         y = use.function(w, *use.data)
@@ -234,13 +226,11 @@ def plan_of(closed: core.ClosedJaxpr, params: PyTree, rest: PyTree, size: int) -
 
     hooks = Hooks(note, lambda leaf, name: unknown[leaf].append(name), met.value)
     jax.eval_shape(lambda p, rest: walk.results(closed, p, rest, hooks), params, rest)
-    terms = [tuple(term.leaves) for term in met.found]
-    in_term = [any(i in term for term in terms) for i in range(len(shapes))]
-    each = zip(paths, shapes, seen, unknown, ranks, in_term, strict=True)
-    leaves = [
-        leaf_of(path, shape, own, other, rank, shared, size)
-        for path, shape, own, other, rank, shared in each
-    ]
+    terms, leaves = [tuple(term.leaves) for term in met.found], []
+    for i, (path, value) in enumerate(each):
+        name, in_term = jax.tree_util.keystr(path), any(i in term for term in terms)
+        shape = jnp.shape(value)
+        leaves.append(leaf_of(name, shape, seen[i], unknown[i], ranks[i], in_term, size))
     return Plan(leaves, terms)
 
 
@@ -354,18 +344,11 @@ def _needed(equations, out):
 
 
 class Zeros(NamedTuple):
-    """What units do not depend on: the gradients with respect to it are their sketches.
+    """What units do not depend on: the gradients with respect to it are their sketches."""
 
-    Attributes:
-      sketch: float32[k] of one unit, for the sketches.
-      small: for every leaf float32[n], for the gradient itself, or None: see `Leaf.small`. Those of
-        all leaves are folded at once.
-      terms: float32[m], for the numbers that all units share.
-    """
-
-    sketch: Array
-    small: list[Array | None]
-    terms: Array
+    sketch: Array  # float32[k] of one unit
+    small: list[Array | None]  # float32[n] for the gradient of a `Leaf.small`; None for others
+    terms: Array  # float32[m], for the numbers that all units share
 
     def of(self, leaf: int) -> Array:
         own = self.small[leaf]

@@ -42,16 +42,13 @@ def sketch(
       key: typed; one key gives all workers the same map.
       size: k >= 1. By Johnson and Lindenstrauss 4 ln N / (e^2 / 2 - e^3 / 3) keep the norms of N
         given vectors, as the prefix sums of an epoch, up to a factor of (1 +- e)^(1/2), with high
-        probability: 1024 for N = 10^4 and e = 0.3. The prefixes of an order that was made from
-        sketches depend on them; docs/results/orders.md has measurements.
+        probability: 1024 for N = 10^4 and e = 0.3. docs/results/orders.md has measurements.
       specs: for a worker that is several devices (docs/use/meshes.md): how one gradient is split
         over them, a `jax.P` per leaf or one for all, without the workers' axis. Each sketches its
-        part, with signs of its own, and the k numbers are summed over them. Another split gives
-        another map, except for gradients that are kept as they are.
+        part with signs of its own, so that another split gives another map.
 
     Returns:
-      `tree -> float32[k]`, for trees of floating leaves. The signs depend on the places of the
-      entries in the tree alone, and on the split.
+      `tree -> float32[k]`, for trees of floating leaves.
 
     Raises:
       ValueError: if size is below 1, or specs are not PartitionSpecs.
@@ -306,27 +303,20 @@ def hash_signs(seed: UInt32[Array, "..."], places: ArrayLike) -> Float32[Array, 
 class Leaf(NamedTuple):
     """How the gradient of a parameter is sketched.
 
-    Attributes:
-      name, shape: its path and shape.
-      how: "sketched" (never formed), "formed" (for each unit, in the backward pass alone),
-        "copied" (the parameter is copied for each unit), or "shared" (used in numbers that all
-        units share, as penalties are, or not at all). Copies cost memory for each unit, as formed
-        gradients do; a shared gradient is formed once.
-      why: the reason: kinds of uses, or the names of primitives.
-      stack: the number of leading dimensions that scans loop over; rows, cols: the others.
-      sizes: (m, p, q) of a sketch by m groups of products of p sums of rows and q sums of columns.
-      table: whether rows are looked up, so that a unit may have few of them.
+    It is "sketched" (never formed), "formed" (for each unit, in the backward pass alone), "copied"
+    (the parameter is copied for each unit), or "shared" (used in numbers that all units share, as
+    penalties are, or not at all: formed once). Copies and formed gradients cost memory per unit.
     """
 
-    name: str
+    name: str  # its path
     shape: tuple[int, ...]
     how: str
-    why: str
-    stack: int = 0
+    why: str  # kinds of uses, or the names of primitives
+    stack: int = 0  # leading dimensions that scans loop over; rows and cols are the others
     rows: tuple[int, ...] = ()
     cols: tuple[int, ...] = ()
-    sizes: tuple[int, int, int] = (0, 0, 0)
-    table: bool = False
+    sizes: tuple[int, int, int] = (0, 0, 0)  # m groups of products of p sums of rows and q of cols
+    table: bool = False  # whether rows are looked up, so that a unit may have few of them
 
     @property
     def small(self) -> bool:

@@ -19,8 +19,6 @@ from ordering.sketches.linear import Leaf, Map
 from syncopate import mesh, plans
 
 FLOOR = 1e-3
-
-
 BESIDE = (
     "keep one beside the optimizer: moment = optax.scale_by_rms(), in every step _, state = "
     "moment.update(mean_gradient, state), and pass that state."
@@ -48,19 +46,13 @@ def scale_of(
     scale = 1 / ((v / mean(v))^power + floor)
 
     v is the second moment in an optax state (Adam and its relatives, RMSProp), and mean(v) its mean
-    over all parameters: scaled gradients have about the norm of the gradients, so that running sums
-    of both fit together. Take it once per epoch or per sync, outside of the steps. Before the first
-    step it is one, as it is after a step that left a moment not finite.
+    over all parameters. Take the scale once per epoch or per sync, outside of the steps. It is one
+    before the first step, and where a moment is not finite.
 
     For the sketches of `sketched` the moment of a matrix is factored as in Adafactor: v_rc is about
     mean_c(v_rc) mean_r(v_rc) / mean_rc(v_rc), and the scale a product of rows and columns. All rows
-    of a look-up table get the same: scaled by themselves, the many rows that few units touch are
-    orthogonal to everything and would be noise in the other numbers of a sketch
-    (docs/results/orders.md).
-
-    Muon and Lion hold no second moment. Muon applies (M M^T)^(-1/2) M and Lion the sign of its
-    momentum, which where noise prevails is about g / v^(1/2) too: for both keep the second moment
-    of the mean gradient beside the optimizer by `optax.scale_by_rms`, which moves nothing.
+    of a look-up table get the same (docs/results/orders.md). For Muon and Lion, which hold no
+    second moment, keep one beside the optimizer by `optax.scale_by_rms`, which moves nothing.
 
     Args:
       opt_state: of any optax optimizer, also chained, masked or partitioned, that has one second
@@ -70,10 +62,10 @@ def scale_of(
       axis_name: the workers' axis, for states that are the workers' own: v is then the mean over
         them, and all get the same scale.
       power: in (0, 1/2]: 1/2 for what the optimizer applies; 1/4 lies half way to the gradients,
-        for losses whose curvature is large where gradients are, and for sketches, which parameters
-        of many small gradients, such as embeddings, then fill less.
-      floor: in (0, 1]; the scale is at most 1 / floor, of factors each. Entries that had no
-        gradient so far, or one of rounding errors, are not to outweigh all others.
+        for losses whose curvature is large where gradients are, and for sketches of parameters with
+        many small gradients, such as embeddings.
+      floor: in (0, 1]; the scale is at most 1 / floor, of factors each, so that entries that had no
+        gradient so far do not outweigh all others.
 
     Returns:
       A float32 tree like params, or with `Factors` in place of leaves.

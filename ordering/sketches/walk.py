@@ -22,74 +22,48 @@ from ordering.sketches.convolution import convolution
 
 
 class Param(NamedTuple):
-    """A parameter, or the slice of it that a scan is at.
-
-    Attributes:
-      value: its current value; leaf: its index among the leaves.
-      dims: for every dimension of `value` the leaf's dimensions in it, as (number, size); those of
-        size 1 are in none.
-      stack: how many leading dimensions of the leaf scans have gone into.
-      place: how many slices of the leaf come before the current one, uint32[].
-      own: the unit's own copy of the value, or None where the parameter is not copied.
-    """
+    """A parameter, or the slice of it that a scan is at."""
 
     value: Any
-    leaf: int
+    leaf: int  # its index among the leaves
+    # For every dimension of the value the leaf's in it, (number, size); those of size 1 in none.
     dims: tuple[tuple[tuple[int, int], ...], ...]
-    stack: int
-    place: Any
-    own: Any = None
+    stack: int  # leading dimensions of the leaf that scans have gone into
+    place: Any  # uint32[], slices of the leaf before this one
+    own: Any = None  # the unit's own copy of the value, where the parameter is copied
 
 
 class Shared(NamedTuple):
-    """What all units share: it is made of parameters and constants alone.
-
-    Attributes:
-      value: its value; own: that of this unit, made of copies of parameters, or None.
-      leaves: for every parameter in it the primitive that has used it.
-    """
+    """What all units share: it is made of parameters and constants alone."""
 
     value: Any
-    own: Any
-    leaves: dict[int, str]
+    own: Any  # the value of this unit, made of copies of parameters, or None
+    leaves: dict[int, str]  # for every parameter in it the primitive that has used it
 
 
 class Use(NamedTuple):
     """Where a parameter meets data: y = function(w, *data), linear in w.
 
-    Attributes:
-      kind: "product", "convolution", "look-up", or "linear" for another such function.
-      param: the parameter.
-      rows: (number, size) of the leaf's dimensions that are summed over or looked up; cols: of
-        those that are in the result. Of "linear", rows are all.
-      function: `(w [K, N], *data) -> y [T, N]`, K and N in the order of rows and cols; of "linear",
-        N is 1 and y of any shape.
-      data: arrays.
+    w is [K, N], K and N in the order of rows and cols, and y [T, N]; of another linear function
+    than a product, convolution or look-up, rows are all dimensions, N is 1 and y of any shape.
     """
 
-    kind: str
+    kind: str  # "product", "convolution", "look-up" or "linear"
     param: Param
-    rows: tuple[tuple[int, int], ...]
-    cols: tuple[tuple[int, int], ...]
+    rows: tuple[tuple[int, int], ...]  # the leaf's dimensions that are summed over or looked up
+    cols: tuple[tuple[int, int], ...]  # those that are in the result, also (number, size)
     function: Callable
     data: tuple
 
 
 class Hooks(NamedTuple):
-    """What a walk does where units meet parameters.
-
-    Attributes:
-      site: `(use, w) -> y = use.function(w, *use.data)`.
-      unknown: `(leaf, primitive)`, for another use of a parameter.
-      term: `Shared -> array`, for a number that all units share, or None within loops.
-      inline: whether to compute what is in a `jax.checkpoint` only once.
-      rule: told of every equation of parameters alone that has a backward rule of its own.
-    """
+    """What a walk does where units meet parameters."""
 
     site: Callable[[Use, Array], Array] = lambda use, w: use.function(w, *use.data)
-    unknown: Callable[[int, str], None] = lambda leaf, primitive: None
-    term: Callable[[Shared], Array] | None = None
-    inline: bool = False
+    unknown: Callable[[int, str], None] = lambda leaf, primitive: None  # another use of a parameter
+    term: Callable[[Shared], Array] | None = None  # a number that all units share; not in loops
+    inline: bool = False  # whether to compute what is in a `jax.checkpoint` only once
+    # Told of every equation of parameters alone that has a backward rule of its own.
     rule: Callable[[core.JaxprEqn], None] | None = None
 
 
@@ -101,10 +75,13 @@ def results(
     `copies` are the unit's own, {number of the leaf: array}.
     """
     copies = copies or {}
-    own = [
-        entering(i, leaf, copies.get(i)) if leaf.size else leaf  # what is empty has no gradient
-        for i, leaf in enumerate(jax.tree.leaves(params))
-    ]
+
+    def entering(i, value):
+        dims = tuple(((axis, n),) if n > 1 else () for axis, n in enumerate(value.shape))
+        # What is empty has no gradient.
+        return Param(value, i, dims, 0, jnp.uint32(0), copies.get(i)) if value.size else value
+
+    own = [entering(i, leaf) for i, leaf in enumerate(jax.tree.leaves(params))]
     loss, *others = walk(closed.jaxpr, closed.consts, [*own, *jax.tree.leaves(rest)], hooks)
     return [data_of(loss, "the result", hooks), *map(raw, others)]
 
@@ -271,12 +248,6 @@ def _rewritten(param):
     run = lambda *args: [raw(v) for v in walk(inner, consts, args, Hooks())]  # noqa: E731
     closed = jax.make_jaxpr(run)(*(v.aval for v in inner.invars))
     return closed if isinstance(param, core.ClosedJaxpr) else closed.jaxpr
-
-
-def entering(leaf: int, value: Array, own: Array | None) -> Param:
-    """The `Param` of a whole leaf."""
-    dims = tuple(((i, n),) if n > 1 else () for i, n in enumerate(value.shape))
-    return Param(value, leaf, dims, 0, jnp.uint32(0), own)
 
 
 def _moved(equation, values, hooks):

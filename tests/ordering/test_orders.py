@@ -220,15 +220,10 @@ def test_blocks_stay_together_and_odd_epochs_are_reversed():
         assert sum(of_units, []) == order
 
 
-@pytest.mark.parametrize("size", [1625, 1626, 65_536, 65_537])
+@pytest.mark.parametrize("size", [1, 1625, 1626, 70_000])
 def test_a_random_order_is_the_permutation_that_jax_draws(size, key):
-    """One and two rounds of sorting, with indices of at most 16 bits and of more."""
+    """Without a sort, in one round and in two."""
     assert jnp.array_equal(base.permutation(key, size), jax.random.permutation(key, size))
-
-
-def test_the_argsort_is_stable():
-    numbers = np.random.default_rng(0).integers(0, 5, 1000).astype(np.uint32) << 15
-    assert np.array_equal(base._argsort(jnp.asarray(numbers)), np.argsort(numbers, kind="stable"))
 
 
 MESHES = {"simulated": None, "a mesh": (4,), "auto": (4, 2), "explicit": (4, 2)}

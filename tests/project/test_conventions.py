@@ -16,8 +16,7 @@ PUBLIC = [(package, name) for package in PACKAGES for name in package.__all__]
 CITED = (
     "random_reshuffling", "shuffle_once", "flip_flop", "block_reshuffling", "grab", "pair_balance",
     "cd_grab", "greedy_herding", "greedy", "self_balancing_walk", "kernel_halving", "herding_bound",
-    "per_example", "microbatch", "lenet",
-    "vit", "gpt2", "mobilenet_v2", "resnet",
+    "lenet", "vit", "gpt2", "mobilenet_v2", "resnet",
     "lstm", "forecaster",
     "local_steps", "local_rounds", "parallel_rounds", "accumulated_rounds", "qsr",
     "constant", "from_function", "diloco", "slowmo",
