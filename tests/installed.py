@@ -31,14 +31,19 @@ def unpacked(wheel):
     return folder
 
 
-def ran(arguments, folder, *, given=None, **environment):
-    """What a call in a folder prints; `given`: to its standard input."""
+def ended(arguments, folder=ROOT, *, given=None, **environment):
+    """A call in a folder that has ended; `given`: to its standard input."""
     known = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONSAFEPATH")}
     environment = known | {name: str(value) for name, value in environment.items()}
-    done = subprocess.run(
+    return subprocess.run(
         [*map(str, arguments)], cwd=folder, env=environment, input=given, capture_output=True,
         text=True, timeout=600,
     )  # fmt: skip
+
+
+def ran(arguments, folder, **options):
+    """What such a call prints, which ends well."""
+    done = ended(arguments, folder, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -1,9 +1,6 @@
 """How a command ends: one line for what its user can mend, a traceback for an error of ours."""
 
-import os
-import pathlib
 import re
-import subprocess
 import sys
 
 import jax
@@ -11,8 +8,7 @@ import pytest
 
 from experiments.cluster import entry
 from syncopate import command
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+from tests.installed import ROOT, ended
 
 
 def raised(code, name="experiments.of_a_test"):
@@ -38,9 +34,6 @@ def test_what_the_user_can_mend_is_one_line(code, capsys):
     error = raised(code)
     entry.tell(type(error), error, error.__traceback__)
     assert capsys.readouterr().err == f"Error: {str(error) or type(error).__name__}\n"
-
-
-def test_ctrl_c_is_told_plainly(capsys):
     entry.tell(KeyboardInterrupt, KeyboardInterrupt(), None)
     assert capsys.readouterr().err == "Stopped by Ctrl-C.\n"
 
@@ -78,12 +71,8 @@ def test_a_plain_value_error_is_a_refusal_of_the_libraries_alone():
         assert "raise ValueError" not in path.read_text(), f"{path}: a command's is a UserError"
 
 
-def ended(*command):
-    done = subprocess.run(
-        [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, timeout=280,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-    )  # fmt: skip
-    return done.returncode, done.stderr.splitlines()
+def python(*words, **environment):
+    return ended([sys.executable, *words], JAX_PLATFORMS="cpu", **environment)
 
 
 BAD = ("experiments.slow_sde", "--output_dir=/dev/null/x", "--rates=1", "--repetitions=2")
@@ -100,8 +89,9 @@ BAD = ("experiments.slow_sde", "--output_dir=/dev/null/x", "--rates=1", "--repet
     (2, "Error: --workers has 100", ["syncopate.command", "herding", "--num_vectors=3"]),
 ])  # fmt: skip
 def test_a_command_that_does_not_fit_ends_with_one(lines, last, command):
-    code, said = ended(*command)
-    assert (code, len(said)) == (1, lines) and said[-1].startswith(last), said
+    done = python("-m", *command)
+    said = done.stderr.splitlines()
+    assert (done.returncode, len(said)) == (1, lines) and said[-1].startswith(last), said
 
 
 PARSED = """
@@ -123,10 +113,7 @@ for name in command.experiments():
 
 
 def test_flags_are_parsed_before_jax_is_imported():
-    done = subprocess.run(
-        [sys.executable, "-c", PARSED], cwd=ROOT, capture_output=True, text=True, timeout=280
-    )
-    found = done.stderr.splitlines()
+    found = python("-c", PARSED).stderr.splitlines()
     helps = {"train", "qsr"}  # as all studies
     wanted = [
         f"{name} {flag}" for name in command.experiments()
@@ -137,10 +124,7 @@ def test_flags_are_parsed_before_jax_is_imported():
 
 def test_help_shows_a_dozen_flags_with_their_defaults_and_says_where_the_others_are():
     for start in (["experiments.train"], ["syncopate.command", "train"]):
-        done = subprocess.run(
-            [sys.executable, "-m", *start, "--help", "--task=digits_mlp"], cwd=ROOT,
-            capture_output=True, text=True, timeout=280,
-        )  # fmt: skip
+        done = python("-m", *start, "--help", "--task=digits_mlp")
         flags = re.findall(r"^  --(\S+)", done.stdout, re.M)
         assert done.returncode == 0 and 10 <= len(flags) <= 18
         assert {"workers=4", "total_steps=2000", "learning_rate=0.2", "preset=..."} <= {*flags}
@@ -149,15 +133,15 @@ def test_help_shows_a_dozen_flags_with_their_defaults_and_says_where_the_others_
         assert f"    {typed} --order=rr" in done.stdout
 
 
-def test_a_command_under_x64_ends_at_once(monkeypatch):
-    monkeypatch.setenv("JAX_ENABLE_X64", "1")
-    code, said = ended("experiments.train", "--output_dir=/dev/null/x")
-    assert code == 1 and said[1:] == [
+def test_a_command_under_x64_ends_at_once():
+    done = python("-m", "experiments.train", "--output_dir=/dev/null/x", JAX_ENABLE_X64=1)
+    assert done.returncode == 1 and done.stderr.splitlines()[1:] == [
         "Error: jax_enable_x64 is True, and the experiments need False: unset JAX_ENABLE_X64."
     ]
 
 
 def test_a_flag_shows_the_traceback_of_a_refusal():
-    code, said = ended("experiments.herding", "--num_vectors=3", "--traceback")
-    assert code == 1 and said[1].startswith("Traceback")
-    assert "UserError: --workers has 100" in said[-1]
+    done = python("-m", "experiments.herding", "--num_vectors=3", "--traceback")
+    first, *_, last = done.stderr.splitlines()[1:]
+    assert done.returncode == 1 and first.startswith("Traceback")
+    assert "UserError: --workers has 100" in last
