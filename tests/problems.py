@@ -21,15 +21,20 @@ SGD = optax.sgd(RATE, momentum=MOMENTUM)
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)  # DiLoCo's outer optimizer
 
 
-def on_mesh(function, workers=W, check_vma=True):
-    """A per-worker function, one worker per device; everything has a leading worker axis."""
-    mesh = jax.make_mesh((workers,), ("worker",), (AxisType.Auto,), devices=jax.devices()[:workers])
+def of_one(function):
+    """A per-worker function of a shard_map, whose arguments and results have an axis in front."""
 
     def per_device(*args):
         return jax.tree.map(lambda x: x[None], function(*jax.tree.map(lambda x: x[0], args)))
 
-    spec = PartitionSpec("worker")
-    return jax.shard_map(per_device, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma)
+    return per_device
+
+
+def on_mesh(function, workers=W, check_vma=True):
+    """A per-worker function, one worker per device; everything has a leading worker axis."""
+    mesh = jax.make_mesh((workers,), ("worker",), (AxisType.Auto,), devices=jax.devices()[:workers])
+    spec, run = PartitionSpec("worker"), of_one(function)
+    return jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma)
 
 
 RUNS = {

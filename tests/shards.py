@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import local_opt
 import ordering
 from syncopate.mesh import like
-from tests.problems import copies
+from tests.problems import copies, of_one
 
 UNITS, BATCH, EPOCHS = 10, 4, 4
 IN, HIDDEN, OUT = 12, 16, 3
@@ -52,8 +52,8 @@ def loss(params, batch, key, *, second=jnp.matmul):
 # `over` runs a function of one worker for all; `loss` is that of the way.
 
 
-def mesh_of(workers, kind=AxisType.Auto):
-    return jax.make_mesh((workers, 8 // workers), ("worker", "model"), (kind,) * 2)
+def mesh_of(workers):
+    return jax.make_mesh((workers, 8 // workers), ("worker", "model"), (AxisType.Auto,) * 2)
 
 
 def on_one_device(workers):
@@ -61,45 +61,25 @@ def on_one_device(workers):
     return lambda f, *_: jax.jit(jax.vmap(f, axis_name="worker")), loss
 
 
-def stripped(function):
-    """Of one worker, whose arguments and results have an axis of one in front."""
-
-    def per_device(*args):
-        return jax.tree.map(lambda x: x[None], function(*jax.tree.map(lambda x: x[0], args)))
-
-    return per_device
-
-
-def left_to_the_compiler(workers, kind=AxisType.Auto, check_vma=True, mesh=None):
+def left_to_the_compiler(workers, check_vma=True, mesh=None):
     """Only the workers' axis is manual."""
-    mesh, spec = mesh or mesh_of(workers, kind), P("worker")
-
-    def placed(x):
-        """Explicit axes are to be as in_specs say."""
-        own = jax.typeof(x).sharding.spec
-        if kind == AxisType.Auto or own[0] == "worker":
-            return x
-        return jax.reshard(x, NamedSharding(mesh, P("worker", *own[1:])))
+    mesh, spec = mesh or mesh_of(workers), P("worker")
 
     def over(function, *_):
-        run = jax.shard_map(
-            stripped(function), mesh=mesh, in_specs=spec, out_specs=spec,
+        return jax.jit(jax.shard_map(
+            of_one(function), mesh=mesh, in_specs=spec, out_specs=spec,
             axis_names={"worker"}, check_vma=check_vma,
-        )  # fmt: skip
-        return jax.jit(lambda *args: run(*jax.tree.map(placed, args)))
+        ))  # fmt: skip
 
-    if kind == AxisType.Auto:
-        return over, loss
-    # On explicit axes a sum over shards must be told what becomes of it.
-    return over, functools.partial(loss, second=functools.partial(jnp.matmul, out_sharding=P()))
+    return over, loss
 
 
-def by_hand(workers, check_vma=True):
+def by_hand(workers):
     """Both axes are manual; functions say where their arguments and results live."""
 
     def over(function, in_specs, out_specs):
         return jax.jit(jax.shard_map(
-            stripped(function), mesh=mesh_of(workers), check_vma=check_vma,
+            of_one(function), mesh=mesh_of(workers),
             in_specs=tuple(map(owned, in_specs)), out_specs=jax.tree.map(owned, out_specs),
         ))  # fmt: skip
 
@@ -114,11 +94,7 @@ def owned(specs):
     return jax.tree.map(lambda spec: P("worker", *spec), specs)
 
 
-WAYS = {
-    "compiler": left_to_the_compiler,
-    "compiler, no vma": functools.partial(left_to_the_compiler, check_vma=False),
-    "by hand": by_hand,
-}
+WAYS = {"compiler": left_to_the_compiler, "by hand": by_hand}
 
 
 def placed(tree, specs, mesh):
@@ -226,8 +202,8 @@ def on_one(kind, workers):
     return trained(programs, copies(network(), workers), data_of(workers))
 
 
-def sharded(programs, workers, kind=AxisType.Auto):
-    mesh = mesh_of(workers, kind)
+def sharded(programs, workers):
+    mesh = mesh_of(workers)
     params = placed(copies(network(), workers), SPECS, mesh)
     return trained(programs, params, placed(data_of(workers), P(), mesh))
 

@@ -29,9 +29,7 @@ from tests.shards import (
 )
 
 # Each kind, way and mesh in at least one case; all combinations by `pytest -m slow`.
-SOME = [
-    (sketched, "compiler, no vma", 4), (sketched, "by hand", 2), (alone, "compiler", 2),
-]  # fmt: skip
+SOME = [(sketched, "compiler", 4), (sketched, "by hand", 2), (alone, "compiler", 2)]
 CASES = [
     pytest.param(*case, marks=[pytest.mark.slow] * (case not in SOME))
     for case in itertools.product((sketched, alone), WAYS, MESHES)

@@ -26,16 +26,13 @@ from tests.shards import (
     UNITS,
     WAYS,
     assert_in_their_places,
-    assert_same_run,
     data_of,
     left_to_the_compiler,
     loss,
     mesh_of,
     network,
-    on_one,
     owned,
     placed,
-    sharded,
     sketched,
 )
 
@@ -190,11 +187,3 @@ def test_a_checkpoint_keeps_values_and_sharding(tmp_path):
     assert_in_their_places(found[0], owned(SPECS))
     on, again = (programs.sync(*step(3, *state)) for state in (saved, found))
     assert_bitwise_equal(again, on)
-
-
-def test_on_explicit_axes_the_run_is_the_same():
-    workers, kind = 2, AxisType.Explicit
-    found = sharded(sketched(left_to_the_compiler(workers, kind)), workers, kind)
-    assert_same_run(found, on_one(sketched, workers))
-    assert_in_their_places(found[2], owned(SPECS))
-    assert_in_their_places(found[3].inner[0].trace, owned(SPECS))
