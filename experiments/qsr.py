@@ -1,9 +1,7 @@
 r"""Compares rules for when workers synchronise: rules x seeds on one task.
 
     python -m experiments.qsr  # digits, which are bundled: a minute
-    python -m experiments.qsr --task=mnist_mlp --data_dir=DIR
-    python -m experiments.qsr --task=cifar10_resnet8 --data_dir=DIR
-    python -m experiments.qsr --task=cifar10_vit --data_dir=DIR
+    python -m experiments.qsr --task=cifar10_vit --data_dir=DIR  # or cifar10_resnet8, mnist_mlp
     python -m experiments.qsr --arms=parallel,qsr,qsr+int8,qsr+control+epoch
 
 Every rule is trained once at each peak learning rate, then with the remaining seeds at the best

@@ -19,18 +19,20 @@ from experiments.results.tables import SCALARS, name_of
 # Okabe and Ito's colours, which stay apart for colour-blind readers.
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 RED, PINK, BLUE, GREY = "#D55E00", "#CC79A7", "#0072B2", "#999999"
-COLOURS, MARKERS = (BLACK, ORANGE, SKY, GREEN, RED, PINK, BLUE, GREY), "os^vDPX*<>hd"
+COLOURS = BLACK, ORANGE, SKY, GREEN, RED, PINK, BLUE, GREY
 # Of a method in every picture: what a table starts from is black, of one idea is of one colour.
-METHODS = dict.fromkeys(("rr", "parallel", "none"), BLACK)
-METHODS |= dict.fromkeys(("blocks", "swap", "every_load", "measured"), SKY)
-METHODS |= dict.fromkeys(("unzip", "accumulate", "accumulate_factor"), GREY)
-METHODS |= dict.fromkeys(("id_mean", "inverse", "coins", "diffusion", "diffusion_every"), PINK)
-METHODS |= dict.fromkeys(("id_pair", "post_local", "fixed", "proximal", "proximal_strong"), ORANGE)
-METHODS |= dict.fromkeys(("cd_grab", "cubic", "larger_lr"), BLUE)
-METHODS |= dict.fromkeys(("so", "qsr", "local"), GREEN)
-METHODS |= dict.fromkeys(
-    ("herding", "constant", "matched", "every_factor", "bernoulli", "algorithm2"), RED
-)
+METHODS = {
+    "rr": (BLACK, "o"), "blocks": (SKY, "P"), "unzip": (GREY, "D"), "id_mean": (PINK, "v"),
+    "id_pair": (ORANGE, "^"), "cd_grab": (BLUE, "s"), "so": (GREEN, "X"), "herding": (RED, "*"),
+    "parallel": (BLACK, "o"), "accumulate": (GREY, "D"), "constant": (RED, "^"),
+    "matched": (RED, "v"), "post_local": (ORANGE, "D"), "swap": (SKY, "X"), "inverse": (PINK, "<"),
+    "qsr": (GREEN, "P"), "cubic": (BLUE, ">"), "every_load": (SKY, "h"), "every_factor": (RED, "d"),
+    "accumulate_factor": (GREY, "P"), "coins": (PINK, "X"),
+    "none": (BLACK, "o"), "fixed": (ORANGE, "^"), "bernoulli": (RED, "v"), "diffusion": (PINK, "X"),
+    "measured": (SKY, "*"), "local": (GREEN, "p"), "larger_lr": (BLUE, "s"),
+    "diffusion_every": (PINK, "d"), "algorithm2": (RED, "<"), "proximal": (ORANGE, "h"),
+    "proximal_strong": (ORANGE, "D"),
+}  # fmt: skip
 CURVES = 5  # of one panel, at most
 
 
@@ -242,34 +244,42 @@ def _zoom(axis, found: Sequence[np.ndarray]):
 def looks(names: Iterable[str]) -> dict[str, dict]:
     """{name: its colour, marker and dash}.
 
-    The first method of its words that is not black gives the colour, whatever else is shown. Names
-    without a method get a colour that is free; those of one colour differ by marker and dash.
+    Of the methods in its words that are not black the first gives the colour and the last the
+    marker, whatever else is shown. Names without a method get a colour that is free; dashes tell
+    names of one look apart.
     """
     found, used = {}, collections.Counter()
     for name in sorted(names, key=lambda name: not METHODS.keys() & {*name.split("+")}):
-        colours = [METHODS[word] for word in name.split("+") if word in METHODS]
-        free = min(COLOURS, key=lambda colour: used[colour])
-        colour = next((c for c in colours if c != BLACK), colours[0] if colours else free)
-        dash, marker = used[colour] // len(MARKERS), COLOURS.index(colour) + 5 * used[colour]
-        used[colour] += 1
-        line = (0, (6, *(1.5, 1.5) * dash, 1.5)) if dash else "-"
-        found[name] = {"color": colour, "marker": MARKERS[marker % len(MARKERS)], "linestyle": line,
-                       "markevery": 0.1, "ms": 4}  # fmt: skip
+        known = [METHODS[word] for word in name.split("+") if word in METHODS]
+        free = min(COLOURS, key=[colour for colour, _ in used.elements()].count), "o"
+        own = [look for look in known if look[0] != BLACK] or known[:1] or [free]
+        own = own[0][0], own[-1][1]
+        line = (0, (6, *(1.5, 1.5) * (used[own] - 1), 1.5)) if used[own] else "-"
+        used[own] += 1
+        found[name] = dict(color=own[0], marker=own[1], linestyle=line, markevery=0.1, ms=4)
     return {name: found[name] for name in names}
 
 
-def effects(found: Sequence, path: str, title: str) -> None:
-    """Writes a PNG: a panel per `combined.Response`, of six, a row per effect with its interval."""
-    figure, axes = panes(2, 3, (15, 7.2), sharey=True)
+def effects(
+    found: Sequence, path: str, title: str, told: str = "effects, first level to second",
+    styles: Mapping[str, dict] | None = None,
+) -> None:  # fmt: skip
+    """Writes a PNG: a panel per `combined.Response`, a row per effect with its interval."""
+    columns = min(3, len(found))
+    size = 5 * columns, len(found) // columns * (1.6 + 0.3 * len(found[0].effects))
+    figure, axes = panes(len(found) // columns, columns, size, sharey=True)
     for axis, response in zip(axes.flat, found, strict=True):
         names, (mean, half) = [*response.effects], np.transpose([*response.effects.values()])
-        half = np.nan_to_num(half)  # of one seed
-        bounds, y = np.array([mean, mean - half, mean + half]), np.arange(len(names))
+        half, zero = np.nan_to_num(half), 1 if response.relative else 0  # one seed: no interval
+        bounds = np.array([mean, mean - half, mean + half])
         mean, low, high = np.exp(bounds) if response.relative else bounds
-        axis.axvline(1 if response.relative else 0, color="0.5", linewidth=1)
-        axis.hlines(y, low, high, color=GREY, linewidth=2)
-        axis.plot(mean, y, "o", color=BLACK, ms=5)
-        axis.set_yticks(y, names)
+        axis.axvline(zero, color="0.5", linewidth=1)
+        for y, name in enumerate(names):
+            look = (styles or {}).get(name, {"color": BLACK, "marker": "o"})
+            axis.hlines(y, low[y], high[y], color=look["color"], linewidth=2, alpha=0.5)
+            axis.plot(mean[y], y, **look | {"markevery": None, "ms": 6})
+        axis.set_yticks(range(len(names)), [textwrap.fill(name, 34) for name in names])
+        axis.margins(y=0.15)
         kind = "factor on the" if response.relative else "change of the"
         axis.set_xlabel(f"{kind} {response.label}")
         axis.grid(alpha=0.3, axis="x")
@@ -280,7 +290,7 @@ def effects(found: Sequence, path: str, title: str) -> None:
     axes[0][0].invert_yaxis()
     one = all(math.isnan(width) for own in found for _, width in own.effects.values())
     many = "one seed" if one else "95 % intervals over seeds"
-    save(figure, path, f"{title}\neffects from the first level to the second, {many}")
+    save(figure, path, f"{title}\n{told}, {many}")
 
 
 def periods(shown: Mapping[str, tuple], names: Mapping[str, str], path: str, title: str) -> None:

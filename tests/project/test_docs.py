@@ -92,6 +92,17 @@ def hooks():
     return module_of(ROOT / "docs" / "hooks.py")
 
 
+def test_pictures_stand_on_a_page_with_the_command_that_draws_them(tmp_path):
+    pictures, folder = module_of(ROOT / "docs" / "pictures.py"), ROOT / "docs" / "results"
+    pages = "".join(page.read_text() for page in folder.glob("*.md"))
+    assert {path.name for path in folder.glob("*.png")} == {*re.findall(r"\((\w+\.png)\)", pages)}
+    commands = re.findall(r"(?<=\]\()(\w+\.png)\) `python docs/pictures\.py \1`", pages)
+    assert {*commands} == {*pictures.PICTURES}
+    draw, *arguments = pictures.PICTURES["outer_muon.png"]
+    draw(str(tmp_path / "x.png"), *arguments)
+    assert (tmp_path / "x.png").stat().st_size > 20_000
+
+
 def test_the_site_shows_docstrings_whole(hooks):
     """No part of an equation is a tag, and what is returned is one item with the annotated type."""
     (plugin,) = (

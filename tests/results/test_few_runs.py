@@ -108,13 +108,13 @@ def test_a_method_has_its_look_in_every_comparison_and_no_two_arms_share_one():
         found = plots.looks(arms)
         assert [*found] == arms and len({str(style) for style in found.values()}) == len(arms)
         for arm, style in found.items():
-            assert every.setdefault(arm, style["color"]) == style["color"]
-    assert len(every) > 60 and every["rr"] == every["rr+dealt"] == "#000000"
-    assert every["cd_grab"] == every["cd_grab+sketch1024+scaled"] == "#0072B2"
+            assert every.setdefault(arm, look := (style["color"], style["marker"])) == look
+    assert len(every) > 60 and every["rr"] == every["rr+dealt"] == ("#000000", "o")
+    assert every["cd_grab"] == every["cd_grab+sketch1024+scaled"] == ("#0072B2", "s")
     mine, known = ["cd_grab", "mine", "id_pair", "yours"], ("cd_grab", "id_pair")
     found = plots.looks(mine)
     assert len({style["color"] for style in found.values()}) == 4
-    assert all(found[arm]["color"] == every[arm] for arm in known)
+    assert all(found[arm]["color"] == every[arm][0] for arm in known)
     many = [f"cd_grab+sketch{size}" for size in range(1, 50)]
     assert len({str(style) for style in plots.looks(many).values()}) == len(many)
 

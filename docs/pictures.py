@@ -1,0 +1,167 @@
+"""Draws pictures of docs/results again: of recorded runs, and of SGD's drift, which takes minutes.
+
+    python docs/pictures.py outer.png machine_map.png  # into docs/results; without a name: all
+
+The others are what the commands on their pages write.
+"""
+
+import itertools
+import pathlib
+import sys
+
+import numpy as np
+
+from experiments import advise, combined, slow_drift, slowrun
+from experiments.cluster import progress
+from experiments.results import archive, frame, plots, statistics
+from experiments.study.cost import Machine
+
+FOLDER = pathlib.Path(__file__).parent / "results"
+
+
+def curves(path: str, run: str, title: str, panels, speed: float | None = None, arms=()) -> None:
+    """The curves of a recorded run, of all its arms or of these."""
+    own = archive.load(run)
+    if arms:
+        own = statistics.compare(own.records, {a: own.arms[a] for a in arms}, own.criterion)
+    plots.comparison(own, panels, path, title, speed)
+
+
+def factorial(path: str) -> None:
+    found = combined.effects_of(archive.load("combined_shakespeare"))
+    plots.effects(found, path, "Shakespeare")
+
+
+def differences(path: str, base: str, ending: str, title: str) -> None:
+    """Test accuracies less those of an arm, paired by seed, of the arms with several seeds."""
+    found, styles = [], {}
+    for run, name in (("outer_vit", "ViT"), ("outer_gpt", "GPT")):
+        compared = archive.load(run + ending)
+        values = frame.frame(compared)
+        arms = {own.arm: own.label for own in compared.at() if len(own.runs) > 1}
+        looks = plots.looks(arms)
+        styles |= {label: looks[arm] for arm, label in arms.items()}
+        own = {
+            label: statistics.interval(100 * frame.paired(values, arm, base, "test/accuracy"))
+            for arm, label in arms.items()
+            if arm != base
+        }
+        found.append(combined.Response(f"accuracy of the {name} / points", False, own))
+    plots.effects(found, path, title, f"less {arms[base]}, paired by seed", styles)
+
+
+# A colour of each decision, of two the mixture.
+DECISIONS = {
+    (False, False, False): ("none", "#EEEEEE"),
+    (True, False, False): ("order", plots.BLUE),
+    (False, True, False): ("local steps", plots.RED),
+    (False, False, True): ("echo", plots.ORANGE),
+    (True, True, False): ("order + local steps", plots.PINK),
+    (True, False, True): ("order + echo", plots.GREEN),
+    (False, True, True): ("local steps + echo", "#F0E442"),
+    (True, True, True): ("all three", plots.SKY),
+}
+LOADS, SYNCS = np.geomspace(0.1, 30, 41), np.geomspace(0.03, 300, 49)  # in steps
+
+
+def map_of(found: advise.Factorial, machine: Machine):
+    """Of [loads, syncs]: the best's place in DECISIONS, if it is sure, times as fast as none."""
+    logs = advise.logs_of(machine, found)
+    kinds = np.array([[*DECISIONS].index((c.order, c.local, c.uses > 1)) for c in logs])
+    times = np.stack([*logs.values()])
+    best = times.mean(axis=-1).argmin(axis=0)
+    behind = times - np.take_along_axis(times, best[None, ..., None], axis=0)
+    mean, half = np.apply_along_axis(statistics.interval, -1, behind).transpose(3, 0, 1, 2)
+    told = (mean > half) | (kinds[:, None, None] == kinds[best])
+    return kinds[best], told.all(axis=0), np.exp(mean[[*logs].index(advise.NONE)])
+
+
+def machine_map(path: str) -> None:
+    """A map per task and size: the best combination over what a load and a sync cost."""
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
+    from matplotlib.patheffects import withStroke
+
+    known = {(found.task, found.size): found for found in advise.load()}
+    tasks, sizes = (list(dict.fromkeys(part)) for part in zip(*known, strict=True))
+    figure, axes = plots.panes(len(tasks), len(sizes), (9, 12), sharex=True, sharey=True)
+    machine = Machine(
+        load=LOADS[:, None, None], sync=SYNCS[None, :, None], ordered=1.05, parameters=1e8
+    )
+    labels, shown = zip(*DECISIONS.values(), strict=True)
+    colours, seen = ListedColormap(shown), set()
+    for axis, key in zip(axes.flat, itertools.product(tasks, sizes), strict=True):
+        kind, sure, times = map_of(known[key], machine)
+        axis.pcolormesh(SYNCS, LOADS, kind, cmap=colours, vmin=-0.5, vmax=7.5, shading="nearest")
+        unsure = axis.contourf(SYNCS, LOADS, ~sure, [0.5, 1.5], colors="none", hatches=["//"])
+        unsure.set(edgecolor="#444444", linewidth=0)
+        lines = axis.contour(SYNCS, LOADS, times, [2, 4, 8, 16], colors="black", linewidths=1)
+        for text in axis.clabel(lines, fmt="%g ×", fontsize=10):
+            text.set(path_effects=[withStroke(linewidth=3, foreground="white")], rotation=0)
+        axis.set(xscale="log", yscale="log", xlabel="a sync, in steps", ylabel="a load, in steps")
+        axis.set_title("{}, {}".format(*key))
+        for side in (axis.xaxis, axis.yaxis):
+            side.set_major_formatter("{x:g}")
+        axis.label_outer()
+        seen.update(kind.flat)
+    handles = [Patch(facecolor=colours(k), label=labels[k]) for k in sorted(seen)]
+    handles.append(Patch(facecolor="white", hatch="///", label="not sure (95 %)"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=4)
+    plots.save(figure, path, "The best combination of decisions\nlines: times as fast as none")
+
+
+def slow_sde(path: str) -> None:
+    """A row per problem, a column per number of workers; lines are theory, to its limit at 0."""
+    rates, widths = (0.1, 0.05, 0.02, 0.01), (2, 4, 8, 16)
+    names = {"valley": "x at the end", "label_noise": "trace of the Hessian at the end"}
+    figure, axes = plots.panes(2, 4, (13, 7.5), sharex=True, sharey="row")
+    styles = plots.looks(slow_drift.RULES)
+    cells = progress.bar([*itertools.product(names, widths)])
+    for axis, (name, workers) in zip(axes.flat, cells, strict=True):
+        found = [r for rate in rates for r in slow_drift.measure(name, workers, rate, 64)]
+        for rule, style in styles.items():
+            own = [r for r in found if r["rule"] == rule]
+            theory = [*(r["theory"] for r in own), own[0]["limit"]]
+            axis.plot([*rates, 0], theory, color=style["color"], linewidth=1)
+            mean, half = np.transpose([statistics.interval(r["end"]) for r in own])
+            look = {"fmt": style["marker"], "color": style["color"], "ms": 6, "capsize": 3}
+            axis.errorbar(rates, mean, half, label=slow_drift.RULES[rule].label, **look)
+        axis.set_title(f"{name.replace('_', ' ')}, K = {workers}")
+        axis.set(xlabel="learning rate η", ylabel=names[name])
+        axis.grid(alpha=0.3)
+        axis.label_outer()
+    plots.legend(figure)
+    title = "SGD after 4 / η² steps, mean and 95 % interval of 64 repetitions"
+    plots.save(figure, path, f"{title}\nlines: theory, to its limit at η = 0")
+
+
+ROUNDS = (  # seconds of several calls do not compare
+    plots.Panel("metric", ("rounds", "step")),
+    plots.Panel("train/loss", ("step", "rounds")),
+    plots.Panel("drift", ("step", "rounds")),
+)
+EPOCHS = plots.Panel("objective", ("epoch",)), plots.Panel("metric", ("epoch",))
+SLOWRUN = "rr+documents", "rr", "rr+shifted", "cd_grab", "cd_grab+shifted"
+PICTURES = {  # a function and its arguments after the path
+    "combined_digits_comparison.png": (
+        curves, "combined_digits", "digits, 32 workers, 2400 steps", plots.COMBINED_PANELS
+    ),
+    "combined_shakespeare_effects.png": (factorial,),
+    "echoing_digits_R4.png": (curves, "echo_digits", "digits", plots.ECHO_PANELS[:1], 4),
+    "echoing_shakespeare_R2.png": (curves, "echo_shakespeare", "Shakespeare", plots.ECHO_PANELS, 2),
+    "machine_map.png": (machine_map,),
+    "orders_digits_w64.png": (curves, "digits_w64", "digits, 64 workers", EPOCHS),
+    "outer.png": (differences, "matched", "", "Outer momentum and fragments, AdamW"),
+    "outer_muon.png": (differences, "parallel", "_muon", "Muon inside local steps"),
+    "qsr_cifar10_resnet.png": (
+        curves, "qsr_cifar10_resnet", "CIFAR-10, ResNet-8, 4 workers", ROUNDS
+    ),
+    "qsr_cifar10_vit.png": (curves, "qsr_cifar10_vit", "CIFAR-10, ViT, 4 workers", ROUNDS),
+    "slow_sde.png": (slow_sde,),
+    "slowrun.png": (curves, "slowrun", "Slowrun", slowrun.STUDY.panels, None, SLOWRUN),
+}  # fmt: skip
+
+if __name__ == "__main__":
+    for asked in sys.argv[1:] or PICTURES:
+        function, *arguments = PICTURES[asked]
+        function(str(FOLDER / asked), *arguments)
