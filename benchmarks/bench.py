@@ -26,7 +26,7 @@ from benchmarks import local_timing, peers, timing
 from experiments.cluster import entry
 from experiments.study import recipes
 from experiments.study.cost import lower_step, order_traffic
-from experiments.study.flags import definer, names_of
+from experiments.study.flags import definer
 from experiments.study.tables import row_of
 from experiments.tasks import TASKS, Recipe
 from experiments.tasks.base import COUNT
@@ -180,7 +180,9 @@ def main(values: flags.FlagValues) -> None:
     tables, repeats = PARTS[values.part]
     names = FIRST.get(values.part, tables)
     if values.rows is not None:
-        names = tables if values.rows == ["all"] else names_of(values, "rows", tables)
+        names = tables if values.rows == ["all"] else values.rows
+        if absent := {*names} - {*tables}:
+            raise ValueError(f"--rows has {sorted(absent)}: names are {', '.join(tables)}")
     taken = FOLDERS.get(values.part, ())
     given = [values[flag].value for flag in taken]
     if values.part == "epochs" and given == [None]:
