@@ -3,8 +3,6 @@
 Hypothesis draws SYNCOPATE_CASES times as many cases as in the default suite:
 
 SYNCOPATE_CASES=20 pytest -m "slow or not slow" -n 0 tests/study/test_any_flags.py
-
-The sum over all properties is the last line of a session.
 """
 
 import importlib.metadata

@@ -3,7 +3,6 @@
 import gc
 import importlib.metadata
 import os
-import re
 
 from tests.cases import FAST_XLA, times
 
@@ -45,17 +44,6 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
-
-
-def pytest_terminal_summary(terminalreporter):
-    """How many cases Hypothesis has drawn, all tests together; of all processes."""
-    drawn = {
-        report.nodeid: sum(map(int, re.findall(r"(\d+) passing", text)))
-        for reports in terminalreporter.stats.values() for report in reports
-        if (text := getattr(report, "_hypothesis_stats", None))
-    }  # fmt: skip
-    if drawn:
-        terminalreporter.write_line(f"{sum(drawn.values()):,} cases of {len(drawn)} properties")
 
 
 @pytest.fixture

@@ -1,32 +1,32 @@
 """Benchmarks count what they ran, pair the turns, and skip missing packages."""
 
-import importlib.util
-import pathlib
-
 import numpy as np
 import pytest
 
 import models
-from benchmarks import bench, timing
+from benchmarks import (
+    bench,
+    host_loops,
+    local_problem,
+    local_steps,
+    local_syncopate,
+    order_epochs,
+    single_examples,
+    timing,
+    torch_tasks,
+)
+from experiments.cluster.devices import worker_mesh
 from experiments.study.tables import row_of
 from experiments.tasks import TASKS
 from experiments.training import loop
 from tests import reference
 from tests.commands import parsed
 
-ROOT = pathlib.Path(__file__).parents[2]
 SMALL = {"workers": 4, "units_per_step": 2, "unit_size": 1}
 
 
 def run(*given):
     bench.main(parsed(bench, *given))
-
-
-def beside(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_timed_epochs_are_whole_and_ratios_are_within_a_turn(monkeypatch):
@@ -80,19 +80,19 @@ def test_a_step_of_balancing_and_of_the_loop_have_a_row_per_arm(monkeypatch):
 
 
 def test_the_kernel_and_the_host_loops_choose_the_same_signs():
-    rng, loops = np.random.default_rng(0), beside("host_loops")
+    rng = np.random.default_rng(0)
     gradients = rng.normal(size=(8, 5)).astype(np.float32)
-    total, signs = loops.kernel(gradients, np.zeros(5, np.float32))
-    following = loops.host_loop(gradients, np.zeros(5, np.float32), np.dot, list(range(8)))
+    total, signs = host_loops.kernel(gradients, np.zeros(5, np.float32))
+    following = host_loops.host_loop(gradients, np.zeros(5, np.float32), np.dot, list(range(8)))
     assert following[:4] == [2 * k if s > 0 else 2 * k + 1 for k, s in enumerate(signs)]
-    ways = [r["way"] for r in loops.rows(20, 8, 1)]
+    ways = [r["way"] for r in host_loops.rows(20, 8, 1)]
     assert ways[:4] == ["read once", "syncopate", "sketches", "host loop, NumPy"]
 
 
 def test_the_command_prints_a_table_and_refuses_invalid_flags(monkeypatch, capsys):
     with pytest.raises(ValueError, match="pass --data_dir=DIR"):
         run("--part=epochs")
-    with pytest.raises(ValueError, match="--rows has .'bert'"):
+    with pytest.raises(ValueError, match="--rows has .'bert'.: names are"):
         run("--part=epochs", "--data_dir=.", "--rows=hmda,bert")
     run("--part=epochs", "--data_dir=nowhere", "--rows=hmda")
     assert "hmda is left out: " in capsys.readouterr().out
@@ -103,36 +103,34 @@ def test_the_command_prints_a_table_and_refuses_invalid_flags(monkeypatch, capsy
 
 
 def test_ways_to_single_examples_are_compared_before_they_are_timed(monkeypatch):
-    single = beside("single_examples")
     model = models.mlp(num_features=64, hidden=(32,), num_classes=10)
     task = TASKS["digits"](None, num_train=16)._replace(model=model)
     monkeypatch.setattr(timing, "step_task", lambda name: task)
-    rows = list(single.rows_of("digits", 6))
+    rows = list(single_examples.rows_of("digits", 6))
     ours = [f"optax micro_grad, microbatches {size}" for size in ("none", 4, 1)]
     names = ["plain step", "ordering.sketched", "vmap, then a sketch", *ours]
     assert [r["way"] for r in rows][:6] == names and rows[0]["times_plain"] == "1.00"
 
-    ways = single.ways_of
+    ways = single_examples.ways_of
 
     def wrong(loss):
         found = ways(loss)
         return found | {names[1]: lambda *args: (found[names[0]](*args)[0], np.eye(16, 1024))}
 
-    monkeypatch.setattr(single, "ways_of", wrong)
+    monkeypatch.setattr(single_examples, "ways_of", wrong)
     with pytest.raises(AssertionError, match="ordering.sketched: inner products are off by"):
-        list(single.rows_of("digits", 6))
+        list(single_examples.rows_of("digits", 6))
 
 
 def test_epochs_beside_other_packages_have_the_orders_of_the_papers():
-    tasks, epochs = beside("torch_tasks"), beside("order_epochs")
-    whole, orders = tasks.whole_numbers((4, 6, 20), 2), [list(range(6))] * 4
-    sort = epochs.ours(whole, "cd_grab")
+    whole, orders = torch_tasks.whole_numbers((4, 6, 20), 2), [list(range(6))] * 4
+    sort = order_epochs.ours(whole, "cd_grab")
     for _ in range(3):
         orders = reference.cd_grab_epoch(orders, whole.x)
         assert np.asarray(sort()[1]).tolist() == orders
 
-    problem = tasks.softmax(4, 6, 40)
-    found = [epochs.ours(problem, name)()[0]["w"] for name in ("cd_grab", "pair_balance")]
+    problem = torch_tasks.softmax(4, 6, 40)
+    found = [order_epochs.ours(problem, name)()[0]["w"] for name in ("cd_grab", "pair_balance")]
     np.testing.assert_allclose(*found, rtol=1e-5)  # both visit the units in their first order
     alone = problem.alone()
     assert alone.y.shape == (1, 24) and alone.step == 8 and np.any(found[0] != 0)
@@ -140,34 +138,23 @@ def test_epochs_beside_other_packages_have_the_orders_of_the_papers():
 
 def test_local_steps_beside_others_are_those_that_numpy_simulates(tmp_path, monkeypatch):
     """With DiLoCo's outer step."""
-    local, beside_others = beside("local_syncopate"), beside("local_steps")
-    problem, widths = beside_others.local_problem, (12, 7, 5, 10)
-    job = beside_others.Job("ours", widths, 0, 1, 0, 0, 0, f"{tmp_path}/0")
+    problem, widths = local_problem, (12, 7, 5, 10)
+    job = local_steps.Job("ours", widths, 0, 1, 0, 0, 0, f"{tmp_path}/0")
     expected = np.stack(list(problem.simulated(widths, True)))
 
     def run(module, job, folder):
-        job = job._replace(out=f"{folder}/0")  # as `beside_others.run`
-        worker = local.rounds(job, local.OUTER, local.worker_mesh(2))
+        job = job._replace(out=f"{folder}/0")  # as `local_steps.run`
+        worker = local_syncopate.rounds(job, local_syncopate.OUTER, worker_mesh(2))
         return [problem.checked(job, worker, lambda: None)]
 
-    monkeypatch.setattr(beside_others, "run", run)
-    found = beside_others.check("", job, str(tmp_path), expected)
+    monkeypatch.setattr(local_steps, "run", run)
+    found = local_steps.check("", job, str(tmp_path), expected)
     assert float(found["off NumPy"]) < 1e-5 and float(found["MB compiled"]) >= 0
     with pytest.raises(ValueError, match="ours: after sync 20 a parameter is"):
-        beside_others.check(
-            "", job, str(tmp_path), expected + 1e-4 * (np.arange(20) == 19)[:, None]
-        )
+        local_steps.check("", job, str(tmp_path), expected + 1e-4 * (np.arange(20) == 19)[:, None])
     monkeypatch.setitem(problem.SIZES, "few", widths)
-    table = beside_others.Table("one", True, 1, (("ours", "", "jax"), ("again, here", "", "jax")))
-    *_, last = beside_others.parity([table], "few", str(tmp_path))
+    table = local_steps.Table("one", True, 1, (("ours", "", "jax"), ("again, here", "", "jax")))
+    *_, last = local_steps.parity([table], "few", str(tmp_path))
     assert last == {"sync": 20, "one: NumPy": found["off NumPy"], "one: again": "0.0e+00"}
     with pytest.raises(ValueError, match="empty name"):  # and not ".npy" where the tests run
         problem.checked(job._replace(out=""), None, lambda: None)
-
-
-def test_commands_of_benchmarks_name_modules():
-    """Which find `experiments` in a clone; a script beside them would not."""
-    for path in (ROOT / "benchmarks").glob("*.py"):
-        text = path.read_text()
-        command = f"python -m benchmarks.{path.stem}" in text
-        assert command == ('__name__ == "__main__"' in text), path.name
