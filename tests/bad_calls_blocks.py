@@ -10,7 +10,6 @@ import numpy as np
 import ordering
 from ordering import blocks
 from tests.bad_values import (
-    INF,
     KEY,
     PARAMS,
     THING,
@@ -41,9 +40,6 @@ NO_FILTERS = [3, "text", THING, {}, [], KEPT[:5], KEPT.astype(int), KEPT * 0.5, 
               [None] * 12, Foreign(12)]  # fmt: skip
 BLOCKS = blocks.split(np.arange(12), unit_size=2)  # 6 units
 NO_BLOCKS = [None, 3, "text", THING, {}, [], np.arange(12), [PART], PART, blocks.files, KEY]
-ORDERS = np.array([[3, 0, 5], [1, 4, 2]])
-NO_SHARES = [3, "text", THING, {}, (0, 1), (0, 1, 3), (3, 2, 4), (0, 0, 4), (-1, 1, 4), [0.5, 1, 4],
-             (0, 1, 2, 3), (0, None, 4), (0, 1, INF), ("a", 1, 4)]  # fmt: skip
 WINDOW = Arg(2, [4, *whole()])
 
 
@@ -63,14 +59,15 @@ NO_STATES = [STATE, None, 3, "text", THING, lambda: None, lambda: 3, lambda s: s
 
 def read(blocks_=BLOCKS, live=lambda: STATE, **args):
     with blocks.read_blocks(blocks_, live, **{"window": 2, "batch_size": 2} | args) as reads:
-        next(reads)
-        return reads.position()
+        return next(reads)
 
 
-POSITION = read()
+with blocks.read_blocks(BLOCKS, lambda: STATE, window=2, batch_size=2) as first:
+    next(first), next(first)  # a window
+    POSITION = first.position()
 CHANGES = [
     {"step": np.array(99)}, {"step": -1}, {"epoch": "a"}, {"seed": np.arange(4)}, {"epoch": -1},
-    {"files": POSITION["files"] + 1}, {"broken": ORDERS[0]}, {"step": THING}, {"step": 0.5},
+    {"files": POSITION["files"] + 1}, {"step": THING}, {"step": 0.5},
     {"step": [1, 2]}, {"more": 3}, {"files": None}, {"orders": {}}, {"orders": FRESH},
 ]  # fmt: skip
 NO_POSITIONS = [
@@ -102,8 +99,7 @@ CALLS = {
     "read_blocks": call(
         read, blocks_=Arg(BLOCKS, NO_BLOCKS), live=Arg(lambda: STATE, NO_STATES), window=WINDOW,
         batch_size=2, seed=0, num_epochs=Arg(2, but_none(whole(0))), readers=Arg(2, whole()),
-        position=Arg(POSITION, NO_POSITIONS), depth=2, timeout=30.0,
-        share=Arg(None, NO_SHARES)),
+        position=Arg(POSITION, NO_POSITIONS), depth=2, timeout=30.0),
     "resize": call(
         blocks.resize, position=Arg(POSITION, NO_POSITIONS[:8]),
         fresh=Arg(FRESH, [None, 3, THING, SINGLE_STATE, {}, POSITION, dealt(3)[1]]),

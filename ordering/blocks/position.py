@@ -6,7 +6,6 @@ import numpy as np
 
 from ordering.base import Ordering, State
 from ordering.blocks.split import Blocks
-from ordering.blocks.windows import checked_share
 from ordering.dealing import DealtShuffleState, DealtState
 from ordering.resize import resize as resize_order
 from syncopate import plans
@@ -18,28 +17,28 @@ SIZES = {
     "seed": "the seed",
     "filter": "the digest of split's filter, 0 without keep=",
 }
-AXES = dict.fromkeys(("epoch", "step", *SIZES), 0) | {"files": 2, "broken": 2}
+PLACE = ("epoch", "step", "files")
 
 
-def first_position(blocks: Blocks, **sizes: int) -> dict[str, Any]:
-    """The beginning of a run, without a state of the order."""
-    sizes |= {"unit_size": blocks.unit_size, "filter": blocks.filter_digest, "epoch": 0, "step": 0}
+def fixed(blocks: Blocks, **sizes: int) -> dict[str, Any]:
+    """What is the same in all positions of a run: its sizes and files."""
+    sizes |= {"unit_size": blocks.unit_size, "filter": blocks.filter_digest}
     found: dict[str, Any] = {name: np.array(size, np.int64) for name, size in sizes.items()}
     return found | {"files": blocks.digests}
 
 
 def checked(
-    position: dict[str, Any], first: dict[str, Any], blocks: Blocks, steps: int, current: np.ndarray
-) -> dict[str, Any]:
-    """The position on the host; ValueError if it is not one of these blocks, sizes and orders."""
+    position: dict[str, Any], own: dict[str, Any], blocks: Blocks, steps: int, current: np.ndarray
+) -> tuple[int, int]:
+    """Its epoch and step; ValueError if it is not one of these blocks, sizes and orders."""
     check_form(position)
-    found = {name: np.asarray(position[name]) for name in AXES if name in position}
+    found = {name: np.asarray(position[name]) for name in (*SIZES, *PLACE)}
     for name, what in SIZES.items():
-        if found[name] != first[name]:
+        if found[name] != own[name]:
             raise ValueError(
-                f"{what}: the position was saved with {found[name]}, now it is {first[name]}."
+                f"{what}: the position was saved with {found[name]}, now it is {own[name]}."
             )
-    files, digests = found["files"], first["files"]
+    files, digests = found["files"], own["files"]
     if len(files) != len(digests):
         raise ValueError(
             f"the position was saved with {len(files)} files, now there are "
@@ -62,22 +61,21 @@ def checked(
             f"{steps} steps: pass the position unchanged."
         )
     _check_orders(position["orders"], current)
-    # Checkpoints may hold the same numbers in other types.
-    return found | {name: first[name] for name in (*SIZES, "files")}
+    return int(found["epoch"]), int(found["step"])
 
 
 def check_form(position: Any) -> None:
     """Raises ValueError unless it has the names and the kinds of values of a position."""
-    if not isinstance(position, dict) or {*position, "broken"} != {*AXES, "orders"}:
+    if not isinstance(position, dict) or {*position} != {*SIZES, *PLACE, "orders"}:
         names = f" of {sorted(map(str, position))}" if isinstance(position, dict) else ""
         raise ValueError(
             f"position is a {type(position).__name__}{names}: pass what position() of read_blocks "
             "gave."
         )
-    for name in [name for name in AXES if name in position]:
+    for name in (*SIZES, *PLACE):
         array, kind = plans.as_array(position[name])
-        wrong = name == "files" and array.shape[1:] != (3,)
-        if array.ndim != AXES[name] or array.dtype.kind not in "iu" or wrong:
+        fits = array.shape[1:] == (3,) if name == "files" else array.ndim == 0
+        if not fits or array.dtype.kind not in "iu":
             raise ValueError(f"position has {kind} as {name!r}: pass it as it was saved.")
 
 
@@ -100,44 +98,18 @@ def _check_orders(orders, current):
         )
 
 
-def share_of(position: dict[str, Any], current: np.ndarray, share: Any) -> tuple[int, int, int]:
-    """The workers of this host; ValueError if they and the others do not make up a broken epoch."""
-    workers, num_units = (1, *current.shape)[-2:]
-    first, count, everyone = (0, workers, workers) if share is None else checked_share(share)
-    units = np.size(position.get("broken", ()))
-    if count != workers or units not in (0, everyone * num_units):
-        raise ValueError(
-            f"share is {share!r}: pass (first, count, workers) with the {workers} workers of this "
-            f"host as count and all workers, of {num_units} units each, as workers. They finish an "
-            f"epoch of {units} units, which other workers began."
-        )
-    return first, count, everyone
-
-
-def of_broken(
-    position: dict[str, Any], done: int, share: tuple[int, int, int]
-) -> tuple[np.ndarray, dict]:
-    """The orders of a broken epoch, and the sizes that its workers had, for `windows`.
-
-    `done` counts the units that each of the new workers has read.
-    """
-    orders, workers = position["broken"], share[2]
-    words = {k: int(position[k]) * workers // len(orders) for k in ("window", "batch_size")}
-    words |= {"num_units": orders.shape[1], "share": share}
-    return orders[:, done * workers // len(orders) :], words
-
-
 def resize(
     position: dict[str, Any], fresh: State, order: Ordering, *, axis_name: str = "worker"
 ) -> dict[str, Any]:
     """The position for another number of workers: each record is still visited once per epoch.
 
-    The rest of the epoch keeps its batches: the W b records of each step are shared by the W' new
-    workers. What the order has observed of this epoch is dropped, so that the next epoch has the
-    same order again, or a new one of a shuffle; from then on it observes as before.
+    The blocks of each window of all W workers are shared by the W' new workers. What the order has
+    observed of this epoch is dropped, so that the next epoch has the same order again, or a new one
+    of a shuffle; from then on it observes as before.
 
     Args:
-      position: of all W workers, with orders that deal blocks (`dealt`, `dealt_reshuffling`).
+      position: of all W workers, saved where `window_ended`, with orders that deal blocks (`dealt`,
+        `dealt_reshuffling`).
       fresh: a first state of `order` for W' workers with M' = W M / W' units each.
       order: the order for W' workers, with windows of K' = W K / W' blocks.
       axis_name: the workers' axis, by which `order` was made.
@@ -146,7 +118,8 @@ def resize(
       The position for W' workers, for `read_blocks(window=K', batch_size=W b / W')`.
 
     Raises:
-      ValueError: for orders with fixed shards, or numbers that do not divide.
+      ValueError: for orders with fixed shards, numbers that do not divide, or a position inside a
+        window.
 
     Examples:
       >>> import jax, numpy as np
@@ -157,12 +130,12 @@ def resize(
       ...     keys = jax.random.split(jax.random.key(0), workers)
       ...     return order, jax.vmap(order.init, (0, None), axis_name="worker")(keys, None)
       >>> (_, two), (order, four) = orders_of(2), orders_of(4)
-      >>> reads = ordering.blocks.read_blocks(blocks, lambda: two, window=2, batch_size=2)
+      >>> reads = ordering.blocks.read_blocks(blocks, lambda: two, window=2, batch_size=4)
       >>> before = next(reads)[0].ravel().tolist()
       >>> position = ordering.blocks.resize(reads.position(), four, order)
       >>> state = position["orders"]
       >>> reads = ordering.blocks.read_blocks(
-      ...     blocks, lambda: state, window=1, batch_size=1, num_epochs=1, position=position
+      ...     blocks, lambda: state, window=1, batch_size=2, num_epochs=1, position=position
       ... )
       >>> after = [i for records, _ in reads for i in records.ravel().tolist()]
       >>> sorted(before + after) == list(range(16))
@@ -192,19 +165,18 @@ def resize(
             f"and batches of {batch_size}: pass a number that divides {old * window} and "
             f"{old * batch_size}."
         )
+    ended, rest = divmod(step, -(-window * unit_size // batch_size))
+    if rest:
+        raise ValueError(
+            f"the position is that of step {step}, inside a window: go on with {old} workers until "
+            "window_ended, and resize the position that is saved there."
+        )
     after = old * window // new
-    batches = -(-window * unit_size // batch_size)
-    done = min(step // batches * after, fresh.current.shape[1])
-    # Half a window is a broken epoch, too.
-    visited = max(done, 1) if step else 0
     resized, _ = resize_order(
-        state, fresh, order, units_per_step=window, visited=visited, axis_name=axis_name
+        state, fresh, order, units_per_step=window, visited=ended * after, axis_name=axis_name
     )
-    found = position | {
+    return position | {
         "orders": resized,
         "window": np.array(after, np.int64),
         "batch_size": np.array(old * batch_size // new, np.int64),
     }
-    if visited and "broken" not in position:
-        found["broken"] = np.asarray(state.current)
-    return found

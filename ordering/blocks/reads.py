@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ordering.base import State
-from ordering.blocks.position import checked, first_position, of_broken, share_of
+from ordering.blocks.position import checked, fixed
 from ordering.blocks.split import Blocks, check_blocks
 from ordering.blocks.windows import Windows, batches_of, num_batches, windows
 from ordering.input.epochs import Epochs, Load, checked_state, epoch_of
@@ -25,9 +25,9 @@ class BlockEpochs(Epochs):
       window_units: the number of blocks in the window of the last batch.
     """
 
-    def __init__(self, position: dict[str, Any], load: Load, live: Callable, **sizes: Any):
+    def __init__(self, fixed: dict[str, Any], load: Load, live: Callable, **sizes: Any):
         super().__init__(load, live, **sizes)
-        self._position = position
+        self._fixed = fixed
 
     @property
     def window_ended(self) -> bool:
@@ -49,19 +49,16 @@ class BlockEpochs(Epochs):
         Returns:
           A dict of arrays: "orders", the newest state of the order; "epoch" and "step" of the next
           batch; "unit_size", "window", "batch_size", "seed", "filter", a digest of what `keep`
-          keeps; "files", the number of records and the digest of each; and, in an epoch that other
-          workers began, "broken", their orders int32[W, M].
+          keeps; and "files", the number of records and the digest of each.
         """
         epoch, step = divmod(self.load, self._steps)
         orders = self._live() if orders is None else orders
         if self._num_epochs is None or epoch < self._num_epochs:
             with jax.transfer_guard("allow"):
                 self.check_order(epoch, *epoch_of(orders))
-        now = {"orders": orders, "epoch": np.array(epoch), "step": np.array(step)}
-        found = self._position | now
-        if epoch != self._position["epoch"]:
-            found.pop("broken", None)
-        return found
+        return self._fixed | {
+            "orders": orders, "epoch": np.array(epoch), "step": np.array(step)
+        }  # fmt: skip
 
 
 def read_blocks(
@@ -75,7 +72,6 @@ def read_blocks(
     shuffle: bool = True,
     num_epochs: int | None = None,
     position: dict[str, Any] | None = None,
-    share: tuple[int, int, int] | None = None,
     readers: int | Callable[[Windows], Iterable] = 4,
     depth: int = 2,
     timeout: float | None = None,
@@ -99,8 +95,6 @@ def read_blocks(
       shuffle: whether records of a window are shuffled.
       num_epochs: number of epochs; None for no end.
       position: where to go on, as `BlockEpochs.position` gave it; the beginning if None.
-      share: `(first, count, workers)`, the workers of this host. Only an epoch that was broken off
-        with another number of workers needs it, and only on several hosts.
       readers: >= 1, threads that read blocks; or a function `windows -> iterable of windows`, which
         reads them by another loader, as Grain or PyTorch, in their sequence.
       depth, timeout, sharding: as in `ordering.input.load_ahead`.
@@ -139,28 +133,24 @@ def read_blocks(
     window, batch_size = whole.window, whole.batch_size
     batches, last = (num_batches(blocks, n, batch_size) for n in (window, num_units % window))
     steps = num_units // window * batches + last
-    first = first_position(blocks, **settings)
-    position = first if position is None else checked(position, first, blocks, steps, current)
+    own, epoch, step = fixed(blocks, **settings), 0, 0
+    if position is not None:
+        epoch, step = checked(position, own, blocks, steps, current)
     read = _reading(readers)
-    share = share_of(position, current, share)
 
     def load(orders, first_step, epoch):
-        sizes = words
-        if epoch == position["epoch"] and "broken" in position:
-            orders, old = of_broken(position, first_step // batches * window, share)
-            sizes = words | old | {"total": len(blocks)}
         closed = threading.Event()
-        found = read(windows(blocks, orders, epoch=epoch, **sizes), closed)
+        found = read(windows(blocks, orders, epoch=epoch, **words), closed)
         return start_loader(
             batches_of(found, first_batch=first_step % batches), closed, depth=depth,
             timeout=timeout, sharding=sharding, first_load=epoch * steps + first_step,
         )  # fmt: skip
 
-    first_load = int(position["epoch"]) * steps + int(position["step"])
-    first_epoch = min((int(np.min(x)) for x in epoch_of(state)), default=0) - int(position["epoch"])
+    first_epoch = min((int(np.min(x)) for x in epoch_of(state)), default=0) - epoch
     return BlockEpochs(
-        position, load, live, num_units=num_units, units=window, batches=batches, steps=steps,
-        num_epochs=num_epochs, ahead=batches, first_load=first_load, first_epoch=first_epoch,
+        own, load, live, num_units=num_units, units=window, batches=batches, steps=steps,
+        num_epochs=num_epochs, ahead=batches, first_load=epoch * steps + step,
+        first_epoch=first_epoch,
     )  # fmt: skip
 
 

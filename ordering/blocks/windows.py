@@ -20,17 +20,6 @@ TOGETHER = 256  # records of small blocks that a thread reads at once,
 TASKS = 16  # if a window still has as many tasks for the threads
 
 
-def checked_share(share: Any) -> tuple[int, int, int]:
-    """(first, count, workers); ValueError unless these are three numbers that fit each other."""
-    whole = isinstance(share, tuple) and len(share) == 3 and all(map(plans.is_whole, share))
-    if not whole or not 0 <= share[0] < share[0] + share[1] <= share[2]:
-        raise ValueError(
-            f"share is {share!r}: pass (first, count, workers), whole numbers with "
-            "first + count <= workers."
-        )
-    return share
-
-
 class Windows(Sequence):
     """One epoch of windows; see `windows`."""
 
@@ -75,7 +64,8 @@ class Windows(Sequence):
             records.put(never_ends(lambda: self._blocks.read(job[0])), *job)
 
         def finish():
-            return jax.tree.map(self._cut(batches), (records.filled(rest), places))
+            cut = lambda x: x.reshape(batches, *self._axes, *x.shape[1:])  # noqa: E731
+            return jax.tree.map(cut, (records.filled(rest), places))
 
         return put, jobs, finish
 
@@ -93,15 +83,6 @@ class Windows(Sequence):
         found = np.empty_like(to)
         found[permutation((*self._seeds, unit), len(to))] = to
         return found
-
-    def _cut(self, batches: int) -> Callable:
-        first, last, shape = self._axes
-
-        def cut(x):
-            x = x.reshape(batches, -1, *x.shape[1:])[:, first:last]
-            return x.reshape(batches, *shape, *x.shape[2:])
-
-        return cut
 
 
 class _Records:
@@ -169,7 +150,6 @@ def windows(
     num_units: int | None = None,
     total: int | None = None,
     shuffle: bool = True,
-    share: tuple[int, int, int] | None = None,
 ) -> Windows:
     """One epoch of blocks in the sequence of their orders, cut into batches: for other loaders.
 
@@ -190,8 +170,6 @@ def windows(
       num_units: as in `step_indices`, for a slice of orders that starts at a window.
       total: `len(blocks)` for orders that are dealt; None for fixed shards.
       shuffle: whether records of a window are shuffled.
-      share: `(first, count, workers)`: instead of the batches of W workers [W, b], deliver those of
-        `count` workers from number `first` on, of `workers` that share each W b records.
 
     Returns:
       A sequence of windows `(records, places)`, leaves [T, W, b, ...] for orders int[W, M] and
@@ -222,27 +200,8 @@ def windows(
             "split the files with multiple_of=the number of workers, and make orders for these "
             "units; for those of dealt orders pass int[W, M] and total."
         )
-    units, axes = _shared(units, batch_size, share, np.ndim(orders) == 2)
+    axes = (workers, batch_size) if np.ndim(orders) == 2 else (batch_size,)
     return Windows(blocks, units, (window, batch_size, shuffle), (seed, epoch), axes)
-
-
-def _shared(units, batch_size, share, has_workers) -> tuple[np.ndarray, tuple]:
-    """The orders to read, and (first, last, shape) of the records to deliver of each batch."""
-    workers = len(units)
-    if share is None:
-        shape = (workers, batch_size) if has_workers else (batch_size,)
-        return units, (0, workers * batch_size, shape)
-    first, count, parts = checked_share(share)
-    if workers * batch_size % parts:
-        raise ValueError(
-            f"share is of {parts} workers, who cannot share the {workers * batch_size} records of "
-            "a batch: pass a number that divides them."
-        )
-    size = workers * batch_size // parts
-    low, high = first * size, (first + count) * size
-    lane, end = low // batch_size, -(-high // batch_size)
-    begin = lane * batch_size
-    return units[lane:end], (low - begin, high - begin, (count, size))
 
 
 def batches_of(loaded: Iterable, *, first_batch: int = 0) -> Iterator[tuple[PyTree, Any]]:

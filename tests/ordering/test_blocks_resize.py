@@ -8,7 +8,7 @@ import pytest
 import ordering
 from ordering.blocks import read_blocks, resize
 from tests import block_cases
-from tests.block_cases import as_lists
+from tests.block_cases import as_lists, records_of
 from tests.refused import refuses
 
 # 24 units, 2 of them empty; together 16 in a window and 48 records in a step: W workers have 24 / W
@@ -26,13 +26,13 @@ def parts_of(name, workers):
     return block_cases.dealt_of(name, workers, UNITS // workers, WINDOW // workers)
 
 
-def read(name, state, position=None, *, most, share=None):
-    """(batches, the position after them, the state); `share`: those of a host's workers."""
-    workers = share[2] if share else len(state.current)
+def read(name, state, position=None, *, most):
+    """(batches, the position after them, the state)."""
+    workers = len(state.current)
     _, _, observe, next_epoch = parts_of(name, workers)
     found, window = [], WINDOW // workers
     options = {"window": window, "batch_size": BATCH // workers, "position": position}
-    with read_blocks(BLOCKS, lambda: state, share=share, **options) as reads:
+    with read_blocks(BLOCKS, lambda: state, **options) as reads:
         while len(found) < most:
             found.append(as_lists(next(reads)))
             if observe and reads.window_ended:
@@ -51,16 +51,10 @@ def resized(name, position, workers):
     return position, jax.tree.map(jnp.asarray, position["orders"])
 
 
-def flat(batches):
-    """The records of each step, of all workers."""
-    return [sorted(r for lane in batch for r, place in lane if place >= 0) for batch in batches]
-
-
 def check(name, *stages):
     """Workers and steps of each stage: every epoch that is read has every record once."""
     (workers, most), *others = stages
     found, position, state = read(name, parts_of(name, workers)[1], most=most)
-    alone = read(name, parts_of(name, workers)[1], most=STEPS)[0]
     for after, most in others:
         if after != workers:
             workers = after
@@ -68,17 +62,22 @@ def check(name, *stages):
         more, position, state = read(name, state, position, most=most)
         assert all(len(batch) == workers for batch in more)
         found += more
+    alone = read(name, parts_of(name, stages[0][0])[1], most=STEPS)[0]
     assert len(found) % STEPS == 0
     for first in range(0, len(found), STEPS):
-        assert sorted(sum(flat(found[first : first + STEPS]), [])) == RECORDS, (stages, first)
-    assert flat(found[:STEPS]) == flat(alone), "the epoch that was broken keeps its batches"
-    return found
+        assert records_of(found[first : first + STEPS]) == RECORDS, (stages, first)
+    for begin, end in ((0, 3), (3, 5)):
+        assert records_of(found[begin:end]) == records_of(alone[begin:end]), "windows are kept"
 
 
-@pytest.mark.parametrize("done", [2, 3, 5, 7])  # within windows, at their ends, between epochs
-def test_a_shuffle_goes_on_with_any_number_of_workers(done):
-    for before, after in [(1, 4), (4, 1), (2, 4), (8, 2), (4, 8)]:
-        check("dealt_reshuffling", (before, done), (after, 15 - done))
+@pytest.mark.parametrize("name", ["dealt_reshuffling", *ordering.dealing.HOW])
+def test_a_run_goes_on_with_any_number_of_workers(name):
+    """After the first window of an epoch, between epochs, and once more in the same epoch."""
+    more = [(1, 4), (8, 1)] if name == "dealt_reshuffling" else []
+    for before, after in [(2, 4), (4, 2), *more]:
+        for done in (3, 5, 8):
+            check(name, (before, done), (after, 15 - done))
+    check(name, (2, 3), (4, 5), (2, 7))
 
 
 def test_the_axis_of_the_workers_may_have_another_name():
@@ -90,72 +89,25 @@ def test_the_axis_of_the_workers_may_have_another_name():
     (_, two), (order, four) = of(2), of(4)
     options = {"window": WINDOW // 2, "batch_size": BATCH // 2, "num_epochs": 1}
     with read_blocks(BLOCKS, lambda: two, **options) as reads:
-        found = [as_lists(next(reads)) for _ in range(2)]
+        found = [as_lists(next(reads)) for _ in range(3)]
         position = resize(reads.position(), four, order, axis_name="dp")
     state = jax.tree.map(jnp.asarray, position["orders"])
     options |= {"window": WINDOW // 4, "batch_size": BATCH // 4, "position": position}
     with read_blocks(BLOCKS, lambda: state, **options) as reads:
         found += map(as_lists, reads)
-    assert sorted(sum(flat(found), [])) == RECORDS
+    assert records_of(found) == RECORDS
 
 
-def test_the_next_epoch_is_no_longer_that_of_the_workers_before():
-    """A run goes on in its middle."""
-    check("dealt_reshuffling", (2, 2), (4, 5), (4, 8))
-
-
-def test_workers_change_twice_in_an_epoch():
-    changes = [(2, 4, 8), (8, 4, 2), (4, 2, 4), (1, 8, 2), (8, 1, 4)]
-    steps = [(1, 1), (2, 2), (3, 1), (1, 4), (6, 2)]
-    for (before, between, after), (first, second) in zip(changes, steps, strict=True):
-        rest = 15 - first - second
-        check("dealt_reshuffling", (before, first), (between, second), (after, rest))
-
-
-@pytest.mark.parametrize("before,after", [(2, 4), (8, 4)])
-def test_hosts_finish_a_broken_epoch_as_one_does(before, after):
-    name = "dealt_reshuffling"
-    for done in (1, 3, 4):
-        position = read(name, parts_of(name, before)[1], most=done)[1]
-        position, state = resized(name, position, after)
-        whole = read(name, state, position, most=STEPS - done)[0]
-        for hosts in (2, after):
-            count = after // hosts
-            own = [
-                read(name, block_cases.rows_of(state, h, count), position,
-                     most=STEPS - done, share=(h, count, after))[0]
-                for h in range(0, after, count)
-            ]  # fmt: skip
-            assert [sum(lanes, []) for lanes in zip(*own, strict=True)] == whole
-
-
-@pytest.mark.parametrize("how", ordering.dealing.HOW)
-def test_a_balanced_order_goes_on_with_other_workers(how):
-    for before, after in ((2, 4), (4, 2)):
-        for done in (2, 3, 5, 9):
-            check(how, (before, done), (after, 15 - done))
-    check(how, (2, 1), (4, 1), (4, 1), (2, 12))
-
-
-def broken(share=None):
-    """A reader of two of four workers, in an epoch that two workers began."""
-    position = read("dealt_reshuffling", parts_of("dealt_reshuffling", 2)[1], most=1)[1]
-    position, state = resized("dealt_reshuffling", position, 4)
-    own = block_cases.rows_of(state, 0, 2)
-    options = {"window": WINDOW // 4, "batch_size": BATCH // 4, "position": position}
-    return read_blocks(BLOCKS, lambda: own, share=share, **options)
-
-
-def restarted(workers=2, **changes):
+def restarted(workers=2, steps=3, **changes):
     order, first, *_ = parts_of("dealt_reshuffling", workers)
-    position = read("dealt_reshuffling", parts_of("dealt_reshuffling", 2)[1], most=1)[1]
+    position = read("dealt_reshuffling", parts_of("dealt_reshuffling", 2)[1], most=steps)[1]
     return resize(position | changes, first, order)
 
 
 test_bad_input = refuses({
-    "no share": (broken, "share is None: pass .*the 2 workers of this host"),
-    "other workers": (lambda: broken((0, 1, 4)), r"share is \(0, 1, 4\): pass .*the 2 workers"),
-    "all workers": (lambda: broken((0, 2, 8)), r"share is \(0, 2, 8\).* finish an epoch of 24"),
+    "inside a window": (
+        lambda: restarted(4, steps=4), "of step 4, inside a window: go on with 2 workers until win"
+    ),
     "part of a batch": (
         lambda: restarted(8, batch_size=np.array(9)),
         "8 workers, who cannot share the windows of 2, of 8 blocks and batches of 9: .* divides 16",

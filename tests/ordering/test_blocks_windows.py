@@ -50,8 +50,7 @@ def test_an_order_without_workers_has_no_axis_of_workers():
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 6), st.data())
-def test_slices_of_orders_and_shares_of_batches(workers, window, batch_size, data):
-    """A slice gives the rest of the windows; the shares of some workers make up the batches."""
+def test_a_slice_of_orders_gives_the_rest_of_the_windows(workers, window, batch_size, data):
     units = reference_blocks.blocks_of(SIZES, UNIT_SIZE, workers)
     blocks = ordering.blocks.split(
         block_cases.parts_of(SIZES), unit_size=UNIT_SIZE, multiple_of=workers
@@ -64,18 +63,6 @@ def test_slices_of_orders_and_shares_of_batches(workers, window, batch_size, dat
     slice_ = windows(blocks, orders[:, first * options["window"] :], **options)
     batches = -(-options["window"] * UNIT_SIZE // batch_size)
     assert [as_lists(batch) for batch in batches_of(slice_)] == expected[first * batches :]
-
-    rows = workers * batch_size
-    parts = data.draw(st.sampled_from([n for n in range(1, rows + 1) if rows % n == 0]))
-    cuts = sorted({0, parts, *data.draw(st.lists(st.integers(0, parts), max_size=2))})
-    found = [
-        list(batches_of(windows(blocks, orders, share=(a, b - a, parts), **options)))
-        for a, b in zip(cuts, cuts[1:], strict=False)
-    ]
-    for t, batch in enumerate(expected):
-        own = [as_lists(batches[t]) for batches in found]
-        assert [len(lanes) for lanes in own] == np.diff(cuts).tolist()
-        assert sum(sum(own, []), []) == sum(batch, [])
 
 
 def of(orders=ORDERS, **changes):
@@ -91,10 +78,6 @@ test_bad_input = refuses({
     "too many units": (of(np.arange(17), total=None), "name 1 times 17 units.* 16 blocks"),
     "too few of a shard": (of(np.array([[0], [0]]), total=None, window=1), "2 times 1 units.* 16"),
     "too few": (of(np.arange(15)), "1 times 15 units, and there are 16 blocks: split the files"),
-    "share": (of(share=(0, 1, 3)), "share is of 3 workers, who cannot share the 8 records of a b"),
-    "share of more": (of(share=(3, 2, 4)), r"share is \(3, 2, 4\).*first \+ count <="),
-    "share of parts": (of(share=(0.5, 1, 4)), r"share is \(0.5, 1, 4\)"),
-    "a pair as share": (of(share=(0, 1)), r"share is \(0, 1\): pass \(first, count, workers"),
 })  # fmt: skip
 
 
