@@ -11,7 +11,6 @@ import ordering
 from ordering import blocks
 from tests.bad_values import (
     KEY,
-    PARAMS,
     THING,
     Arg,
     Foreign,
@@ -75,11 +74,10 @@ NO_POSITIONS = [
     {name: value for name, value in POSITION.items() if name != "step"},
     *(POSITION | change for change in CHANGES),
 ]  # fmt: skip
-SUMS = blocks.sums(X, window=2)
+SUMS = {"w": jnp.zeros((2, 3))}
 ROWS = {"w": jnp.ones((3, 3))}
 PLACES = jnp.array([0, 1, -1])
 PAIRS = ordering.pair_balance(6, units_per_step=2)
-PAIRS_STATE = PAIRS.init(KEY, X)
 
 CALLS = {
     "files": call(
@@ -104,13 +102,8 @@ CALLS = {
         blocks.resize, position=Arg(POSITION, NO_POSITIONS[:8]),
         fresh=Arg(FRESH, [None, 3, THING, SINGLE_STATE, {}, POSITION, dealt(3)[1]]),
         order=Arg(ORDER, [None, 3, THING, STATE, ordering.dealt_reshuffling, PAIRS])),
-    "sums": call(blocks.sums, params=Arg(X, PARAMS), window=Arg(2, whole())),
-    "Sums.add": call(
-        SUMS.add,
+    "add_gradients": call(
+        blocks.add_gradients, sums=Arg(SUMS, [None, 3, THING, X, {"v": ROWS["w"]}, {}, BLOCKS]),
         gradients=Arg(ROWS, [None, 3, THING, X, jnp.ones(3), {"v": ROWS["w"]}]),
         places=Arg(PLACES, [None, 3, THING, PLACES[:2], PLACES[None], PLACES * 0.5, [0, 1, 1]])),
-    "Sums.observe": call(
-        SUMS.observe, order=Arg(PAIRS, [None, 3, THING, PAIRS_STATE, ordering.grab]),
-        state=Arg(PAIRS_STATE, [None, 3, THING, SINGLE_STATE, {}]),
-        units=Arg(2, [1, 3, *whole()])),
 }  # fmt: skip

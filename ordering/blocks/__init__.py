@@ -4,13 +4,13 @@ from ordering.blocks.files import files, tokens
 from ordering.blocks.position import resize
 from ordering.blocks.reads import read_blocks
 from ordering.blocks.split import split
-from ordering.blocks.sums import sums
+from ordering.blocks.sums import add_gradients
 
 __all__ = [
+    "add_gradients",
     "files",
     "read_blocks",
     "resize",
     "split",
-    "sums",
     "tokens",
 ]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import ordering
-from ordering.blocks import read_blocks, split, sums
+from ordering.blocks import add_gradients, read_blocks, split
 from tests import block_cases, reference
 from tests.refused import refuses
 from tests.tables import vmap_workers, whole_numbers
@@ -32,25 +32,23 @@ def block_sums(units):
 def add_batch(found, records, places):
     batch = jnp.asarray(VECTORS)[records]
     rows = ordering.per_example(loss)(jnp.asarray(PARAMS), batch, jax.random.key(0))[2]
-    return found.add(rows, places)
+    return add_gradients(found, rows, places)
 
 
 ADD = jax.jit(add_batch)
 
 
-def train(order, state, added, end, next_epoch, *, epochs=2, batch_size=5):
-    """The state after some epochs; `(state, sums) = end(state, sums, units)` ends a window."""
-    begin, many = 0, state.current.ndim == 2
-    empty = sums(jnp.zeros(ENTRIES), window=WINDOW)
-    found = empty = jax.tree.map(lambda x: jnp.stack([x] * 2), empty) if many else empty
+def train(state, added, end, next_epoch, *, epochs=2, batch_size=5):
+    """The state after some epochs; `state = end(state, sums, units)` ends a window."""
+    begin = 0
+    found = empty = jnp.zeros((*state.current.shape[:-1], WINDOW, ENTRIES))
     options = {"window": WINDOW, "batch_size": batch_size, "num_epochs": epochs}
     with read_blocks(BLOCKS, lambda: state, **options) as reads:
         for batch in reads:
             found = added(found, *batch)
             if reads.window_ended:
                 units = np.asarray(state.current)[..., begin : begin + reads.window_units]
-                state, found = end(state, found, units)
-                assert all(not x.any() for x in jax.tree.leaves(found))
+                state, found = end(state, found, units), empty
                 begin += reads.window_units
             if reads.epoch_ended:
                 state, begin = next_epoch(state), 0
@@ -62,26 +60,25 @@ def test_sums_over_a_shuffled_window_are_those_of_its_blocks(batch_size):
     order, seen = ordering.random_reshuffling(COUNT), []
 
     def end(state, found, units):
-        np.testing.assert_array_equal(found.gradients[: len(units)], block_sums(units))
+        np.testing.assert_array_equal(found[: len(units)], block_sums(units))
         seen.append(len(units))
-        return state, jax.tree.map(jnp.zeros_like, found)
+        return state
 
     state = order.init(jax.random.key(3), None)
-    train(order, state, ADD, end, order.next_epoch, batch_size=batch_size)
+    train(state, ADD, end, order.next_epoch, batch_size=batch_size)
     assert seen == [3, 3, 2] * 2
 
 
 @pytest.mark.parametrize("how", ordering.dealing.HOW)
 def test_the_orders_of_workers_are_those_of_the_gradients_of_blocks(how):
     """CD-GraB with two workers, to whom the blocks are dealt anew in every epoch."""
-    order, state, _, next_epoch = block_cases.dealt_of(how, 2, COUNT // 2, WINDOW)
+    _, state, observe, next_epoch = block_cases.dealt_of(how, 2, COUNT // 2, WINDOW)
     totals, orders = np.zeros((COUNT, ENTRIES)), []
 
     def end(state, found, units):
         for own in units:
             totals[own] = block_sums(own)
-        count = units.shape[1]
-        return ends[count](state, found)
+        return observe(state, found[:, : units.shape[1]])
 
     def following(state):
         after = next_epoch(state)
@@ -89,13 +86,7 @@ def test_the_orders_of_workers_are_those_of_the_gradients_of_blocks(how):
         orders.append(np.asarray(after.current).tolist() == np.asarray(expected).tolist())
         return after
 
-    ends = {
-        count: vmap_workers(
-            lambda state, found, count=count: found.observe(order, state, units=count)
-        )
-        for count in (3, 1)
-    }
-    train(order, state, vmap_workers(add_batch), end, following, epochs=3)
+    train(state, vmap_workers(add_batch), end, following, epochs=3)
     assert orders == [True] * 3
 
 
@@ -106,13 +97,13 @@ def test_a_gradient_that_is_not_finite_is_in_the_sum_of_its_block_alone(at, wron
     places = np.array([2, 0, -1, 1, 1, 0, -1], np.int32)
     gradients = {"w": whole_numbers((7, 2, 3), seed=3), "b": whole_numbers((7,), seed=4)}
     gradients["w"][at, 1] = wrong
-    empty = sums(jax.tree.map(lambda x: x[0], gradients), window=4)
+    empty = jax.tree.map(lambda x: jnp.zeros((4, *x.shape[1:])), gradients)
     rows = jax.tree.map(lambda x: jnp.asarray(x, dtype), gradients)
     for run in (jax.jit, vmap_workers):
         one = run is not vmap_workers
-        added = run(lambda found, tree: found.add(tree, jnp.asarray(places)))
+        added = run(lambda sums, tree: add_gradients(sums, tree, jnp.asarray(places)))
         args = (empty, rows) if one else jax.tree.map(lambda x: x[None], (empty, rows))
-        found = added(*args).gradients
+        found = added(*args)
         for name, g in gradients.items():
             expected = np.zeros((5, *g.shape[1:]), np.float32)
             np.add.at(expected, places, g)  # those of -1 are in the last
@@ -133,28 +124,28 @@ def test_sketches_are_added_as_gradients_are():
         sketched = ordering.sketched(wide, key, size=16)(params, batch, key)[2]
         found = []
         for rows in (sketched, ordering.sketch_rows(formed, ordering.sketch(key, size=16))):
-            added = sums(jnp.zeros(16), window=2).add(rows, jnp.asarray(places))
+            added = add_gradients(jnp.zeros((2, 16)), rows, jnp.asarray(places))
             found.append((added, rows))
         return found
 
     for found, rows in run(params, batch):
         size = np.abs(rows).max()
         wanted = [np.asarray(rows)[places == place].sum(axis=0) for place in (0, 1)]
-        np.testing.assert_allclose(found.gradients, np.stack(wanted), rtol=0, atol=1e-6 * size)
+        np.testing.assert_allclose(found, np.stack(wanted), rtol=0, atol=1e-6 * size)
 
 
-FULL, ORDER = sums(jnp.zeros(ENTRIES), window=2), ordering.pair_balance(COUNT, units_per_step=2)
-STATE = ORDER.init(jax.random.key(0), jnp.zeros(ENTRIES))
 ROWS = jnp.ones((4, ENTRIES))
+
+
+def add(gradients, places):
+    return lambda: add_gradients(jnp.zeros((2, ENTRIES)), gradients, places)
+
+
 test_bad_input = refuses({
-    "params": (lambda: sums({}, window=2), "params is {}: pass a tree of the shapes of one grad"),
-    "fewer places": (lambda: FULL.add(ROWS, jnp.zeros(3, int)),
-                     r"shape \(3,\) .* for 4 gradients"),
-    "places of all": (lambda: FULL.add(ROWS, jnp.zeros((2, 4), int)), "places of one worker's"),
+    "fewer places": (add(ROWS, jnp.zeros(3, int)), r"shape \(3,\) .* for 4 gradients"),
+    "places of all": (add(ROWS, jnp.zeros((2, 4), int)), "places of one worker's"),
     "other rows": (
-        lambda: FULL.add(jnp.ones((4, 2)), jnp.zeros(4, int)),
+        add(jnp.ones((4, 2)), jnp.zeros(4, int)),
         r"gradients is real\[4, 2\] and in sums real\[4, 3\]",
     ),
-    "part of a window": (lambda: FULL.observe(ORDER, STATE, units=1),
-                         "gradients of 1 units; a step"),
 })  # fmt: skip
