@@ -14,8 +14,6 @@ from ordering.pairs import PairBalanceState
 from ordering.shuffles import ShuffleState, shuffled
 from syncopate import mesh, plans
 
-HOW = ("round_robin", "chunks")
-
 
 class DealtState(NamedTuple):
     """State of one worker; `everyone` and `waiting` are equal on all workers."""
@@ -45,14 +43,6 @@ class DealtState(NamedTuple):
         return self.pairs.position
 
 
-class ChunksState(DealtState):
-    """`DealtState` for chunks, where no unit of a worker's next epoch is known ahead."""
-
-    @property
-    def left(self) -> Int[Array, ""]:
-        return jnp.zeros_like(self.pairs.left)
-
-
 class DealtShuffleState(ShuffleState):
     """State of one worker of `dealt_reshuffling`, whose units are numbers in [0, total)."""
 
@@ -61,7 +51,6 @@ def dealt(
     order: base.Ordering,
     num_units: int,
     *,
-    how: str = "round_robin",
     total: int | None = None,
     axis_name: str | None = "worker",
 ) -> base.Ordering:
@@ -69,14 +58,11 @@ def dealt(
 
     All pairs are placed in one common order, from both ends, in the sequence in which they were
     signed: the k-th pair (a, b) of worker w takes the places p = k W + w and W M - 1 - p, with a at
-    the front if its sign is +. The unit in place q is then dealt by
+    the front if its sign is +. The unit in place q is dealt to worker q mod W, as its unit q // W.
 
-        round_robin:  to worker q mod W, as its unit q // W
-        chunks:       to worker q // M, as its unit q mod M
-
-    If workers average gradients in every step, round robin visits the same units in each step as
-    with fixed shards: the next W B of the common order. With local steps it lets all workers draw
-    from the same distribution, which removes the error that fixed shards cause.
+    If workers average gradients in every step, each step visits the same units as with fixed
+    shards: the next W B of the common order. With local steps all workers draw from the same
+    distribution, which removes the error that fixed shards cause.
 
     If there are more than W M units, those left over change from epoch to epoch: first the last
     ones wait, then the first ones, and so on.
@@ -89,8 +75,6 @@ def dealt(
       order: `cd_grab` or `pair_balance` for `num_units`; with the latter each worker balances its
         own pairs.
       num_units: M >= 1, units per worker and epoch.
-      how: "round_robin" or "chunks". With chunks no unit of the next epoch is known before it
-        begins, so input cannot be read ahead.
       total: number of units of the data, from W M to 2 W M; W M by default.
       axis_name: as of `cd_grab`.
 
@@ -99,7 +83,7 @@ def dealt(
       a random order of the first W M units, from worker 0's key.
 
     Raises:
-      ValueError: at construction for num_units or `how` out of range; from `init`, outside of the
+      ValueError: at construction for num_units out of range; from `init`, outside of the
         axis, for an order that does not sign pairs, or if total is out of range.
 
     Examples:
@@ -116,17 +100,14 @@ def dealt(
       2023, https://arxiv.org/abs/2302.00845, whose units stay where they are.
     """
     if axis_name is None:
-        make = lambda own: dealt(order, num_units, how=how, total=total, axis_name=own)  # noqa: E731
+        make = lambda own: dealt(order, num_units, total=total, axis_name=own)  # noqa: E731
         return base.of_only_axis(make)
     num_units, _ = base.check_units(num_units)
-    if how not in HOW:
-        raise ValueError(f"how is {how!r}: pass one of {', '.join(HOW)}.")
     if not isinstance(order, base.Ordering):
         raise ValueError(
             f"order is {order!r}: pass an Ordering, as ordering.cd_grab(num_units) with its "
             "arguments."
         )
-    state_of = DealtState if how == "round_robin" else ChunksState
 
     def init(key, params):
         first = jax.random.fold_in(shared_key(key, axis_name), 0)
@@ -152,7 +133,7 @@ def dealt(
         everyone = mesh.varying(everyone, key)  # typed as what the end of an epoch gathers
         waiting = mesh.varying(waiting, key) if waiting.size else ()
         pairs = base.with_order(pairs, everyone[jax.lax.axis_index(axis_name)])
-        return state_of(pairs, everyone, waiting)
+        return DealtState(pairs, everyone, waiting)
 
     def observe(state, gradients):
         return state._replace(pairs=order.observe(state.pairs, gradients))
@@ -167,10 +148,10 @@ def dealt(
         bits = jax.lax.all_gather(jnp.packbits(base.signs_of(before, after.current)), axis_name)
         signs = jax.vmap(lambda bits: jnp.unpackbits(bits, count=count) > 0)(bits)
         placed = jnp.minimum(before.position, num_units) // 2
-        everyone = deal(jax.vmap(_placed, (0, 0, None))(state.everyone, signs, placed), how)
+        everyone = deal(jax.vmap(_placed, (0, 0, None))(state.everyone, signs, placed))
         everyone = jax.vmap(_swapped, (0, None))(everyone, state)
         pairs = base.with_order(after, everyone[jax.lax.axis_index(axis_name)])
-        return state_of(pairs, everyone, _following(state))
+        return DealtState(pairs, everyone, _following(state))
 
     def check_dealt(state):
         """Raises ValueError outside of the axis, and for the state of other workers or units."""
@@ -183,7 +164,7 @@ def dealt(
             )
 
     of_all = base.Ordering(init, observe, next_epoch, sync)
-    return base.checked(of_all, num_units, state_of, observes=False)
+    return base.checked(of_all, num_units, DealtState, observes=False)
 
 
 def dealt_reshuffling(
@@ -231,15 +212,14 @@ def dealt_reshuffling(
     return shuffled(num_units, *draws, DealtShuffleState)
 
 
-def deal(placed: Int[Array, "W M"], how: str) -> Int[Array, "W M"]:
+def deal(placed: Int[Array, "W M"]) -> Int[Array, "W M"]:
     """The units dealt to every worker, from the orders in which each worker placed its pairs.
 
     Place m of row w of `placed` is place m W + w of the common order in the first half of the row,
     and m W + (W - 1 - w) in the second.
     """
     half = (placed.shape[1] + 1) // 2
-    in_turn = jnp.concatenate([placed[:, :half], placed[::-1, half:]], axis=1)
-    return in_turn if how == "round_robin" else in_turn.T.reshape(placed.shape)
+    return jnp.concatenate([placed[:, :half], placed[::-1, half:]], axis=1)
 
 
 def _following(state: DealtState) -> PyTree:

@@ -102,7 +102,7 @@ NOT_PAIRS = [None, 3, ordering.cd_grab, "cd_grab", THING, {}, GRAB, ordering.ran
              ordering.cd_grab(M + 2, units_per_step=B), ordering.dealt(CD, M)]  # fmt: skip
 CALLS["dealt"] = call(
     epoch(ordering.dealt), order=Arg(CD, NOT_PAIRS), num_units=also("num_units", M, M - 1),
-    how="round_robin", total=also("total", W * M, W * M - 1, 4 * M + 1, 2**31),
+    total=also("total", W * M, W * M - 1, 4 * M + 1, 2**31),
     axis_name=AXIS, **OBSERVED,
 )  # fmt: skip
 

@@ -153,7 +153,7 @@ def dealt_of(name, workers, units, window):
     if name == "dealt_reshuffling":
         order = ordering.dealt_reshuffling(units)
     else:
-        order = ordering.dealt(ordering.cd_grab(units, units_per_step=window), units, how=name)
+        order = ordering.dealt(ordering.cd_grab(units, units_per_step=window), units)
 
     def observe(state, gradients):
         return order.observe(state, gradients)

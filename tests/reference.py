@@ -89,7 +89,7 @@ def cd_grab_epoch(orders, gradients, sign=greedy_sign, *, team_size=None, gather
     return following
 
 
-def dealt_epoch(orders, gradients, how, sign=greedy_sign, *, alone=False):
+def dealt_epoch(orders, gradients, sign=greedy_sign, *, alone=False):
     """Pairs of all workers in one order of all units, from both ends, and dealt anew.
 
     gradients [W M, D] belong to all units; `alone`: every worker balances its own pairs.
@@ -107,8 +107,6 @@ def dealt_epoch(orders, gradients, how, sign=greedy_sign, *, alone=False):
             left, right = left + 1, right - 1
     if units % 2:  # units without a partner, in the middle
         everyone[left : right + 1] = [placed[w][units // 2] for w in range(workers)]
-    if how == "chunks":
-        return [everyone[w * units : (w + 1) * units] for w in range(workers)]
     return [everyone[w::workers] for w in range(workers)]
 
 

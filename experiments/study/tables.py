@@ -152,7 +152,7 @@ def _order(row: Order, *, sketch=None, team=None, scale=None, signs=None, deal=N
     make, deals = functools.partial(row.make, **own) if own else row.make, row.deals
     if deal and row.observes:  # units are given anew to all workers, of pairs in one order of all
         deals, inner = UNITS, make
-        make = lambda s: syncopate.ordering.dealt(inner(s), s.num_units, how=deal, total=s.total)  # noqa: E731
+        make = lambda s: syncopate.ordering.dealt(inner(s), s.num_units, total=s.total)  # noqa: E731
     elif deal or cut == "documents":  # nothing holds its units together: examples are dealt
         deals = EXAMPLES
         make = lambda s: syncopate.ordering.dealt_reshuffling(s.num_units, total=s.total)  # noqa: E731
@@ -372,7 +372,7 @@ OPTIONS = {
         "walk": ("walk", lambda: syncopate.ordering.self_balancing_walk())
     }),
     "deal": Option("order", "how units are given anew to all workers in every epoch", {
-        "dealt": ("dealt", "round_robin"), "chunks": ("chunks", "chunks"),
+        "dealt": ("dealt", True),
     }),
     "cut": Option("order", "how a text is cut into windows anew in every epoch", {
         "documents": ("documents permuted", "documents"), "shifted": ("shifted", "shifted"),

@@ -43,7 +43,7 @@ def assert_same(position, other):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("name", ["dealt_reshuffling", "round_robin"])
+@pytest.mark.parametrize("name", ["dealt_reshuffling", "dealt"])
 def test_a_position_goes_through_orbax(name, tmp_path):
     """With a template, and without one."""
     ocp, flax = map(pytest.importorskip, ("orbax.checkpoint", "flax"))

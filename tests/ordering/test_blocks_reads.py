@@ -72,11 +72,10 @@ def test_a_run_goes_on_at_every_element_with_any_readers_and_hosts():
             assert found == expected[done:], (done, readers, hosts)
 
 
-@pytest.mark.parametrize("how", ["round_robin", "chunks"])
-def test_a_dealt_order_that_observes_goes_on_bitwise(how):
+def test_a_dealt_order_that_observes_goes_on_bitwise():
     """Two epochs and a half; the state of the order is saved with the position."""
     workers, units, window = 2, 8, 3
-    _, first, observe, next_epoch = block_cases.dealt_of(how, workers, units, window)
+    _, first, observe, next_epoch = block_cases.dealt_of("dealt", workers, units, window)
     gradients = block_cases.vectors_of(workers * units)
     blocks = ordering.blocks.split(block_cases.parts_of([20, 11]), unit_size=2)
 

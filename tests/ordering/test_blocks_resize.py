@@ -70,7 +70,7 @@ def check(name, *stages):
         assert records_of(found[begin:end]) == records_of(alone[begin:end]), "windows are kept"
 
 
-@pytest.mark.parametrize("name", ["dealt_reshuffling", *ordering.dealing.HOW])
+@pytest.mark.parametrize("name", ["dealt_reshuffling", "dealt"])
 def test_a_run_goes_on_with_any_number_of_workers(name):
     """After the first window of an epoch, between epochs, and once more in the same epoch."""
     more = [(1, 4), (8, 1)] if name == "dealt_reshuffling" else []

@@ -69,10 +69,9 @@ def test_sums_over_a_shuffled_window_are_those_of_its_blocks(batch_size):
     assert seen == [3, 3, 2] * 2
 
 
-@pytest.mark.parametrize("how", ordering.dealing.HOW)
-def test_the_orders_of_workers_are_those_of_the_gradients_of_blocks(how):
+def test_the_orders_of_workers_are_those_of_the_gradients_of_blocks():
     """CD-GraB with two workers, to whom the blocks are dealt anew in every epoch."""
-    _, state, observe, next_epoch = block_cases.dealt_of(how, 2, COUNT // 2, WINDOW)
+    _, state, observe, next_epoch = block_cases.dealt_of("dealt", 2, COUNT // 2, WINDOW)
     totals, orders = np.zeros((COUNT, ENTRIES)), []
 
     def end(state, found, units):
@@ -82,7 +81,7 @@ def test_the_orders_of_workers_are_those_of_the_gradients_of_blocks(how):
 
     def following(state):
         after = next_epoch(state)
-        expected = reference.dealt_epoch(np.asarray(state.current), totals, how)
+        expected = reference.dealt_epoch(np.asarray(state.current), totals)
         orders.append(np.asarray(after.current).tolist() == np.asarray(expected).tolist())
         return after
 

@@ -135,7 +135,7 @@ def test_a_source_is_read_ahead_of_the_next_epoch():
 def test_one_worker_with_a_donated_state_and_no_known_units():
     order = ordering.random_reshuffling(20)
     state = order.init(jax.random.key(0), None)
-    state = state._replace(left=jnp.zeros((), jnp.int32))  # as of dealt chunks: nothing is known
+    state = state._replace(left=jnp.zeros((), jnp.int32))  # nothing is known
     orders = [np.array(s.current) for s in (state, order.next_epoch(state))]
     reads = read_epochs(np.arange(20), lambda: state, units_per_step=8, num_epochs=2)
     with pytest.raises(ValueError, match=r"call orders = reads.after\(order, orders\) after every"):

@@ -21,11 +21,8 @@ ORDERS = {name: row.make(M, B) for name, row in tables.ORDERS.items()}
 
 
 def dealt_orders(num_units, orders):
-    dealt = {
-        f"dealt, {how}": ordering.dealt(orders["cd_grab"], num_units, how=how)
-        for how in ordering.dealing.HOW
-    }
-    return dealt | {
+    return {
+        "dealt": ordering.dealt(orders["cd_grab"], num_units),
         "dealt at syncs": ordering.dealt(orders["cd_grab, at syncs"], num_units),
         "dealt, some wait": ordering.dealt(orders["cd_grab"], num_units, total=3 * num_units),
         "dealt_reshuffling": ordering.dealt_reshuffling(num_units),

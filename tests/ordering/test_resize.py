@@ -39,9 +39,6 @@ DEALT = {  # 20 units, of which each epoch leaves out two
     "dealt": lambda m, b: ordering.dealt(
         ordering.cd_grab(m, units_per_step=b, gathers="step"), m, total=20
     ),
-    "chunks": lambda m, b: ordering.dealt(
-        ordering.pair_balance(m, units_per_step=b), m, how="chunks", total=20
-    ),
     "dealt_reshuffling": lambda m, b: ordering.dealt_reshuffling(m, total=20),
 }
 FIXED = ("flip_flop", "grab", "greedy_herding", "cd_grab_walk", "cd_grab, at syncs")

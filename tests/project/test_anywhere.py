@@ -107,9 +107,6 @@ def opt(function, *args, **options):
 SUBJECTS = {
     **{name: of_order(lambda row=row: row.make(M, B)) for name, row in tables.ORDERS.items()},
     "dealt": of_order(lambda: ordering.dealt(ordering.cd_grab(M, units_per_step=B), M)),
-    "dealt in chunks": of_order(
-        lambda: ordering.dealt(ordering.pair_balance(M, units_per_step=B), M, how="chunks")
-    ),
     "dealt_reshuffling": of_order(lambda: ordering.dealt_reshuffling(M)),
     "per_example": of_gradients(lambda: ordering.per_example(loss)),
     "microbatch": of_gradients(lambda: ordering.microbatch(lambda *a: jnp.mean(loss(*a)))),

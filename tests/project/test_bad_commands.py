@@ -36,7 +36,7 @@ WRONG = {
         "units_per_step": "0 1000000", "total_steps": "0 -5 10000000000", "warmup_steps": "-1 6",
         "evaluations": "0", "evaluate_every": "0", "bound_every": "-1", "horizon": "0",
         "num_train": "0 -1 99999999999", "num_test": "0",
-        "order": "'' cats qsr cd_grab+ cd_grab+sketch0 cd_grab:k=-3 cd_grab+dealt+chunks",
+        "order": "'' cats qsr cd_grab+ cd_grab+sketch0 cd_grab:k=-3 rr+shifted+documents",
         "sketch": "0 text", "deal": "'' cats", "signs": "cats",
         "sync": "cats qsr:alpha= streaming:fragments=0 parallel+int8 qsr+qsr", "wire": "cats",
         "echo": "diffusion:cosine none+cosine ++", "p": "''",

@@ -56,7 +56,7 @@ def test_words_name_decisions(text, decisions, label):
             "unzip+sketch4",
             "unzip cannot be sketch4 .--sketch.: choose one of id_pair, cd_grab, or leave",
         ),
-        ("cd_grab+dealt+chunks", "says --deal twice, dealt and chunks"),
+        ("qsr+int8+int4", "says --wire twice, int8 and int4"),
         ("cd_grab+team4", "--team is 4 without a sketch"),
     ],
 )

@@ -91,7 +91,7 @@ def test_the_loop_equals_a_slow_reference():
 
 
 @pytest.mark.parametrize(
-    "order,reads", [("cd_grab", "tfdata"), ("cd_grab+sketch16+chunks", "thread")]
+    "order,reads", [("cd_grab", "tfdata"), ("cd_grab+sketch16+dealt", "thread")]
 )
 def test_streamed_batches_are_those_on_the_devices(order, reads):
     if reads == "tfdata":

@@ -112,7 +112,7 @@ def test_workers_with_their_own_moments_have_the_scale_of_the_mean():
     assert max(float(jnp.abs(x - 1).max()) for x in jax.tree.leaves(expected)) > 0.1
 
 
-@pytest.mark.parametrize("name", ["id_pair+chunks", "cd_grab+sketch16+dealt"])
+@pytest.mark.parametrize("name", ["id_pair+dealt", "cd_grab+sketch16+dealt"])
 def test_units_that_are_dealt_are_all_visited_in_every_epoch(name):
     assert row_of("order", name).deals == config.UNITS
     _, records, orders = measured(name)
