@@ -13,7 +13,7 @@ import models
 from benchmarks import timing
 from experiments.cluster.devices import owned_sharding, worker_mesh
 from experiments.timing import carry_on, gradient_step, medians
-from local_opt.workers import AXIS
+from syncopate.workers import AXIS
 
 WORKERS = 4  # of a sync
 

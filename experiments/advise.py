@@ -153,7 +153,7 @@ def measured_sync(mesh, parameters: int) -> float:
     import local_opt
     from experiments import timing
     from experiments.cluster.devices import owned_sharding
-    from local_opt.workers import AXIS
+    from syncopate.workers import AXIS
 
     owned = owned_sharding(mesh)
     meet = lambda x: jax.lax.pmean(x, AXIS)  # noqa: E731

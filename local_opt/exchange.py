@@ -11,8 +11,9 @@ from jaxtyping import Array, Float, PyTree
 
 from local_opt.formats import LANES, Wire, rows_of
 from local_opt.mean import pieces_of, weighed
-from local_opt.workers import AXIS, AxisName, check_kind
+from local_opt.workers import AxisName, check_kind
 from syncopate import mesh
+from syncopate.workers import AXIS
 
 # Numbers of a group, unless a share of all is more: a wire takes a few copies of its group.
 GROUP, GROUPS = 2**22, 16

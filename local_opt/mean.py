@@ -10,9 +10,10 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, PyTree
 
-from local_opt.workers import ARRAYS, AXIS, AxisName, check_kind, in_scope, wide_type
+from local_opt.workers import ARRAYS, AxisName, check_kind, in_scope, wide_type
 from syncopate import mesh
 from syncopate.plans import check_number, is_number
+from syncopate.workers import AXIS
 
 JOINED = 2**20  # numbers of an array that is rather copied than sent alone: 4 MB take gloo 5 ms
 

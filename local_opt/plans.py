@@ -114,6 +114,9 @@ class SyncPlan(plans.Plan):
           workers, axis_name: as of `lift`.
           weight: [W], as of `synchronize`.
 
+        Returns:
+          The same tree, not a copy, where no sync is due; new arrays in the places of the old else.
+
         Raises:
           ValueError: for a step, arrays or workers that do not fit.
 

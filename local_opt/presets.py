@@ -19,8 +19,9 @@ from local_opt.mean import check_scalar
 from local_opt.opt_state import LOCAL, checked
 from local_opt.plans import SyncPlan, check_plan
 from local_opt.rounds import local_steps
-from local_opt.workers import AXIS, AxisName, wide_type
+from local_opt.workers import AxisName, wide_type
 from syncopate.plans import check_function, check_number, check_whole
+from syncopate.workers import AXIS
 
 
 def diloco(

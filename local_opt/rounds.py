@@ -18,9 +18,10 @@ from local_opt.formats import Wire, check_wire
 from local_opt.mean import averaged, check_own, check_scalar, if_counted, synchronize
 from local_opt.opt_state import LOCAL, check_call, check_state, checked
 from local_opt.plans import SyncPlan, check_plan
-from local_opt.workers import AXIS, AxisName, check_kind, in_scope
+from local_opt.workers import AxisName, check_kind, in_scope
 from syncopate import mesh
 from syncopate.plans import is_whole
+from syncopate.workers import AXIS
 
 
 class Rounds(NamedTuple):

@@ -15,9 +15,10 @@ from local_opt.mean import checked_weight, if_counted
 from local_opt.opt_state import check_call, check_state, checked
 from local_opt.plans import SyncPlan
 from local_opt.rounds import LocalState, local_rounds
-from local_opt.workers import AXIS, AxisName, wide_type
+from local_opt.workers import AxisName, wide_type
 from syncopate import mesh
 from syncopate.plans import check_number, check_whole, is_whole
+from syncopate.workers import AXIS
 
 
 class Event(NamedTuple):

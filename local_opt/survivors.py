@@ -16,10 +16,10 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from local_opt.lift import lift
-from local_opt.workers import AXIS
 from syncopate.mesh import is_key
 from syncopate.plans import check_function, check_number
 from syncopate.unstable import coordination_client, multihost_utils
+from syncopate.workers import AXIS
 
 PLACES = "local_opt/survivors"  # keys of each process in the coordinator's store
 RECOVERS = "jax_enable_recoverability"

@@ -13,7 +13,6 @@ from jaxtyping import PyTree
 from syncopate.mesh import is_key, name_of
 from syncopate.plans import Plan, as_array, check_function, check_like, check_number
 from syncopate.unstable import axis_names, multihost_utils
-from syncopate.workers import AXIS as AXIS
 from syncopate.workers import axis_of
 
 AxisName = str | tuple[str, ...] | None  # None is the only one in scope

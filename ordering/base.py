@@ -102,7 +102,7 @@ def start(
     """
     key, scope = check_key(key), jax.sharding.get_abstract_mesh()
     axes = {*scope.axis_names} - {*scope.manual_axes}
-    alone = workers is None and (axis_name or AXIS) not in axes
+    alone = workers is None and axis_of(axis_name, scope.axis_names) not in axes
     if not alone:
         count, axis_name, devices = count_of(workers, axis_name)
 

@@ -14,9 +14,9 @@ from jax.sharding import Mesh
 
 from experiments.cluster import agree, strict
 from local_opt import Survivors
-from local_opt.workers import AXIS
 from syncopate.refusals import UserError
 from syncopate.unstable import multihost_utils
+from syncopate.workers import AXIS
 
 step = 0  # of this process, after which its meetings are
 _gather: Survivors | None = None  # see `begin`

@@ -40,12 +40,12 @@ from experiments.training.config import UNITS, Sizes, num_params, size_of, sizes
 from experiments.training.program import lifted, state_shapes, steps_of
 from experiments.training.step import TrainState, epoch_end_of, sync_of, worker_of
 from local_opt.cost import KINDS
-from local_opt.workers import AXIS
 from ordering.kernel import BLOCK
 from ordering.pairs import slice_size
 from syncopate.mesh import is_key
 from syncopate.refusals import UserError
 from syncopate.unstable import compilation_cache, topologies
+from syncopate.workers import AXIS
 
 TERA, HOUR = 1e12, 3600.0
 

@@ -17,9 +17,9 @@ from experiments.study.study import Study
 from experiments.training import checkpoint, config, input, measure, optimizers, program, resize
 from experiments.training import run as training_run
 from experiments.training.step import worker_of
-from local_opt.workers import AXIS
 from ordering.echo import EchoPlan
 from syncopate.refusals import UserError
+from syncopate.workers import AXIS
 
 
 def run(values: absl_flags.FlagValues) -> None:

@@ -27,8 +27,8 @@ from experiments.training.loop import Progress
 from experiments.training.program import Program
 from experiments.training.step import TrainState
 from local_opt.survivors import taken_over
-from local_opt.workers import AXIS
 from syncopate.refusals import UserError
+from syncopate.workers import AXIS
 
 KEPT = 2
 # Orbax waits by the clock of the wall, which may be set forward by months. `agree` ends waits.

@@ -16,9 +16,9 @@ from jax.sharding import Mesh, Sharding
 import ordering.input
 from experiments.cluster import agree, living
 from experiments.training.config import Sizes
-from local_opt.workers import AXIS
 from syncopate.mesh import is_key
 from syncopate.unstable import multihost_utils
+from syncopate.workers import AXIS
 
 LOOK_AHEAD = 3  # loads before an epoch's end, when the first loads of the next one begin
 DEPTH = 2  # batches waiting in the queue

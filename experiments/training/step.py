@@ -26,10 +26,10 @@ from experiments.training.config import (
     num_params,
     size_of,
 )
-from local_opt.workers import AXIS
 from ordering.sketches import scale as scale_lib
 from ordering.trees import finite_units
 from syncopate.refusals import UserError
+from syncopate.workers import AXIS
 
 # The same projection for all workers and runs.
 SKETCH_KEY = functools.partial(jax.random.key, 1907)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType
 
+import local_opt
 import ordering
 from ordering import base
 from tests import reference, tables
@@ -269,6 +270,15 @@ def test_all_workers_start_as_each_would_with_the_sizes_that_it_observes(name, w
     if name == "of one":
         alone = ordering.start(order, key, gradients, jax.eval_shape(lambda: args))
         np.testing.assert_array_equal(alone.current, order.init(key, jnp.zeros(8)).current)
+
+
+def test_the_only_axis_of_the_mesh_in_scope_is_the_workers_as_in_lift():
+    order, key = ordering.random_reshuffling(6), jax.random.key(3)
+    with jax.set_mesh(jax.make_mesh((4,), ("hosts",), devices=jax.devices()[:4])):
+        found = ordering.start(order, key).current
+        lifted = local_opt.lift(lambda key: order.init(key, None), roles="key -> owned")(key)
+    np.testing.assert_array_equal(found, lifted.current)
+    assert found.shape == (4, 6) and found.sharding.spec[0] == "hosts"
 
 
 def test_a_start_without_rows_or_workers_is_refused():

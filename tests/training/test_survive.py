@@ -18,7 +18,7 @@ from experiments.cluster import living, processes
 from experiments.study import one_run, tables
 from experiments.training import checkpoint, program, step
 from experiments.training.step import TrainState
-from local_opt.workers import AXIS
+from syncopate.workers import AXIS
 from tests.commands import ROOT, environment, parsed, records, train_run
 from tests.little_run import SETTING as LITTLE
 from tests.little_run import WORKERS, built, plans_of, task, trained
