@@ -16,7 +16,6 @@ from syncopate.plans import check_like
 
 # What a sync does with a field of the optimizer state.
 LOCAL, MEAN, RESET = "local", "mean", "reset"
-PARAMS, OPT_STATE = "params", "opt_state"  # names of parts, the second of a state without names
 
 # {a state: (its factory, fields from which the next parameters are computed)}. If these stay
 # local, the next step takes each worker back to where it was before the sync.
@@ -114,20 +113,8 @@ def checked_policies(opt_state: str | Mapping[str, str]) -> dict[str, str]:
     return dict(policies)
 
 
-def policy_of_leaves(
-    opt_state: optax.OptState, policies: Mapping[str, str], parts: Iterable[str] | None = None
-) -> list[str]:
-    """One policy per leaf of the optimizer state, in order; "local" for leaves of other parts."""
-    if parts is not None:
-        if not isinstance(parts, tuple | list | set | frozenset):
-            raise ValueError(f"parts is {parts!r}: pass a tuple of names, as ('params',).")
-        known = [PARAMS, *(name or OPT_STATE for name in policies)]
-        if unknown := [part for part in parts if part not in known]:
-            raise ValueError(
-                f"parts has {unknown}, which opt_state does not name: use some of {known}, or name "
-                "the field in opt_state."
-            )
-        policies = {n: p if (n or OPT_STATE) in parts else LOCAL for n, p in policies.items()}
+def policy_of_leaves(opt_state: optax.OptState, policies: Mapping[str, str]) -> list[str]:
+    """One policy per leaf of the optimizer state, in order."""
     paths = jax.tree_util.tree_flatten_with_path(opt_state)[0]
     used, chosen = set(), []
     for path, leaf in paths:

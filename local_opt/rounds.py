@@ -91,8 +91,6 @@ def local_rounds(
         in the papers), "mean" or "reset" (to its first value), for all floating leaves. Or by field
         name, as {"mu": "mean", "0.nu": "reset"}: the longest matching name counts, and fields
         without one stay local. Integers, as counts, are only reset by name.
-        `sync(..., parts=("params", "nu"))`, static, syncs these parts alone, so that each can have
-        its own plan, as in DES-LOC; a state under one policy is the part "opt_state".
       outer: an optax optimizer that takes a - x_bar as its gradient; None is plain averaging. It
         gets the number of steps of the round as the extra argument `period`, float32[]: the mean
         of the workers', with the weights of the sync, if they took different numbers of steps.
@@ -129,8 +127,6 @@ def local_rounds(
     References:
       Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models, 2023,
       https://arxiv.org/abs/2311.08105
-      Iacob et al., DES-LOC: Desynced Low Communication Adaptive Optimizers for Training Foundation
-      Models, 2025, https://arxiv.org/abs/2505.22549
     """
     policies = state_lib.checked_policies(opt_state)
     inner = checked(inner)
@@ -175,42 +171,39 @@ def local_rounds(
         updates, own = correction.update(updates, state.correction, **extra)
         return updates, state._replace(inner=inner_state, since=state.since + 1, correction=own)
 
-    def sync(params, state, *, parts=None, weight=None, **extra):
+    def sync(params, state, *, weight=None, **extra):
         del extra
         check_call(init, state, params, params)
         given, axis = (params, state), in_scope(axis_name)
         mesh.check_specs(specs, axis)
-        chosen = state_lib.policy_of_leaves(state.inner, policies, parts)
-        moves = parts is None or state_lib.PARAMS in parts
-        check_own(params if moves else (), axis, all_of=True)
+        check_own(params, axis, all_of=True)
+        chosen = state_lib.policy_of_leaves(state.inner, policies)
         pairs = zip(jax.tree.leaves(state.inner), chosen, strict=True)
         fields = [leaf for leaf, policy in pairs if policy == state_lib.MEAN]
-        exact = params if moves and wire is None else ()
-        steps = state.since.astype(jnp.float32) if outer and moves else ()
+        exact = params if wire is None else ()
+        steps = state.since.astype(jnp.float32) if outer else ()
         (mean, fields, steps), share = averaged((exact, fields, steps), axis, weight)
-        if not moves:
-            mean = params
-        elif wire is not None:
+        lost = state.lost
+        if wire is not None:
             mean, lost = synchronize_changes(
-                params, axis_name=axis, anchor=state.anchor, wire=wire, lost=state.lost,
-                specs=specs, share=share,
+                params, axis_name=axis, anchor=state.anchor, wire=wire, lost=lost, specs=specs,
+                share=share,
             )  # fmt: skip
-            state = state._replace(lost=lost)
         first = lambda: state_lib.apart(inner.init(mean), mean)  # noqa: E731
-        state = state._replace(inner=state_lib.placed(state.inner, chosen, fields, first))
         own = if_counted(params, mean, share)
-        new = params
-        if moves:  # at the start of the next round, after the outer optimizer
-            new, outer_state = outer_step(outer, state.outer, state.anchor, mean, steps)
-            state = state._replace(
-                since=jnp.zeros_like(state.since),
-                anchor=jax.tree.map(jnp.copy, new) if anchored else (),
-                outer=outer_state,
-                drift=state_lib.distance(own, mean, specs) if drift else (),
-                correction=correction.sync(
-                    state.correction, own=own, mean=mean, new=new, axis_name=axis, share=share
-                ),
-            )
+        # At the start of the next round, after the outer optimizer.
+        new, outer_state = outer_step(outer, state.outer, state.anchor, mean, steps)
+        state = LocalState(
+            since=jnp.zeros_like(state.since),
+            inner=state_lib.placed(state.inner, chosen, fields, first),
+            anchor=jax.tree.map(jnp.copy, new) if anchored else (),
+            outer=outer_state,
+            lost=lost,
+            drift=state_lib.distance(own, mean, specs) if drift else (),
+            correction=correction.sync(
+                state.correction, own=own, mean=mean, new=new, axis_name=axis, share=share
+            ),
+        )
         return mesh.alike(state_lib.in_place((new, state), params, specs), given)
 
     return Rounds(init, update, sync, drift=(lambda state: state.drift) if drift else None)

@@ -109,14 +109,13 @@ def transformed(make):
 
 
 def rounded(make):
-    def run(params=X, grads=X, state=None, update_params=X, parts=None, weight=None, **args):
+    def run(params=X, grads=X, state=None, update_params=X, weight=None, **args):
         rounds = make(**args)
 
         def one(w):
             own = rounds.init(varying(params, w)) if state is None else given(state)
             updates, own = rounds.update(varying(grads, w), own, varying(update_params, w))
-            more = {"parts": parts, "weight": weight}
-            more = {name: value for name, value in more.items() if value is not None}
+            more = {} if weight is None else {"weight": weight}
             return rounds.sync(varying(params, w), own, **more), updates
 
         return over_workers(one)
@@ -146,7 +145,6 @@ POLICIES = word({"trace": "unknown"}, {"nu": "mean"}, {3: "mean"}, {"trace": Non
 OPTIONS = {"opt_state": Arg("local", POLICIES), "outer": None, "wire": None, "correction": None,
            "specs": None, "drift": Arg(False, ["yes", 1, None])}  # fmt: skip
 WEIGHT = Arg(None, [NAN, INF, -1, np.float32(-0.5), "3", THING, {}, 1j, jnp.ones(2), [1.0], KEY])
-UNFIT = [3, THING, "unknown", ("unknown",), ("nu",), {"params": 3, "x": 2}]
 FRAGMENTS = [None, 0, -1, 2, 0.5, NAN, "1", True, THING, {}, {"w": 1}, {"w": -1}, {"w": "0"},
              {"w": 0.0}, {"w": None}, {"v": 0}, {"w": True}, 1j, [0], {"w": NAN}]  # fmt: skip
 DUE = [3, "text", [3], [("begin", 0, False)], [("start", 1, False)], [("start", "a", False)],
@@ -170,7 +168,7 @@ CALLS |= {
                    weight_decay=Arg(0.0, real()),
                    hidden=Arg(None, wrong_functions(lambda params: 3))),
     "local_rounds": call(rounded(local_opt.local_rounds), **INNER, **OPTIONS, state=OWN,
-                         parts=Arg(None, UNFIT), weight=WEIGHT),
+                         weight=WEIGHT),
     "parallel_rounds": call(rounded(local_opt.parallel_rounds), **INNER, state=Arg(None, STATES),
                             weight=Arg(None, [1.0, *WEIGHT.bad])),
     "accumulated_rounds": call(rounded(local_opt.accumulated_rounds), **INNER, state=OWN,

@@ -14,17 +14,14 @@ from tests.problems import (
     PLAN,
     RATE,
     RUNS,
-    SGD,
     START,
     W,
     assert_workers_bitwise_equal,
-    copies,
     distance,
     flat,
     run_rounds,
     run_squares,
     square_gradient,
-    square_step,
     vmap,
 )
 from tests.refused import refuses
@@ -135,20 +132,6 @@ def test_control_variates_compose_with_momentum_and_an_outer_optimizer():
         assert np.abs(end_of(inner, **options) - OPTIMUM).max() > 0.1
         found = end_of(inner, local_opt.control_variates(), **options)
         np.testing.assert_allclose(found, OPTIMUM, atol=2e-4)
-
-
-def test_syncs_of_some_parts_leave_the_correction_alone():
-    rounds = corrected(local_opt.control_variates(), SGD, opt_state={"trace": "mean"})
-    x = copies(START)
-    state = jax.jit(vmap(rounds.init))(x)
-    for _ in range(3):
-        x, state = jax.jit(vmap(square_step(rounds)))(
-            x, state, jnp.ones((W, 5, 6)), jnp.ones((W, 5))
-        )
-    same, after = vmap(functools.partial(rounds.sync, parts=("trace",)))(x, state)
-    np.testing.assert_array_equal(same["w"], x["w"])
-    assert after.correction.rates.tolist() == state.correction.rates.tolist()
-    assert state.correction.rates.tolist() == [3] * W
 
 
 def test_a_round_without_a_step_or_a_rate_changes_nothing():

@@ -42,8 +42,6 @@ def lifted(function, *args, roles="owned -> owned owned"):
 
 SPECS, INT8, TOP_K = jax.P("model"), WIRES["int8"], WIRES["top_k"]
 UNEVEN = {"w": jnp.zeros((2, 3)), "b": jnp.zeros(3)}
-ROUNDS = local_opt.local_rounds(SGD)
-ADAM = local_opt.local_rounds(optax.adam(0.1), opt_state={"mu": "mean"})
 STREAM = local_opt.streaming_rounds(SGD, fragments=2)
 TWO = {"w": jnp.zeros(3), "b": jnp.zeros(2)}
 
@@ -98,11 +96,6 @@ test_what_does_not_fit_is_named = refuses({
         lambda: MAKERS["local_rounds"](SGD).init({"w": X, "f": len}), "'f'. is builtin_.*: only fl"
     ),
     "policy": (lambda: MAKERS["local_rounds"](SGD, opt_state=None), "opt_state is None: it must"),
-    "part": (lambda: ROUNDS.sync(X, ROUNDS.init(X), parts="nu"), "parts is 'nu': pass a tuple"),
-    "parts": (
-        lambda: ADAM.sync(X, ADAM.init(X), parts=("nus",)),
-        r"parts has \['nus'\].* use some of \['params', 'mu'",
-    ),
     "specs": (lambda: MAKERS["streaming"](SGD, specs="model"), "specs holds 'model': pass a tree"),
     "specs of another tree": (lambda: sent({"w": SPECS}), "specs .* do not have the structure"),
     "specs of no mesh": (lambda: sent(SPECS), r"axes \['model'\] and the mesh in scope has"),
