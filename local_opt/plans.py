@@ -105,8 +105,7 @@ class SyncPlan(plans.Plan):
     ) -> PyTree:
         """All workers' tree after a step: their mean where workers synchronise, else the tree.
 
-        For loops without optax, between jitted steps. Nothing runs in a step without a sync, and
-        all syncs run one compiled program.
+        For loops without optax, between jitted steps. All syncs run one compiled program.
 
         Args:
           step: in 0 .. T - 1, the step that was taken.
@@ -115,7 +114,7 @@ class SyncPlan(plans.Plan):
           weight: [W], as of `synchronize`.
 
         Returns:
-          The same tree, not a copy, where no sync is due; new arrays in the places of the old else.
+          The tree itself where no sync is due; else new arrays, in the places of the old.
 
         Raises:
           ValueError: for a step, arrays or workers that do not fit.
@@ -140,14 +139,10 @@ class SyncPlan(plans.Plan):
 
         Marks lie after floor(k every + 1/2) loads, k = 1, 2, ..; a round that ends between two
         is extended to the later one, or to the end of the run. Rounds that would end together are
-        merged. For epochs of n loads take `every=n`, for half epochs n / 2, for pairs of single
-        units 2.
-
-        Rounds are extended by less than `every` loads (but for the rounding). None is lost if all
-        take at least `every` loads and the run ends at a mark.
+        merged: none if all take at least `every` loads and the run ends at a mark.
 
         Args:
-          every: >= 1, loads between two marks; may be fractional.
+          every: >= 1, loads between two marks, fractional too: n for epochs of n loads, or n / 2.
           fresh: bool[T], the steps that load a batch, as `ordering.echo.EchoPlan.fresh`; a mark is
             then after the last use of a batch. None: every step loads.
 
@@ -162,8 +157,6 @@ class SyncPlan(plans.Plan):
           >>> plan = local_opt.constant(5, total_steps=24)
           >>> plan.aligned(every=6).ends.tolist()
           [6, 12, 18, 24]
-          >>> plan.aligned(every=12).ends.tolist()
-          [12, 24]
         """
         plans.check_number("every", every, "[1, inf)")
         total_steps = self.total_steps
@@ -227,9 +220,7 @@ def _mean_of_all(workers, axis_name):
     return jax.jit(lift(mean, workers, "owned owned -> owned", axis_name=axis_name))
 
 
-def from_function(
-    period: Callable[[int], int], *, total_steps: int, rule: str = "", offset: int = 0
-) -> SyncPlan:
+def from_function(period: Callable[[int], int], *, total_steps: int, rule: str = "") -> SyncPlan:
     """A plan from any function of the round's first step.
 
     H(t) = period(t), cut at the end of the run. Post-local SGD synchronises in every step until t0
@@ -240,14 +231,12 @@ def from_function(
       period: from the first step of a round, in 0 .. T - 1, to its number of steps >= 1.
       total_steps: T in 1 .. 10^7.
       rule: a description.
-      offset: in 0 .. T - 1, the length of an additional first round, so that parts with their own
-        plans take turns; 0 for none.
 
     Returns:
       The plan.
 
     Raises:
-      ValueError: if a period is not a whole number >= 1, or the offset is out of range.
+      ValueError: if a period is not a whole number >= 1, or a total out of range.
 
     Examples:
       >>> from syncopate import local_opt
@@ -261,9 +250,8 @@ def from_function(
       https://arxiv.org/abs/2001.02312
     """
     plans.check_total_steps(total_steps)
-    plans.check_whole("offset", offset, 0, total_steps - 1)
     plans.check_function("period", period, "step")
-    starts, t = array("q", [0] if offset else []), int(offset)
+    starts, t = array("q"), 0
     while t < total_steps:
         starts.append(t)
         h = period(t)
@@ -271,7 +259,7 @@ def from_function(
             raise ValueError(f"period({t}) is {h!r}: a round has a whole number of steps, >= 1.")
         t += int(h)
     name = rule or f"H = {getattr(period, '__name__', 'function')}(t)"
-    return SyncPlan(np.array(starts), total_steps, name + (f", offset {offset}" if offset else ""))
+    return SyncPlan(np.array(starts), total_steps, name)
 
 
 def _loads(fresh, total_steps) -> np.ndarray:

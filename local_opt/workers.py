@@ -1,6 +1,5 @@
 """Where workers are, what must be equal on all of them, and one model from those of all."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from syncopate.mesh import is_key, name_of
-from syncopate.plans import Plan, as_array, check_function, check_like, check_number
+from syncopate.plans import Plan, check_like, check_number
 from syncopate.unstable import axis_names, multihost_utils
 from syncopate.workers import axis_of
 
@@ -24,13 +23,11 @@ TRAINED = "only floating parameters can be trained and averaged. Keep it outside
 def consolidate(tree: PyTree) -> PyTree:
     """One model from W workers: their mean, for evaluation and export.
 
-    x_bar = 1/W sum_w x_w in float32, cast back; leaves that are not floating are worker 0's, as a
-    step, of which JAX refuses step[0] on explicit axes, those of `jax.make_mesh`. NumPy arrays of
-    64 bits, which JAX would cut to 32, are averaged in NumPy and keep their type.
+    x_bar = 1/W sum_w x_w in float32, cast back; leaves that are not floating are worker 0's. NumPy
+    arrays of 64 bits are averaged in NumPy and keep their type.
 
-    Averaged weights need no sync of their own. Let each worker keep an average of its parameters,
-    updated in every step, and consolidate the averages: they are linear, so their mean is the
-    average of the mean parameters, whatever a sync does.
+    The mean of averages that workers keep of their own parameters is the average of the mean
+    parameters, whatever a sync does: averages are linear.
 
     Args:
       tree: arrays with a leading worker axis [W, ...]: parameters, or a whole training state.
@@ -42,14 +39,10 @@ def consolidate(tree: PyTree) -> PyTree:
       ValueError: for a leaf without workers.
 
     Examples:
-      >>> import jax.numpy as jnp, optax
+      >>> import jax.numpy as jnp
       >>> from syncopate import local_opt
       >>> local_opt.consolidate({"w": jnp.array([[1.0], [3.0]]), "count": jnp.array([7, 7])})
       {'count': Array(7, dtype=int32), 'w': Array([2.], dtype=float32)}
-      >>> params, averages = jnp.array([1.0, 3.0]), jnp.zeros(2)  # two workers
-      >>> averages = optax.incremental_update(params, averages, step_size=0.1)
-      >>> float(local_opt.consolidate(averages))
-      0.20000000298023224
     """
 
     def mean(x):
@@ -69,13 +62,11 @@ def check_synced(
     """Raises ValueError unless all workers agree, as after a sync or at the start of training.
 
     max_w |x_w - x_0| <= ulps * eps * (max_w |x_w| + max_w |x_w - b_w|), for every leaf, where b is
-    `before`, or x. Pass `ulps=0` after a sync of `local_rounds`, or at the start: workers that
-    start from different points average to one that none of them has trained.
+    `before`, or x. Pass `ulps=0` after a sync of `local_rounds`, or at the start.
 
-    The default allows the rounding of `local_steps`, which add x_bar - x_w: the error is a rounding
-    of that update. Where workers from far apart meet close to zero, as 0.7 and -0.7 do, it is more
-    than one of what they meet at: pass the parameters before the step as `before`. Workers that a
-    step has not moved together are still apart by more than it allows.
+    The default allows the rounding of `local_steps`, which add x_bar - x_w. Where workers from far
+    apart meet close to zero, as 0.7 and -0.7 do, that is more than a rounding of what they meet at:
+    pass `before`. Workers that a step has not moved together are still further apart.
 
     Args:
       tree: arrays with a leading worker axis [W, ...], also over several devices and processes.
@@ -139,15 +130,13 @@ def _apart(tree, before):
     return jax.tree.map(distance, tree, before)
 
 
-def check_same_plan(plan: Plan, *, gather: Callable | None = None) -> None:
+def check_same_plan(plan: Plan) -> None:
     """Raises ValueError unless all processes have made the same plan.
 
     Processes with different plans would wait for each other for ever.
 
     Args:
       plan: this process's `SyncPlan` or `ordering.echo.EchoPlan`.
-      gather: from uint8[32] of this process to uint8[processes, 32] of all; None is
-        `jax.experimental.multihost_utils.process_allgather`.
 
     Raises:
       ValueError: with the processes whose plan differs from that of process 0.
@@ -158,13 +147,8 @@ def check_same_plan(plan: Plan, *, gather: Callable | None = None) -> None:
     """
     if not isinstance(plan, Plan):
         raise ValueError(f"plan is a {type(plan).__name__}: pass a SyncPlan or an EchoPlan.")
-    gather = multihost_utils.process_allgather if gather is None else gather
     own = np.frombuffer(bytes.fromhex(plan.digest()), np.uint8)
-    check_function("gather", gather, "digest")
-    digests, found = as_array(gather(own))
-    if digests.dtype != np.uint8 or not digests.size or digests.size % own.size:
-        raise ValueError(f"gather returned {found}: it must be uint8[processes, {own.size}].")
-    digests = digests.reshape(-1, own.size)
+    digests = np.reshape(multihost_utils.process_allgather(own), (-1, own.size))
     other = np.flatnonzero((digests != digests[0]).any(axis=1))
     if len(other):
         raise ValueError(

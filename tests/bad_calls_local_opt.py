@@ -49,7 +49,6 @@ PERIODS = wrong_functions(
     None, two_arguments, local_opt.qsr,
     *(lambda t, h=h: h for h in (0, -1, 0.5, NAN, INF, None, "2", np.ones(2, int), True, 1j)),
 )  # fmt: skip
-GATHERED = wrong_functions(*(lambda own, x=x: x for x in (None, "text", np.ones(3, np.uint8))))
 PARTS = {"a": local_opt.constant(4, total_steps=T), "b": PLAN}
 TURNS = [PLAN, {"a": 3}, {"a": None}, {"a": PLAN, "b": local_opt.constant(1, total_steps=T + 1)},
          [PLAN]]  # fmt: skip
@@ -66,12 +65,12 @@ CALLS = {
     "constant": call(local_opt.constant, period=2, offset=OFFSET, total_steps=T),
     "bernoulli": call(local_opt.bernoulli, p=0.5, total_steps=T, key=KEY),
     "qsr": call(local_opt.qsr, power=Arg(2.0, real(0)), **RULE),
-    "from_function": call(local_opt.from_function, period=Arg(lambda t: 2, PERIODS), offset=OFFSET,
+    "from_function": call(local_opt.from_function, period=Arg(lambda t: 2, PERIODS),
                           total_steps=T),
     "SyncPlan.aligned": call(PLAN.aligned, every=Arg(2, real(0, 0.5)),
                     fresh=also("fresh", FRESH, FRESH[:-1], [])),
     "check_same_plan": call(
-        local_opt.check_same_plan, gather=Arg(lambda own: own[None], GATHERED),
+        local_opt.check_same_plan,
         plan=Arg(PLAN, [p for p in NO_PLANS if not isinstance(p, echo.EchoPlan)])),
     "count_collectives": call(
         lambda step: local_opt.count_collectives(step, jnp.ones(3)),

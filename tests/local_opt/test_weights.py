@@ -110,9 +110,8 @@ NONE_COUNTS = {
 
 
 EXTREME = {
-    "below 1e-38": [1e-39, 3e-39, 0, 2e-45], "least": [1e-45, 3e-45, 4e-45, 0],
-    "around 1e-38": [1.1e-38, 1.3e-38, 9e-39, 1.5e-38], "small": [1e-35, 3e-35, 2e-35, 0],
-    "large": [1e30, 3e30, 0, 1e29], "largest": [3e38, 3.4e38, 3e38, 1e-39],
+    "small": [2e-38, 3e-36, 2e-37, 0], "large": [1e30, 3e30, 0, 1e29],
+    "largest": [3e38, 3.4e38, 3e38, 1e-38],
 }  # fmt: skip
 
 
