@@ -61,38 +61,23 @@ def control_variates() -> Correction:
     step keeps its c - c_w.
 
     The update is corrected, not the gradient, which gives the right units for every inner
-    optimizer: momentum does not apply the correction 1 / (1 - m) times, and Adam does not rescale
-    it. c_w is then the mean of a worker's updates per rate, not of its gradients. Keep the
-    optimizer state local: momentum that is averaged or reset at a sync builds up again in every
-    round, which a constant correction cannot follow, and part of the bias stays.
+    optimizer: c_w is the mean of a worker's updates per rate. Keep the optimizer state local:
+    momentum that is averaged or reset at a sync builds up again in every round, and part of the
+    bias stays.
 
     Under weights of a sync, the mean of the c_w has the same weights; a worker with weight zero
     keeps its c - c_w. With weights that change much from sync to sync, other than between zero and
-    one number, the corrections of a round do not quite cancel.
-
-    c_w is noisy if a round covers few of the worker's units, and the next round inherits the noise.
-    Each sync adds the rounding of the mean to c, about 6e-8 |x| / (H eta) in float32, for good:
-    rounds of one step at small rates, which need no correction, drift by it.
+    one number, the corrections of a round do not quite cancel. Each sync adds the rounding of the
+    mean to c, about 6e-8 |x| / (H eta) in float32, for good.
 
     Returns:
       A `Correction`, for `local_rounds` and `local_steps`, with twice the parameters' numbers.
 
     Examples:
-      >>> import jax, jax.numpy as jnp, optax
+      >>> import optax
       >>> from syncopate import local_opt
       >>> correction = local_opt.control_variates()
       >>> rounds = local_opt.local_rounds(optax.sgd(0.1), correction=correction)
-      >>> x, curvature, own = jnp.zeros(2), jnp.array([1.0, 3.0]), jnp.array([3.0, -1.0])
-      >>> state = jax.vmap(rounds.init)(x)
-      >>> update = jax.jit(jax.vmap(rounds.update))
-      >>> sync = jax.jit(jax.vmap(rounds.sync, axis_name="worker"))
-      >>> for step in range(400):  # the minimum of the mean loss is 0
-      ...     updates, state = update(curvature * (x - own), state, x)
-      ...     x = x + updates
-      ...     if step % 4 == 3:
-      ...         x, state = sync(x, state)
-      >>> bool(abs(x).max() < 1e-6)
-      True
 
     References:
       Karimireddy, Kale, Mohri, Reddi, Stich, Suresh, SCAFFOLD: Stochastic Controlled Averaging for
@@ -151,8 +136,8 @@ def proximal(strength: float) -> Correction:
     """FedProx's pull back to the parameters at the start of the round.
 
     g <- g + mu (x_w - a), before the inner optimizer, where a are the parameters after the last
-    sync. Workers stay closer together and rounds move less; the fixed point of the mean lies
-    between those of local steps and of data-parallel training.
+    sync. The fixed point of the mean lies between those of local steps and of data-parallel
+    training.
 
     Args:
       strength: mu, finite and >= 0; 0 changes nothing. Keep rate * (curvature + mu) below 1.

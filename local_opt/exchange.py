@@ -35,18 +35,14 @@ def synchronize_changes(
     c_w. s_w = 1, or the share of a worker with weight v_w, W v_w / sum_u v_u.
 
     With feedback f = 1 nothing is lost for good: W x + sum_w e_w is as without rounding, also under
-    weights, as changes are weighed before they are rounded: a worker with weight zero still sends
-    what it has lost of changes that counted, and keeps what is lost of that. Each worker averages
-    one slice of the blocks, with its own changes unrounded, and keeps W times what the second
-    rounding loses. With a wire that `gathers`, every worker averages everything, and there is no
-    second rounding. Sums are taken in float32.
+    weights: a worker with weight zero still sends what it has lost of changes that counted. Each
+    worker averages one slice of the blocks, with its own changes unrounded, and keeps W times what
+    the second rounding loses. With a wire that `gathers`, every worker averages everything, and
+    there is no second rounding. With specs each device exchanges its shards alone.
 
     Args:
-      tree: x_w, this worker's arrays, real and floating.
-      anchor: a, a tree like it and equal on all workers: `tree` after the last sync.
-      wire: the format Q, with its feedback f.
+      anchor: a, equal on all workers: `tree` after the last sync.
       lost: e_w of the last call; `nothing_lost` at first.
-      specs: as in `local_rounds`; each device then exchanges its shards alone.
       share: s_w, as `averaged` finds it; None is 1.
 
     Returns:

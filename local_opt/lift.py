@@ -56,14 +56,12 @@ def lift(
         mean    over the workers, as of losses
         sum     over the workers, as of counts
 
-    A mean and a sum are those of `jnp`: the mean of whole numbers and of booleans is float32. On a
-    mesh they are an all-reduce in every call: where workers seldom talk, return losses as owned.
-    Leaves that are not arrays (an equinox model's functions) pass through. Legacy keys, uint32[2],
-    are only known as "key": owned by two workers they are a number of each.
+    On a mesh a mean and a sum are an all-reduce in every call: where workers seldom talk, return
+    losses as owned. Leaves that are not arrays (an equinox model's functions) pass through. Legacy
+    keys, uint32[2], are only known as "key": owned by two workers they are a number of each.
 
     Args:
-      function: of one worker; its collectives name `axis_name`. Gradients by a shared argument are
-        the worker's own.
+      function: of one worker. Gradients by a shared argument are the worker's own.
       workers: W >= 1, simulated on one device by `jax.vmap`; or a mesh with that axis, one worker
         per position on it, by `jax.shard_map`; None for the mesh that is in scope when the result
         is called or traced, as by `jax.set_mesh`. Other axes of the mesh are left to the compiler,
@@ -104,10 +102,6 @@ def lift(
       >>> x, state, loss = step(x, state, jnp.array([1.0, 3.0]))
       >>> x.tolist(), float(loss)
       ([1.0, 3.0], 5.0)
-
-    References:
-      Gu et al., A Quadratic Synchronization Rule for Distributed Deep Learning, 2024,
-      https://arxiv.org/abs/2310.14423
     """
     fixed = None if workers is None else count_of(workers, axis_name)
     inputs, outputs = _trees(roles, in_roles, out_roles)
@@ -426,10 +420,9 @@ def owned(
 
     x_w = x for w = 0 .. W - 1, in new memory, so that a step may donate it.
 
-    A random key in the tree, as for dropout in the state of a `flax.nnx` model, is copied like
-    other leaves, so that all workers drop the same units. `keys="fold"` gives each worker its own
-    key, fold_in(key, w). A legacy key of `jax.random.PRNGKey` may be any two numbers: it is copied
-    as well, and refused with `keys="fold"`.
+    A random key in the tree, as for dropout in the state of a `flax.nnx` model, is copied, too, so
+    that all workers drop the same units. `keys="fold"` gives each worker its own, fold_in(key, w);
+    legacy keys, which may be any two numbers, are refused with it.
 
     Args:
       tree: parameters, optimizer state, a whole training state. Whole numbers, as a TrainState's

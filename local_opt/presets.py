@@ -97,8 +97,7 @@ def slowmo(
     a <- a - lr gamma v, x_w <- a.
 
     gamma is the inner rate of the round's last step, as in the authors' code; a constant one
-    cancels. Without it, momentum of earlier rounds weighs as much as their higher rates had made
-    it, and too much once the rate has fallen.
+    cancels. Without it, momentum of earlier rounds weighs too much once the rate has fallen.
 
     Args:
       inner: the workers' optimizer; SGD with Nesterov momentum in the paper.
@@ -187,8 +186,7 @@ def muloco(
     x_w <- x_w - lr_in Muon(g_w) in a step; at a sync as in `diloco`.
 
     Muon is `optax.contrib.muon` with momentum 0.9, not Nesterov's, and AdamW has betas of 0.9 and
-    0.99, as in the authors' code. That scales a matrix by (out / in)^(1/2), and optax by
-    max(1, out / in)^(1/2).
+    0.99, as in the authors' code, which scales by (out / in)^(1/2) also where that is below 1.
 
     Args:
       inner_rate: lr_in of both, a number or a schedule; around 0.02 in the paper, less for large
@@ -250,13 +248,9 @@ def normalize_by_period(
 ) -> optax.GradientTransformationExtraArgs:
     """Corrects an outer optimizer for rounds of different lengths.
 
-    The change of a round of H steps is scaled by H_base / H, and the update by H / H_base. The
-    outer optimizer's state then holds changes per H_base steps, whatever the round's length. If
-    workers took different numbers of steps, H is their mean, weighted as the sync is.
-    Nothing changes for H = H_base, or for plain averaging.
-
-    Outer momentum multiplies a steady change by lr / (1 - m). The long last rounds of a growing
-    plan leave no time to recover from the overshoot: bound them by `h_max`.
+    The change of a round of H steps is scaled by H_base / H, and the update by H / H_base: the
+    outer optimizer's state then holds changes per H_base steps. The long last rounds of a growing
+    plan leave no time to recover from the overshoot of momentum: bound them by `h_max`.
 
     Args:
       outer: the outer optimizer.

@@ -37,12 +37,6 @@ def mean_of(tree: PyTree, workers: int) -> PyTree:
 
     Raises:
       ValueError: for leaves without workers, or legacy keys that differ between workers.
-
-    Examples:
-      >>> import numpy as np
-      >>> from local_opt.resize import mean_of
-      >>> mean_of({"w": np.array([[1.0], [4.0]])}, 3)["w"].tolist()
-      [[2.5], [2.5], [2.5]]
     """
     check_whole("workers", workers, 1)
     check_leading(tree, "worker")

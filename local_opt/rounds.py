@@ -73,15 +73,11 @@ def local_rounds(
     Step: x_w <- x_w + inner(g_w). Sync: x_w <- x_bar = 1/W sum_v x_v, or with an outer optimizer
     x_w <- a + outer(a - x_bar), where a are the parameters after the last sync.
 
-    `sync(params, state, weight=v_w)` weighs workers, as by their tokens or steps: x_bar =
-    sum_w v_w x_w / sum_w v_w, and alike for averaged optimizer state. v_w is one number of this
-    worker, finite and >= 0, or a bool. A worker with weight zero, as one whose loss is not finite,
-    does not change the mean even if its parameters are NaN. It gets the mean as all others do, and
-    keeps what stays local. If all weights are zero there is no mean, and a weight that is negative
-    or not finite is a mistake. A compiled program cannot raise an error, and to leave out the sync
-    would hide it: all parameters become NaN, as the next loss shows. Only the ratios of weights
-    count, whatever their size. The sum of the workers' numbers must fit float32: it is infinite
-    for parameters near 3e38 / W.
+    `sync(params, state, weight=v_w)` weighs workers, as by their tokens or steps, as `synchronize`
+    does, averaged optimizer state alike. A worker with weight zero, as one whose loss is not
+    finite, gets the mean as all others do, and keeps what stays local. If all weights are zero, or
+    one is negative or not finite, all parameters become NaN: a compiled program cannot raise an
+    error, and to leave out the sync would hide it.
 
     Args:
       inner: the workers' optimizer.
@@ -91,18 +87,17 @@ def local_rounds(
         in the papers), "mean" or "reset" (to its first value), for all floating leaves. Or by field
         name, as {"mu": "mean", "0.nu": "reset"}: the longest matching name counts, and fields
         without one stay local. Integers, as counts, are only reset by name.
-      outer: an optax optimizer that takes a - x_bar as its gradient; None is plain averaging. It
-        gets the number of steps of the round as the extra argument `period`, float32[]: the mean
-        of the workers', with the weights of the sync, if they took different numbers of steps.
+      outer: an optax optimizer that takes a - x_bar as its gradient, and the round's number of
+        steps, the weighted mean of the workers', as the extra argument `period`, float32[]; None is
+        plain averaging.
       wire: the format in which the parameters' changes since the last sync are sent, as
         `rounded_wire("int8")`; None for no rounding. The optimizer state is never rounded.
       correction: `control_variates` or `proximal`, against drift between syncs; not with a wire.
       specs: if a worker spans several devices, how its parameters are split over them: a `jax.P`
         per leaf, or one for all, without the workers' axis. The optimizer state is split alike. A
         wire needs it, and so does the drift if all axes are manual; see docs/use/meshes.md.
-      drift: whether a sync measures how far this worker is from the mean, |x_w - x_bar| / |x_bar|,
-        for `Rounds.drift`. That reads the parameters twice more, and keeps them meanwhile. It is 0
-        for a worker with weight zero.
+      drift: whether a sync measures |x_w - x_bar| / |x_bar| for `Rounds.drift`, which reads the
+        parameters twice more; 0 for a worker with weight zero.
 
     Returns:
       A `Rounds`.
@@ -231,10 +226,7 @@ def parallel_rounds(inner: optax.GradientTransformation, *, axis_name: AxisName 
     """Data-parallel training: every step takes the mean gradient of all workers.
 
     x <- x + inner(1/W sum_w g_w) in a step; a sync does nothing. `update(..., weight=v_w)` weighs
-    the gradients, as `synchronize` does.
-
-    Workers that start equal stay bitwise equal, so a loop may keep one copy of parameters and
-    state for all of them.
+    the gradients, as `synchronize` does. Workers that start equal stay bitwise equal.
 
     Args:
       inner: any optax optimizer; it sees the mean gradient, taken in float32.
@@ -388,12 +380,10 @@ def local_steps(
     skips or changes a step (docs/use/optax.md has a table). It cannot see what is around it; use
     `check_synced` after a step that ends a round to test a loop.
 
-    The update is x_bar - x_w, so workers agree up to the rounding of x_w + (x_bar - x_w), which
-    does not accumulate. For bitwise equal workers, and no conditional in the step, use
-    `local_rounds` and call its `sync` where `plan.syncs_after(step)`.
-
-    With H = 1 and SGD, with or without momentum, this is data-parallel training. With Adam it is
-    not, as each worker divides by the second moment of its own gradients.
+    The update is x_bar - x_w, so workers agree up to its rounding, which does not accumulate. For
+    bitwise equal workers, and no conditional in the step, use `local_rounds` and call its `sync`
+    where `plan.syncs_after(step)`. With H = 1 and SGD this is data-parallel training; with Adam it
+    is not, as each worker divides by the second moment of its own gradients.
 
     Args:
       inner: any optax optimizer; it gets this worker's gradient.
@@ -409,17 +399,13 @@ def local_steps(
       plan decides, by a conditional that holds the only collective), or a static bool (the host
       has decided, without a conditional). The plan counts the steps of the state, or follows
       `step`, int32[], the loop's: one number for all workers, which keeps the conditional under
-      `jax.vmap`. `weight` is this worker's in the mean of a sync, as in `local_rounds`; other steps
-      do not read it. An update is added and cannot replace parameters that are NaN already: for
-      those take `local_rounds`, or keep them finite by `optax.apply_if_finite`, as `inner`.
-      Other extra arguments go to `inner`, whose state is read as in optax, by
-      `optax.tree_utils.tree_get(state, "nu")`. It is `state.rounds.inner`, if an outer optimizer
-      has fields of the same names.
+      `jax.vmap`. `weight` is as in the sync of `local_rounds`; but an update is added and cannot
+      replace parameters that are NaN: keep them finite by `optax.apply_if_finite`, as `inner`.
+      Other extra arguments go to `inner`, whose state is `state.rounds.inner`.
 
     Raises:
-      ValueError: for anything but a plan, or an unknown policy; from `init` for parameters that are
-        not floating, or optimizer state that would undo a sync; from `update` without params, or
-        for a step beyond the plan.
+      ValueError: as `local_rounds`; for anything but a plan; from `update` without params, or for a
+        step beyond the plan.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax

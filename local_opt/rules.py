@@ -86,11 +86,10 @@ def qsr(
     h(t) = min(max(H_base, floor((alpha / eta_t)^power)), h_max); a round that starts at t takes the
     largest H with H <= h(s) for all of its steps s. While the rate falls that is h(t).
 
-    The rule is made for a rate that falls. During the warmup H is that of the round right after it:
-    so the paper's section 2 recommends, as we remember it (its text was not at hand). The authors'
-    code takes H there as an argument of its own; in the published settings all of these are H_base.
-    What the paper leaves open is our choice: a later rise is a warmup, too, so its steps have the H
-    of its top, and a round ends before a step that asks for a shorter one, as at a restart.
+    During the warmup H is that of the round right after it: so the paper's section 2 recommends, as
+    we remember it (its text was not at hand); the authors' code takes an argument of its own. What
+    the paper leaves open is our choice: a later rise is a warmup, too, so its steps have the H of
+    its top, and a round ends before a step that asks for a shorter one, as at a restart.
 
     Args:
       lr: eta, an optax schedule, a number, or float[T]; >= 0, finite.

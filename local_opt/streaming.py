@@ -89,9 +89,7 @@ def streaming_rounds(
     inside one compiled program: put `communicate` and the steps of a segment under one `jax.jit`.
 
     A `weight` weighs workers in the mean of every fragment that starts, as in `local_rounds`; at a
-    finish, a worker with weight zero takes a without mixing. Its other fragments stay as they are
-    until theirs: if they are NaN its next gradient is, too, so skip such steps, for example by
-    `optax.apply_if_finite`.
+    finish, a worker with weight zero takes a without mixing. Its other fragments stay as they are.
 
     Args:
       inner: the workers' optimizer; its state stays local.
