@@ -8,7 +8,6 @@ import json
 import operator
 import os
 import secrets
-from collections.abc import Iterator
 from typing import Any, ClassVar, Self
 
 import jax
@@ -216,13 +215,9 @@ class Plan:
         raise NotImplementedError
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes plan and hash as JSON, by way of a temporary file, so that no file is partial.
+        """Writes plan and hash as JSON, by way of a new temporary file: no file is ever partial.
 
-        The temporary file is new and has a name of its own, so that several processes may save.
         A symbolic link at the path is replaced, not followed.
-
-        Raises:
-          OSError: if the file cannot be written.
         """
         content = {
             "rule": self.rule,
@@ -230,16 +225,16 @@ class Plan:
             self.marks: self.marked.tolist(),
             "digest": self.digest(),
         }
-        with _file(path, "pass a file in a folder that can be written") as name:
-            temporary = os.path.join(os.path.dirname(name), f".{secrets.token_hex(16)}.tmp")
-            try:
-                with open(temporary, "x", encoding="utf-8") as file:
-                    file.write(json.dumps(content, allow_nan=False))
-                os.replace(temporary, name)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.remove(temporary)
-                raise
+        name = os.fsdecode(path)
+        temporary = os.path.join(os.path.dirname(name), f".{secrets.token_hex(16)}.tmp")
+        try:
+            with open(temporary, "x", encoding="utf-8") as file:
+                file.write(json.dumps(content, allow_nan=False))
+            os.replace(temporary, name)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.remove(temporary)
+            raise
 
     @classmethod
     def read(cls, path: str | os.PathLike) -> Self:
@@ -247,9 +242,9 @@ class Plan:
 
         Raises:
           ValueError: if the file holds no plan of this class, or does not match its hash.
-          OSError: if the file cannot be read.
         """
-        with _file(path, "pass a file that save wrote") as name, open(name, "rb") as file:
+        name = os.fsdecode(path)
+        with open(name, "rb") as file:
             text = file.read()
         try:
             content = json.loads(text.decode("utf-8"))
@@ -266,14 +261,3 @@ class Plan:
                 f"{name!r} does not match its hash: it was changed. Save the plan again."
             )
         return plan
-
-
-@contextlib.contextmanager
-def _file(path: Any, advice: str) -> Iterator[str]:
-    """The name of a file; what the system says of it gets an advice."""
-    if not isinstance(path, str | bytes | os.PathLike):
-        raise ValueError(f"path is {path!r}: pass the name of a file.")
-    try:
-        yield os.fsdecode(path)
-    except OSError as error:
-        raise OSError(error.errno, f"{error.strerror} ({advice})", str(path)) from error

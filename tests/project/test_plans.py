@@ -44,22 +44,12 @@ def test_a_saved_plan_is_read_back_and_a_changed_file_is_refused(name, tmp_path)
 
 TEN = {SyncPlan: local_opt.constant(4, total_steps=10), EchoPlan: echo.fixed(4, total_steps=10)}
 LOADS = {"rule": "fixed", "total_steps": 10, "load_steps": [0, 4, 8], "digest": ""}
-OTHER_FILES = [
-    "garbage", "", "[]", "null", "[" * 100_000, '{"a":' * 100_000, '{"starts": [0]}',
-    '{"total_steps": 4, "rule": "", "digest": ""}',
-    json.dumps({"rule": None, "total_steps": 1, "starts": [0], "load_steps": [0],
-                "digest": local_opt.constant(1, total_steps=1).digest()}),
-    *(json.dumps(LOADS | {"starts": [0], "total_steps": n}) for n in (10**12, 4.0, None)),
-    "\ufeff{}", "\ud800",
-]  # fmt: skip
-DEEP = [left * n + "1" + right * n for n in (100, 900, 990, 9000)
-        for left, right in (("[", "]"), ('{"a": ', "}"))]  # fmt: skip
-VALUES = [*DEEP, "NaN", "Infinity", "1e400", "1" + "0" * 30, "1" * 5000, "-1", "3", "true", "{}",
-          "null", "10.0", "[]", "[true]", "[[0, 4, 8]]", "[[0], [4, 8]]"]  # fmt: skip
-# The first are equal to the marks, or become equal when a cast or an index is careless.
-MARKS = ["[0.0, 4.0, 8.0]", "[0, 4.5, 8]", "[false, 4, 8]", '["0", "4", "8"]', "[0, 8, 4]",
-         "[0, 4, 4, 8]", "[0, 4, -2]", "[0, 4, 8, null]", "[0, NaN]", "[0, 99]", "[-10]", "[1, 2]",
-         f"[0, {10**30}]", '"0"', '{"0": 4}', "[4, 2]"]  # fmt: skip
+OTHER_FILES = ["garbage", "", "[]", "null", "[" * 100_000, '{"starts": [0]}', "\ud800",
+               json.dumps(LOADS | {"starts": [0], "total_steps": 10**12})]  # fmt: skip
+VALUES = ["null", "true", "NaN", "1e400", "-1", "[" * 9000 + "1" + "]" * 9000, "{}"]
+# Some become equal to the marks when a cast or an index is careless.
+MARKS = ["[0.0, 4.0, 8.0]", "[false, 4, 8]", '["0", "4", "8"]', "[0, 8, 4]", "[0, 4, 4, 8]",
+         "[0, 4, 8, null]", "[0, 99]", "[1, 2]", f"[0, {10**30}]", "[4, 2]"]  # fmt: skip
 NO_PLAN = r"holds no saved plan \(.*\): save it again"
 OTHER_PLAN = "does not match its hash: it was changed. Save the plan again"
 
@@ -87,21 +77,6 @@ def test_a_file_without_a_plan_is_refused(kind, tmp_path):
         kind.read(path)
 
 
-def test_a_file_that_cannot_be_read_or_written_is_named(tmp_path):
-    loop, plan = tmp_path / "loop", TEN[EchoPlan]
-    loop.symlink_to(loop)
-    for path in (tmp_path, tmp_path / "none" / "plan.json", loop / "plan.json", ""):
-        with pytest.raises(OSError, match=f"pass a file that save wrote.*: '{path}'"):
-            EchoPlan.read(path)
-        with pytest.raises(OSError, match=f"pass a file in a folder that can .*: '{path}'"):
-            plan.save(path)
-    for path in (None, 5, 0.5, ["plan.json"]):
-        for call in (EchoPlan.read, plan.save):
-            with pytest.raises(ValueError, match=r"path is .*: pass the name of a file"):
-                call(path)
-    assert [*tmp_path.iterdir()] == [loop]
-
-
 def test_an_interrupted_save_leaves_the_old_file(tmp_path, monkeypatch):
     plan, path = local_opt.constant(1, total_steps=5), tmp_path / "plan.json"
     plan.save(path)
@@ -109,13 +84,16 @@ def test_an_interrupted_save_leaves_the_old_file(tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         local_opt.constant(2, total_steps=5).save(path)
     assert SyncPlan.read(path) == plan and [*tmp_path.iterdir()] == [path]
+    with pytest.raises(OSError, match="none"):
+        plan.save(tmp_path / "none" / "plan.json")
 
 
-def test_two_who_save_one_plan_do_not_meet(tmp_path, monkeypatch):
+def test_two_who_save_one_plan_do_not_meet_and_follow_no_link(tmp_path, monkeypatch):
     """The second begins and ends between the first's writing and its renaming."""
     first, second = (local_opt.constant(1, total_steps=t) for t in (5, 6))
-    path = tmp_path / "plan.json"
-    replace = os.replace
+    path, other, replace = tmp_path / "plan.json", tmp_path / "other", os.replace
+    other.write_text("mine")
+    path.symlink_to(other)
 
     def late(old, new):
         monkeypatch.setattr(os, "replace", replace)
@@ -125,19 +103,8 @@ def test_two_who_save_one_plan_do_not_meet(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "replace", late)
     first.save(path)
-    assert SyncPlan.read(path) == first and [*tmp_path.iterdir()] == [path]
-
-
-def test_a_save_follows_no_link(tmp_path):
-    """Neither at the plan's place nor at a name that a temporary file may be expected to have."""
-    other, path = tmp_path / "other", tmp_path / "plan.json"
-    other.write_text("mine")
-    for name in ("plan.json", "plan.json.tmp", ".plan.json.tmp"):
-        (tmp_path / name).symlink_to(other)
-    local_opt.constant(1, total_steps=5).save(path)
+    assert SyncPlan.read(path) == first and {*tmp_path.iterdir()} == {path, other}
     assert other.read_text() == "mine" and not path.is_symlink()
-    assert SyncPlan.read(path) == local_opt.constant(1, total_steps=5)
-    assert path.stat().st_mode == other.stat().st_mode
 
 
 @pytest.mark.parametrize("name", MAKERS)
