@@ -38,7 +38,6 @@ from tests.problems import (
     square_loss,
     vmap,
 )
-from tests.refused import refuses
 
 PMAP = functools.partial(jax.pmap, axis_name="batch", devices=jax.devices()[:W])
 
@@ -176,15 +175,10 @@ def test_accumulating_on_workers_is_training_on_all_their_batches():
         assert distance(params, copies(expected)) < 1e-5
 
 
-OPT = local_opt.local_steps(SGD, PLAN, axis_name="worker")
-ONE = jnp.ones(3)
-test_bad_arguments_are_refused = refuses({
-    "no params": (lambda: OPT.update(ONE, OPT.init(ONE)), "averages parameters: call update.grads"),
-    "two who decide": (
-        lambda: OPT.update(ONE, OPT.init(ONE), ONE, sync=True, step=0),
-        "sync and step are both given",
-    ),
-})  # fmt: skip
+def test_a_step_is_decided_by_one():
+    opt, one = local_opt.local_steps(SGD, PLAN), jnp.ones(3)
+    with pytest.raises(ValueError, match="sync and step are both given"):
+        opt.update(one, opt.init(one), one, sync=True, step=0)
 
 
 @pytest.mark.parametrize("run", RUNS)
