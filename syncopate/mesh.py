@@ -101,6 +101,14 @@ def like(specs: PyTree[P], tree: PyTree) -> PyTree[P]:
         ) from error
 
 
+@contextlib.contextmanager
+def at_once():
+    """Computes what is inside now, also where a function is traced for devices of a mesh."""
+    nowhere = jax.sharding.AbstractMesh((), ())  # in one with explicit axes nothing would run
+    with jax.sharding.use_abstract_mesh(nowhere), jax.ensure_compile_time_eval():
+        yield
+
+
 def varying(tree: PyTree, *others: PyTree) -> PyTree:
     """The tree, typed as varying over all manual axes over which it or the others vary."""
     over = [varying_axes(x) for x in jax.tree.leaves((tree, others))]

@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Key
 
-from syncopate import plans
+from syncopate import mesh, plans
 
 SLOW = 10.0  # seconds: a schedule that takes longer is warned of
 
@@ -60,9 +60,12 @@ def _check_all(good, values, name, rule, steps):
 def bernoulli_draws(p: Callable | ArrayLike, total_steps: int, key: Key[Array, ""]) -> np.ndarray:
     """bool[T], true with probability p(t); with JAX's default keys the same everywhere."""
     chances = probabilities(p, total_steps, "p")
-    # Now, even if the plan is made inside a trace.
-    with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
+    with mesh.at_once(), jax.transfer_guard("allow"):
         key = plans.check_key(key)
+        if isinstance(key, jax.core.Tracer):
+            raise ValueError(
+                f"key is {key}, traced: make it before jax.jit, as a plan is made now."
+            )
         coins = np.asarray(jax.random.uniform(key, (len(chances),), np.float32))
         return coins < chances
 
@@ -77,8 +80,7 @@ def _evaluated(schedule, steps, name):
         device = jax.local_devices(backend="cpu")[0]
     except RuntimeError:
         device = None  # the default one; accelerators emulate float64
-    # Evaluated now, even if the plan is made while a function is traced.
-    with jax.enable_x64(True), jax.default_device(device), jax.ensure_compile_time_eval():
+    with jax.enable_x64(True), jax.default_device(device), mesh.at_once():
         try:
             # Not jitted: a compiler may rewrite t / 10 as t * 0.1, and the hash of a plan must not
             # depend on the machine.

@@ -338,7 +338,7 @@ class Map(NamedTuple):
 
 
 def maps_of(plan: list[Leaf], key: Key[Array, ""]) -> list[Map]:
-    with jax.ensure_compile_time_eval():  # a generator is a loop in the program
+    with mesh.at_once():  # a generator is a loop in the program
         seeds = list(jax.random.bits(jax.random.clone(key), (len(plan),), jnp.uint32))
     return [_map_of(leaf, seed) for leaf, seed in zip(plan, seeds, strict=True)]
 

@@ -267,6 +267,25 @@ def test_draws_from_a_key_that_is_there_are_made_at_once(make):
     key = jax.random.key(5)
     (made,), _ = traced(lambda: make(0.5, total_steps=30, key=key))
     assert made == make(0.5, total_steps=30, key=key)
+    with pytest.raises(ValueError, match="traced: make it before jax.jit"):
+        traced(lambda: make(0.5, total_steps=30, key=jax.random.key(5)))
+
+
+def test_what_is_drawn_at_once_is_so_on_a_mesh_that_is_not_in_scope():
+    """Explicit axes of several devices are named in a lifted step, and no device is known."""
+    sketched, key = ordering.sketched(lambda w, x: x @ w, jax.random.key(7), size=8), KEYS[0]
+
+    def step(w, x):
+        plan = local_opt.bernoulli(lambda t: 1 / (1 + t), total_steps=30, key=key)
+        return sketched(w, x)[2], plan.rounds
+
+    w, x = np.ones(50, "f"), np.random.default_rng(0).normal(size=(2, 3, 50)).astype("f")
+    found, expected = (
+        jax.jit(local_opt.lift(step, workers, "shared owned -> owned shared"))(w, x)
+        for workers in (jax.make_mesh((2, 4), ("worker", "data")), 2)
+    )
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+    assert found[1] == expected[1]
 
 
 @pytest.mark.parametrize("name", [n for n in SUBJECTS if n not in ("per_example", "microbatch")])
