@@ -64,7 +64,7 @@ def environment(devices=1):
     return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla, "PYTHONPATH": str(ROOT)}
 
 
-def start(command, folder, devices=1, *, again=False):
+def start(command, folder, devices=1, *, again=False, stdout=subprocess.PIPE):
     """A process that runs a module of ours; again: in the loop of docs/use/clusters.md."""
     command = [sys.executable, "-m", *command, f"--output_dir={folder}"]
     if again:
@@ -72,7 +72,7 @@ def start(command, folder, devices=1, *, again=False):
         loop = re.search(r"^until COMMAND\n.*?^done\n", page, re.M | re.S)[0]
         command = ["bash", "-c", loop.replace("COMMAND", '"$@"').replace("10", "0.2"), *command[:1],
                    *command]  # fmt: skip
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    options = {"stdout": stdout, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(command, cwd=ROOT, env=environment(devices), **options)
 
 

@@ -142,7 +142,7 @@ def _leave(tell: Callable, *error):
     At exit a process waits for all others, which in turn wait for it in their next collective. By
     ending it, whatever started the processes sees that one has failed.
     """
-    if isinstance(error[1], RuntimeError) and (gone := GONE.search(str(error[1]))):
+    if isinstance(error[1], RuntimeError | ValueError) and (gone := GONE.search(str(error[1]))):
         text = f"Error: process {jax.process_index()} has lost another one ({gone[0]})"
         print(f"{text}: look at the output of the others.", file=sys.stderr)
     else:

@@ -183,3 +183,15 @@ def test_a_port_that_is_taken_and_a_host_that_is_none_are_named_at_once():
                 processes._place_of(address)
     with pytest.raises(ValueError, match="'no.such.host.invalid' is no host .*: pass HOST:PORT"):
         processes._place_of("no.such.host.invalid:8476")
+
+
+@pytest.mark.parametrize("kind", [ValueError, jax.errors.JaxRuntimeError])
+def test_who_has_lost_another_says_so_in_one_line(kind, monkeypatch, capsys):
+    """XLA raises either, by whether a program or a single operation was sent."""
+    monkeypatch.setattr(processes.threading.Timer, "start", lambda timer: None)
+    error = kind(
+        "UNKNOWN: Gloo AllGather failed: Read error [127.0.0.1]:1: Connection reset by peer"
+    )
+    processes._leave(pytest.fail, kind, error, None)
+    told = "Error: process 0 has lost another one (Connection reset by peer): look at the output"
+    assert capsys.readouterr().err.startswith(told)
