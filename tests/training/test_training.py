@@ -17,7 +17,7 @@ from experiments.tasks import Recipe, Task
 from experiments.training import config, measure, program, run
 from experiments.training.config import Plans
 from ordering.echo import EchoPlan
-from tests import little_run
+from tests import little_run, tables
 from tests.sources import Examples
 from tests.words import each
 
@@ -110,6 +110,19 @@ def test_workers_with_their_own_moments_have_the_scale_of_the_mean():
         for of_worker in mine:
             np.testing.assert_allclose(of_worker, other, rtol=1e-4)
     assert max(float(jnp.abs(x - 1).max()) for x in jax.tree.leaves(expected)) > 0.1
+
+
+@pytest.mark.parametrize("name", ["rr", "rr+dealt"])
+def test_reshuffling_is_that_of_the_library(name):
+    orders = measured(name)[2]
+    order = ordering.random_reshuffling(11)
+    if name != "rr":  # of 44 examples, 40 in 5 steps; a batch is 2 of every worker
+        order = ordering.dealt_reshuffling(10, total=44)
+    state = tables.vmap_workers(lambda key: order.init(key, None))(program.keys_of(0, 4)[1])
+    next_epoch = tables.vmap_workers(order.next_epoch)
+    for found in orders[1:]:  # at the ends of epochs, when the next order is current
+        state = next_epoch(state)
+        np.testing.assert_array_equal(found, state.current)
 
 
 @pytest.mark.parametrize("name", ["id_pair+dealt", "cd_grab+sketch16+dealt"])
