@@ -58,8 +58,7 @@ def several() -> bool:
 def check_settings(values: flags.FlagValues) -> None:
     """Compares flags, code and versions of all processes, right after they connect.
 
-    Raises:
-      ValueError: on all of them, naming the processes that differ or do not answer, and how.
+    Raises ValueError on all of them, naming the processes that differ or do not answer, and how.
     """
     check("settings", facts_of(values), SETTINGS_SECONDS)
 
@@ -90,10 +89,7 @@ def exchanged(
 ) -> list[str]:
     """Sentences on how the facts of `count` processes differ from those of process 0.
 
-    Args:
-      store: key-value store of JAX's coordinator.
-      number, facts: of this process; what: name of the exchange.
-      seconds: timeout, after which a process without an answer is named.
+    A process that has not answered in time is named too.
     """
     store.key_value_set(f"{what}/{number}", strict.dumps(facts))
     until, first, found = time.monotonic() + seconds, None, []
@@ -206,13 +202,7 @@ def finished(tree, what: str):
 
 
 def told(own: int, what: str, seconds: float, places: Mapping[int, int]) -> str:
-    """The message after a timeout, naming the processes that are behind.
-
-    Example:
-      >>> told(0, "the mean loss", 60, {0: 40, 1: 24, 2: 40})  # doctest: +NORMALIZE_WHITESPACE
-      'process 0 has waited 60 s for the mean loss. Last seen: process 1 after step 24: look at its
-      output. Then give the command again, or pass a longer --patience.'
-    """
+    """The message after a timeout, naming the processes that are behind in {process: step}."""
     behind = {n: step for n, step in places.items() if step < places.get(own, 0)} or places
     seen = [f"process {n} after step {behind[n]}" for n in sorted(behind) if n != own]
     return (

@@ -8,11 +8,7 @@ from syncopate.workers import AXIS, count_of
 
 
 def worker_mesh(workers: int) -> Mesh:
-    """A mesh of the first `workers` devices of all processes.
-
-    Raises:
-      UserError: if there are fewer devices, or a process has none of them.
-    """
+    """A mesh of the first `workers` devices of all processes."""
     (workers, *_), devices = count_of(workers, AXIS), jax.devices()
     if workers > len(devices):
         raise UserError(

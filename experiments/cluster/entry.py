@@ -42,8 +42,7 @@ def main(
 
     Args:
       define: defines the flags of the command.
-      run: called with the parsed flags, and with the other arguments if the command takes such
-        (`rest`). Its result is the exit code.
+      run: `(parsed flags) -> exit code`; with `rest` it takes the other arguments too.
       defaults: by name of a flag, what counts where it is unset, for --help.
     """
     values = flags.FLAGS

@@ -24,11 +24,7 @@ TENSORSTORE = re.compile(r"local file \"(.*?)\".*\[os_error_code='(\d+)'", re.S)
 
 @contextlib.contextmanager
 def advised(path: str) -> Iterator[None]:
-    """Errors of the system with this path, or a file below it, also say what to do.
-
-    Raises:
-      OSError: for those of the body, and for the ValueErrors in which TensorStore reports them.
-    """
+    """Errors of the system with this path, or below it, also say what to do; TensorStore's too."""
     try:
         yield
     except (OSError, ValueError) as error:

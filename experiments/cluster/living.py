@@ -27,8 +27,7 @@ _calls = itertools.count()  # of `said`
 def begin(sync: Callable, mesh: Mesh) -> Callable:
     """From now on processes may be lost. Returns `(state, *numbers) -> state` from that of one.
 
-    Args:
-      sync: of one worker; mesh: all devices, each a worker.
+    Each device of the mesh is a worker.
     """
     global _gather, _living
     one = lambda state, *numbers: (sync(state, *numbers),)  # noqa: E731

@@ -23,9 +23,7 @@ _owned: dict[IO, str] = {}  # open lock files of this process: what it wrote int
 def held(folder: str) -> Iterator[None]:
     """Holds the folder while the body runs; process 0 does so for all processes of a run.
 
-    Raises:
-      SystemExit: BUSY, after a message, if another run holds it.
-      OSError: with advice, for all that the system refuses to do in the folder.
+    Ends with BUSY, after a message, if another run holds it.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(files.advised(folder))

@@ -47,11 +47,6 @@ def start(values: flags.FlagValues = flags.FLAGS, survive: int | None = None) ->
       values: parsed flags, including those of PROCESSES; if these are unset there is one process.
       survive: seconds without a sign of life after which a process is lost, and the others may go
         on: see `living`; None: all end.
-
-    Raises:
-      ValueError: for incomplete or inconsistent flags, or flags that differ between the processes
-        (see `agree`).
-      RuntimeError: by JAX, if it was used before.
     """
     agree.patience = values["patience"].value
     given = {name: values[name].value for name in PROCESSES}
@@ -105,9 +100,7 @@ def _connect(address, count, number, **chosen):
 def _place_of(address: str) -> str | None:
     """Where process 0 listens: at the address that its host is here; None: at all of this machine.
 
-    Raises:
-      ValueError: if the host is none, or the port is taken. The coordinator itself would share it
-        with that of another run.
+    A port that is taken is refused: the coordinator itself would share it with another run's.
     """
     host, _, port = address.rpartition(":")
     try:
@@ -159,16 +152,7 @@ def is_first() -> bool:
 
 
 def of_first(value):
-    """A collective that returns the value of process 0 on every process.
-
-    Args:
-      value: anything that JSON can hold; floats are exact.
-
-    Example:
-      >>> from experiments.cluster import processes
-      >>> processes.of_first({"seconds": 0.1})
-      {'seconds': 0.1}
-    """
+    """A collective that returns the value of process 0 on every process: what JSON can hold."""
     if not several():
         return value
     store, key = agree.store(), f"of process 0/{next(CALLS)}"

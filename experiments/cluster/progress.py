@@ -18,11 +18,7 @@ def bar(items: Iterable | None = None, **options):
 
 
 def note(bar, record: Mapping, *, examples: int) -> None:
-    """Shows the batch loss and the examples per second of a run's record beside its progress.
-
-    Args:
-      examples: in a step of all workers.
-    """
+    """Shows a record's batch loss and examples per second, of so many in a step of all workers."""
     loss, seconds = record.get("train/batch_loss"), record["seconds"]
     if loss is not None and seconds:
         speed = f"{record['step'] * examples / seconds:,.0f}"

@@ -12,12 +12,7 @@ WHAT_TO_DO = (
 
 
 def dumps(value, **options) -> str:
-    """The text of a value. Numbers that are not finite are null, since JSON has none.
-
-    Example:
-      >>> dumps({"train/loss": 0.5, "test/loss": float("inf")})
-      '{"train/loss": 0.5, "test/loss": null}'
-    """
+    """The text of a value. Numbers that are not finite are null, since JSON has none."""
     try:
         return json.dumps(value, allow_nan=False, default=plain, **options)
     except (TypeError, ValueError):  # numbers that are not finite, or names that are not text

@@ -97,26 +97,21 @@ FIELDS = {  # of a recipe: (type, what it is, its range or words)
 
 
 class Task(NamedTuple):
-    """Fields:
-    name: as in `TASKS`.
-    model: the model to train.
-    train, test: {"x": array[N, ...], "y": array[N] or [N, L]} in memory; or, if that is too
-      large, a random-access source of such examples. An abstract task has
-      `jax.ShapeDtypeStruct` leaves with the published shapes, for dry runs.
-    recipe: the default setting.
-    optimum: `() -> float`, the minimum of the training loss; None if unknown.
-    metric: test metric, a name of `tasks.metrics.METRICS`.
-    recut: `text.Recut` of a text that trains, whose windows may be cut anew; None: it is no text.
+    """Data, model and recipe.
+
+    Sets in memory are {"x": array[N, ...], "y": array[N] or [N, L]}; larger ones are random-access
+    sources of such examples. An abstract task has `jax.ShapeDtypeStruct` leaves with the published
+    shapes, for dry runs.
     """
 
-    name: str
+    name: str  # as in `TASKS`
     model: Any  # a `models.Model`
     train: dict
     test: dict
-    recipe: Recipe
-    optimum: Callable[[], float] | None = None
-    metric: str = "accuracy"
-    recut: Any = None
+    recipe: Recipe  # the default setting
+    optimum: Callable[[], float] | None = None  # the minimum of the training loss, if it is known
+    metric: str = "accuracy"  # a name of `tasks.metrics.METRICS`
+    recut: Any = None  # `text.Recut` of a text whose windows may be cut anew
 
 
 def check_recipe(recipe: Recipe) -> None:

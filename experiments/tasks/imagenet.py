@@ -77,8 +77,6 @@ def load(
     random-access sources, see `sources.ImageSource`.
 
     Args:
-      data_dir: folder of the prepared set.
-      model: a name of `CHOICES`.
       size: side of the images in pixels.
       dtype: "float32" or "bfloat16", of the model's computation; the images are float32.
       augment: train on random, mirrored crops; otherwise on central ones, as needed by orders that

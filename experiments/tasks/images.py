@@ -99,13 +99,7 @@ def mnist(
     width: Annotated[int, COUNT, "mlp"] = 128,
     abstract: bool = False,
 ) -> Task:
-    """60,000 training and 10,000 test images with pixels in [0, 1], held in memory.
-
-    Args:
-      data_dir: folder of the prepared set.
-      model: "softmax" regression, "mlp" or "lenet" with ReLU.
-      width: units of the hidden layer of "mlp".
-    """
+    """60,000 training and 10,000 test images with pixels in [0, 1], held in memory."""
     check_model("mnist", model, MNIST_RECIPES)
     if abstract:
         train, test = abstract_sets((60_000, 10_000), (28, 28, 1))
@@ -140,11 +134,11 @@ FULL = SMALL._replace(epochs=200, weight_decay=5e-4, schedule="cosine")
 
 
 class Choice(NamedTuple):
-    """A model for these images, its recipe, and the image side that it takes."""
+    """A model for these images, and its recipe."""
 
     build: Callable
     recipe: Recipe
-    side: int = SIDE
+    side: int = SIDE  # of the images that it takes
 
 
 # Convolutions as matrix products, faster when every worker has its own parameters.
@@ -214,8 +208,6 @@ def cifar(
     """Images normalised per channel with the training set's moments, held in memory.
 
     Args:
-      images: the set; data_dir: folder of the prepared set.
-      model: a name of `CHOICES`.
       size: 32, or 16 for means of 2 x 2 pixels, four times cheaper to train on; normalised
         with the moments of the full images. None takes the model's own.
       num_train, num_test: sizes of seeded subsets; only these images are read.

@@ -13,18 +13,13 @@ CACHED, LEAST = 2**15, 16
 
 
 class Metric(NamedTuple):
-    """Fields:
-    label: name in tables, with its unit.
-    lower: whether lower is better.
-    measure: `model -> (params, statistics, batch) -> float32[]`, a mean over the batch.
-    form: format in tables.
-    of_mean: the metric of the mean over the whole set, which may be read in several batches.
-    """
+    """How a model is tested."""
 
-    label: str
-    lower: bool
-    measure: Callable
-    form: str = "{:.4f}"
+    label: str  # in tables, with its unit
+    lower: bool  # is better
+    measure: Callable  # model -> (params, statistics, batch) -> float32[], a mean over the batch
+    form: str = "{:.4f}"  # in tables
+    # Of the mean over the whole set, which may be read in several batches.
     of_mean: Callable[[float], float] = lambda mean: mean
 
 

@@ -51,11 +51,7 @@ def reading(path: str, how: str):
 
 
 def subset(examples, size: int, *, name: str) -> np.ndarray:
-    """Sorted indices of `size` examples drawn without replacement.
-
-    Args:
-      examples: the source; size: from 1 to its length; name: of `size` in the error.
-    """
+    """Sorted indices of `size` examples drawn without replacement; name: of it, in the error."""
     check_number(size, len(examples), name=name)
     return np.sort(np.random.default_rng(0).permutation(len(examples))[:size])
 
@@ -95,18 +91,7 @@ class ImageSource:
       training: random crops; otherwise central ones.
       seed, epoch: >= 0, of the random crops.
 
-    Returns:
-      `source[i]` is {"x": float32[size, size, 3], "y": int32}, and `source.__getitems__(indices)`
-      a list of them.
-
-    Example:
-      >>> import numpy as np
-      >>> from experiments.tasks.sources import ImageSource
-      >>> examples = [{"image": np.full((40, 30, 3), 255, np.uint8), "label": 7}]
-      >>> source = ImageSource(examples, size=8, training=True)
-      >>> example = source.at_epoch(3)[0]
-      >>> example["x"].shape, int(example["y"])
-      ((8, 8, 3), 7)
+    `source[i]` is {"x": float32[size, size, 3], "y": int32}, `source.__getitems__(indices)` a list.
 
     References:
       Szegedy et al., Going Deeper with Convolutions, 2015, https://arxiv.org/abs/1409.4842
@@ -189,10 +174,7 @@ def random_box(draws: np.random.Generator, height: int, width: int) -> tuple:
 
 
 def central_box(height: int, width: int, size: int) -> tuple:
-    """(left, top, right, bottom) of a central crop of `size` pixels, before the image is resized.
-
-    The short side is resized to 256/224 of `size`.
-    """
+    """(left, top, right, bottom) of a central crop of `size` pixels, before it is resized."""
     short = round(SHORT * size)
     edges = []
     for side in (width, height):

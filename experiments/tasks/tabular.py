@@ -18,17 +18,8 @@ import zipfile
 
 import numpy as np
 
-from experiments.tasks.base import (
-    Recipe,
-    Task,
-    abstract_set,
-    abstract_sets,
-    check_model,
-    minimum,
-    need_file,
-    network,
-    split,
-)
+from experiments.tasks import base
+from experiments.tasks.base import Recipe, Task, abstract_sets, check_model, need_file, network
 from experiments.tasks.sources import reading
 from syncopate.refusals import UserError
 
@@ -69,9 +60,9 @@ def hmda(
     else:
         columns, actions = read_hmda(data_dir, state)
         y = (actions != DENIED).astype(np.int32)
-        train, test = _standardise(*split(_varying(columns), y, num_train=len(y) * 4 // 5))
+        train, test = _standardise(*base.split(_varying(columns), y, num_train=len(y) * 4 // 5))
     regression = network("logistic_regression", num_features=train["x"].shape[1])
-    optimum = None if abstract else lambda: minimum(regression, train)
+    optimum = None if abstract else lambda: base.minimum(regression, train)
     return Task("hmda", regression, train, test, HMDA_RECIPE, optimum)
 
 
@@ -133,21 +124,18 @@ def _standardise(train, test):
 
 
 def m4_weekly(data_dir: str | None = None, model: str = "mlp", *, abstract: bool = False) -> Task:
-    """Windows of 20 weeks and the next 6 of the training parts; tests on the 13 weeks after them.
+    """All windows of 20 weeks and the next 6; tests on the 13 weeks after every series' last 20.
 
-    All 357,937 windows are for training, {"x": float32[N, 20], "y": float32[N, 6]}. An example is
-    divided by the mean absolute value of its 20 inputs. The test set has one example per series,
-    scaled in the same way: the last 20 weeks of the training part and the 13 weeks that follow,
-    {"x": float32[359, 20], "y": float32[359, 13]}. The metric rolls the model out over them.
+    An example is divided by the mean absolute value of its 20 inputs. The metric rolls the model
+    out over the 13 weeks.
 
     Args:
       data_dir: folder of Weekly-train.csv and Weekly-test.csv.
-      model: "mlp" only, the published one with three hidden layers of 64 units.
     """
     check_model("m4_weekly", model, ("mlp",))
     if abstract:
         train, test = (
-            abstract_set(number, x=((LAGS,), np.float32), y=((ahead,), np.float32))
+            base.abstract_set(number, x=((LAGS,), np.float32), y=((ahead,), np.float32))
             for number, ahead in ((NUM_WINDOWS, HORIZON), (NUM_SERIES, FUTURE))
         )
     else:

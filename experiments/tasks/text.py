@@ -89,18 +89,12 @@ CUTS = {"documents": _permuted, "shifted": _shifted}
 
 @dataclasses.dataclass(frozen=True)
 class Recut:
-    """The windows of a text that is cut anew in every epoch, as many each time.
+    """The windows of a text that is cut anew in every epoch of a run, as many each time."""
 
-    Attributes:
-      tokens: int[T]; starts: int[d], where its documents begin, with 0 first.
-      length: L, of a window; how: a name of CUTS.
-      seed, epoch: of the run and the epoch whose windows they are.
-    """
-
-    tokens: np.ndarray
-    starts: np.ndarray
-    length: int
-    how: str = "documents"
+    tokens: np.ndarray  # int[T]
+    starts: np.ndarray  # int[d], where its documents begin, with 0 first
+    length: int  # L, of a window
+    how: str = "documents"  # a name of CUTS
     seed: int = 0
     epoch: int = 0
 
@@ -150,11 +144,9 @@ SHAKESPEARE_RECIPE = Recipe(
 def tinyshakespeare(
     data_dir: str | None = None, model: str = "gpt2", *, length: int = 64, abstract: bool = False
 ) -> Task:
-    """Windows of characters; the first nine tenths of the text train, the last tenth tests.
+    """`windows` of characters; the first nine tenths of the text train, the last tenth tests.
 
-    The vocabulary is the sorted characters of the whole text, 65 of them. An example is a window
-    of x and the same window one character further on, y: {"x": int32[N, L], "y": int32[N, L]}.
-    Windows do not overlap; an incomplete last one is dropped.
+    The vocabulary is the sorted characters of the whole text, 65 of them.
 
     Args:
       data_dir: folder of input.txt.
@@ -207,7 +199,6 @@ def sst2(
 
     Args:
       data_dir: folder of train_full.tsv (or train.tsv) and dev.tsv, or of embeddings.npz.
-      model: "head" only, softmax regression.
       abstract: with BERT's 768 dimensions.
     """
     check_model("sst2", model, ("head",))
@@ -226,11 +217,7 @@ def sst2(
 def features(
     train: list[str], test: list[str], *, num_features: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """TF-IDF of words and pairs in `num_features` dimensions, fitted on the training sentences.
-
-    Returns:
-      float32[len(train), num_features] and float32[len(test), num_features].
-    """
+    """TF-IDF of words and pairs, float32[N, num_features], fitted on the training sentences."""
     from sklearn import decomposition, feature_extraction
 
     counter = feature_extraction.text.TfidfVectorizer(

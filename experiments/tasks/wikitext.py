@@ -49,27 +49,18 @@ RECIPES["gpt2_small"] = RECIPES["gpt2"]._replace(
 )
 # NanoGPT Slowrun's tiny track: 256 sequences per step. The rates, of Muon, are ours.
 RECIPES["slowrun"] = Recipe(
-    workers=8,
-    units_per_step=1,
-    unit_size=32,
-    epochs=15,
-    learning_rates=(0.01, 0.02),
-    optimizer="muon_valley",
-    momentum=0.95,
-    weight_decay=0.8,
-    schedule="cycles",
-    decay_every=1,
-    average=("swa",),
-    evaluations=5,
-)
+    workers=8, units_per_step=1, unit_size=32, epochs=15, learning_rates=(0.01, 0.02),
+    optimizer="muon_valley", momentum=0.95, weight_decay=0.8, schedule="cycles", decay_every=1,
+    average=("swa",), evaluations=5,
+)  # fmt: skip
 
 
 class Size(NamedTuple):
-    """Size of a model; `length` is window and context, `max_words` None keeps all words."""
+    """Size of a model, and of its vocabulary."""
 
-    length: int
+    length: int  # window and context
     width: int
-    max_words: int | None = None
+    max_words: int | None = None  # the most frequent; None: all
     depth: int = 2
     heads: int = 2
     dtype: str = "float32"
@@ -129,19 +120,11 @@ def load(
 
     Args:
       data_dir: folder of train.txt, valid.txt and test.txt; or of wiki.train.tokens and so on, as
-        in the published archive; or of train.npy and test.npy.
-      model: "lstm" (two layers of 32 units, windows of 35 words), "gpt2" (two blocks of width 128
-        with two heads, windows of 128), "slowrun" (GPT-2's sixteen blocks of width 1024 with eight
-        heads, windows of 2048), or, except for "wikitext2_small", "gpt2_small" (the published one
-        of 124 million parameters: twelve blocks of width 768 with twelve heads, windows of 1024,
-        computing in bfloat16 like "slowrun").
-      corpus: "wikitext2", "wikitext103", or "wikitext2_small", which trains on the test text and
-        tests on the validation text, with the 4096 most frequent words for "lstm", 2048 for "gpt2"
-        and 1024 for "slowrun", both of width 64 with windows of 64; it ignores the ".npy" files.
+        in the published archive; or of train.npy and test.npy, which "wikitext2_small" ignores.
+      model, corpus: of `CORPORA`, with the sizes of `PUBLISHED` or `SMALL`.
       length: L >= 1, tokens of a window, instead of the model's.
-      abstract: of the whole published text. Vocabularies have 33,278 and 267,735 words, and GPT-2
-        on "wikitext103" the paper's 50,257 byte pairs; its number of windows is still counted in
-        words, an assumption.
+      abstract: of the whole published text; of GPT-2 on "wikitext103" with the paper's byte pairs,
+        though its number of windows is still counted in words, an assumption.
     """
     if corpus not in CORPORA:
         raise UserError(f"corpus is {corpus!r}: pass one of {sorted(CORPORA)}.")

@@ -47,24 +47,14 @@ AVERAGES = {
 
 
 class Averages(NamedTuple):
-    """The averages of a run.
+    """The averages of a run of T steps."""
 
-    Fields:
-      init: `x_0 -> {name: m_0}`, in float32 at least; {} if none is asked for.
-      update: `({name: m_{t-1}}, x_t, t, T) -> {name: m_t}` in a run of T steps; at t = 0 it is
-        x_0.
-    """
-
-    init: Callable
-    update: Callable
+    init: Callable  # x_0 -> {name: m_0}, in float32 at least; {} if none is asked for
+    update: Callable  # ({name: m_{t-1}}, x_t, t, T) -> {name: m_t}; at t = 0 it is x_0
 
 
 def averages_of(recipe, *, steps: int) -> Averages:
-    """Those that a recipe asks for.
-
-    Args:
-      steps: of an epoch, its loads.
-    """
+    """Those that a recipe asks for, of epochs of this many loads."""
     shares = {}
     for name in recipe.average:
         shares |= AVERAGES[name](recipe.ema_epochs)

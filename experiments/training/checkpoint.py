@@ -126,9 +126,6 @@ def save(
     """Starts to write the state and its step, and returns once the state has been copied.
 
     An existing checkpoint of the same step is kept.
-
-    Args:
-      about: the settings of the run besides its plans, as JSON values.
     """
     import orbax.checkpoint as ocp
 
@@ -269,9 +266,7 @@ def restore(
 ) -> Begun | None:
     """Reads a checkpoint, which must be whole; None at step 0.
 
-    Args:
-      step: as of `settled`; plans, about: of this run, which must equal those of the checkpoint.
-      shapes: of its state, with their shardings.
+    Plans and settings of this run must equal those of the checkpoint.
     """
     if not step:
         return None
@@ -300,11 +295,7 @@ def read_state(path: str, shapes: TrainState, sharding=None) -> TrainState:
 
 
 def progress_of(known: Mapping, plans: Plans) -> Progress:
-    """The progress stored in a checkpoint, and a word on what was otherwise when it was written.
-
-    Raises:
-      ValueError: if its run had other plans.
-    """
+    """The progress stored in a checkpoint, and a word on what was otherwise when it was written."""
     if changed := files.differences(known["conditions"], agree.conditions()):
         processes.say(
             f"The checkpoint of step {known['step']} was written under other conditions "

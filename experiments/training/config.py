@@ -99,9 +99,7 @@ class Plans(NamedTuple):
 def sizes_of(task: Task, recipe: Recipe, *, deals: str | None = None) -> Sizes:
     """The sizes of a run; ValueError where the data are too few for the workers.
 
-    Args:
-      deals: what is dealt to all workers anew in every epoch, if anything is. Of EXAMPLES the last
-        ones that fill no step are left out of an epoch.
+    Of EXAMPLES that are dealt anew in every epoch the last ones, which fill no step, are left out.
     """
     check_recipe(recipe)
     size = size_of(task.train)
@@ -120,11 +118,7 @@ def sizes_of(task: Task, recipe: Recipe, *, deals: str | None = None) -> Sizes:
 
 
 def left_out(task: Task, sizes: Sizes, *, deals: str | None = None) -> str:
-    """What is not visited in an epoch, in words; "" if nothing is.
-
-    Args:
-      deals: as of `sizes_of`; of EXAMPLES others are left out in every epoch.
-    """
+    """What is not visited in an epoch, in words; "" if nothing is."""
     size = size_of(task.train)
     count = size - sizes.workers * sizes.num_units * sizes.unit_size
     if not count:
@@ -161,13 +155,10 @@ def total_steps_of(recipe: Recipe, sizes: Sizes) -> int:
 
 
 def config_of(recipe: Recipe, sizes: Sizes, *, seed: int, speed: float | None = None) -> RunConfig:
-    """What plans of a run are made from.
+    """What plans of a run are made from, with the seed of their coins.
 
-    Args:
-      seed: of the coins.
-      speed: R, the steps that a load takes, for studies of slow input: the echo factor is then R,
-        and 2 where no echo is free; at a larger factor the run has more steps, for echoed ones are
-        shorter.
+    In studies of slow input a load takes R steps, `speed`: the echo factor is then R, and 2 where
+    no echo is free; at a larger factor the run has more steps, for echoed ones are shorter.
     """
     from experiments.training import optimizers
     from syncopate.plans import MOST_STEPS

@@ -25,11 +25,7 @@ DEPTH = 2  # batches waiting in the queue
 
 
 def partition(train: dict, sizes: Sizes, units: np.ndarray | None = None):
-    """Arrays [W, M, S, ...]: worker w owns the w-th block of M S examples during the whole run.
-
-    Args:
-      units: int[W, M], the units of each worker instead of a block.
-    """
+    """Arrays [W, M, S, ...]: in the whole run a worker owns its block of M units, or these."""
     shape = (sizes.workers, sizes.num_units, sizes.unit_size)
     if units is not None:
         return jax.tree.map(lambda x: x[units], pool(train, sizes))
@@ -51,22 +47,17 @@ def take_units(data, units):
 class Source(NamedTuple):
     """Data that are read, which of them, and how.
 
-    Fields:
-      train: arrays, or a random-access source. If it has `of_seed` and `at_epoch`, these give the
-        views of its examples for every run and every epoch.
-      sizes: of the run; total: units of the whole set if orders index these; None: own units.
-      owned: neighbouring workers, of this process; sharding: of arrays with a worker axis.
-      reads: "thread", a loader thread, or "tfdata".
-      units: int[W, M], own units by their numbers in the whole set; None: neighbours.
+    They are arrays, or a random-access source. If it has `of_seed` and `at_epoch`, these give the
+    views of its examples for every run and every epoch.
     """
 
     train: object
     sizes: Sizes
-    total: int | None
-    owned: list[int]
-    sharding: object = None
-    reads: str = "thread"
-    units: np.ndarray | None = None
+    total: int | None  # units of the whole set if orders index these; None: own units
+    owned: list[int]  # neighbouring workers, of this process
+    sharding: object = None  # of arrays with a worker axis
+    reads: str = "thread"  # a loader thread, or "tfdata"
+    units: np.ndarray | None = None  # int[W, M], own ones in the whole set; None: neighbours
 
     def of_seed(self, seed: int) -> "Source":
         """The data of the run with this seed."""

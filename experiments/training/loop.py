@@ -63,10 +63,6 @@ def run(
         about every half second. The next segment reuses the state's memory, so a hook must copy
         what it keeps.
       begin: called before the host waits for a step of `stops`, to dispatch what the hook needs.
-      slow: seconds that are added.
-
-    Returns:
-      The progress of the run, and its state.
     """
     stops, clock = frozenset(stops), clock or input.Clock()
     pace = Pace(at.step, fixed=program.source is not None or processes.several())

@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import local_opt
 import ordering.input
 from experiments.tasks.base import Recipe, Task
-from experiments.tasks.metrics import CHUNK, METRICS, predicting, sum_chunks
+from experiments.tasks.metrics import CHUNK, METRICS, sum_chunks
 from experiments.training import input
 from experiments.training.config import Sizes, size_of
 from ordering.trees import flat, tree_size
@@ -39,30 +38,17 @@ def evaluation_steps(recipe: Recipe, sizes: Sizes, total: int) -> list[int]:
 class Scalars(NamedTuple):
     """What the records of a run say of its model.
 
-    Fields:
-      at: T -> steps after which it is measured; 0 is the start.
-      begin: `(step, T, state) -> finish`. It dispatches what is measured, and `finish() -> scalars`
-        by name waits for it.
-      prepare: functions without arguments, which compile what the first evaluation needs.
+    `begin: (step, T, state) -> finish` dispatches what is measured, and `finish() -> scalars` by
+    name waits for it.
     """
 
-    at: Callable[[int], Iterable[int]] = lambda total: ()
+    at: Callable[[int], Iterable[int]] = lambda total: ()  # T -> steps; 0 is the start
     begin: Callable = lambda step, total, state: dict
-    prepare: Sequence[Callable] = ()
-
-    def __call__(self, step, total, state) -> dict:
-        return self.begin(step, total, state)()
-
-
-NONE = Scalars()
+    prepare: Sequence[Callable] = ()  # without arguments: they compile what `begin` needs first
 
 
 def scalars_of(task: Task, recipe: Recipe, *, halves: bool = False) -> Callable:
-    """`(program, row of ORDERS) -> Scalars`.
-
-    Args:
-      halves: as of `evaluator`.
-    """
+    """`(program, row of ORDERS) -> Scalars`; halves: as of `sets_of`."""
     measure, prepare = evaluator(task, recipe, halves=halves)
     tests = ["valid", "test"] if halves else ["test"]
     compiled = functools.cache(functools.partial(order_bounds, task.model))  # one for all orders
@@ -129,9 +115,6 @@ def evaluator(task: Task, recipe: Recipe, *, halves: bool) -> tuple[Callable, Se
 
     `finish() -> {"train/loss": float, "test/METRIC": float, ...}` is equal everywhere. The moments
     of normalisation layers are estimated first, on training inputs at these parameters.
-
-    Args:
-      halves: as of `sets_of`.
     """
     sets, measures = sets_of(task, recipe, halves=halves)
     batch_size = recipe.workers * recipe.units_per_step * recipe.unit_size
@@ -194,9 +177,7 @@ def sets_of(task: Task, recipe: Recipe, *, halves: bool) -> tuple[dict, dict]:
     """({part: Part}, {part: {name: its measure}}): what is measured, and on which examples.
 
     The names are "loss" in "train", and the task's metric and that of the target in the others.
-
-    Args:
-      halves: split the test set into "valid", the first half, for tuning, and "test", the second.
+    Halves of the test set are "valid", the first, for tuning, and "test", the second.
     """
     tested = size_of(task.test)
     middle = tested // 2 if halves else 0
@@ -219,15 +200,10 @@ def train_size(task: Task, *, halves: bool) -> int:
 
 
 class Part(NamedTuple):
-    """A part of the data.
+    """A part of the data."""
 
-    Fields:
-      batches: `() -> iterable of batches`.
-      shapes: `() -> one batch of every size`, or its shapes.
-    """
-
-    batches: Callable
-    shapes: Callable
+    batches: Callable  # () -> iterable of batches
+    shapes: Callable  # () -> one batch of every size, or its shapes
 
 
 def part_of(data, start: int, stop: int) -> Part:
@@ -266,22 +242,15 @@ def moments(model, train, batch_size: int) -> Callable:
 
 
 def mean_loss(model) -> Callable:
-    """`(params, statistics, batch) -> float32[]`, jitted: the mean loss over a whole set.
+    """`(params, statistics, batch) -> float32[]`: the mean loss, with the penalty, over a set.
 
-    It includes the penalty on the parameters. For a model with statistics it is the cross-entropy
-    of the model's predictions.
+    For a model with statistics it is the cross-entropy of the model's predictions.
     """
-
-    def loss(params, statistics, batch):
-        def total(part):
-            if model.statistics is None:
-                return jnp.sum(model.loss(params, part, None))
-            logits = predicting(model, params, statistics)(part["x"])
-            return jnp.sum(optax.softmax_cross_entropy_with_integer_labels(logits, part["y"]))
-
-        return sum_chunks(total, batch)
-
-    return jax.jit(loss)
+    if model.statistics is not None:
+        return METRICS["loss"].measure(model)
+    return lambda params, statistics, batch: sum_chunks(
+        lambda part: jnp.sum(model.loss(params, part, None)), batch
+    )
 
 
 def bounds_of(task, recipe, built, order, compiled: Callable) -> tuple[Callable | None, Any]:

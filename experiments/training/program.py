@@ -23,44 +23,28 @@ from syncopate.refusals import UserError
 
 
 class Program(NamedTuple):
-    """The part of a run that does not depend on its plans, seed or learning rate.
-
-    Fields:
-      sizes: of the run; sharding: of arrays with a worker axis.
-      init: seed -> TrainState; shapes: of one, which say where it lies.
-      steps: (fresh, units) -> `(state, batch, start, stop, first unit, rates) -> state`: steps
-        without an event on the host between them; compiled when first called.
-      sync: `(state, rate, at) -> state`, as of `optimizers.inner`; epoch_end: `state -> state`, of
-        orders that observe gradients.
-      data: the data on the devices, instead of batches; None if batches are read.
-      source: what is read; None if the data stay on the devices.
-      units: int32[W, M], the units of each worker; None: neighbouring ones, or all are dealt.
-      following: `orders -> the next epoch's, twice`, for orders that observe no gradients; else
-        None.
-      sync_in_step: workers synchronise within every step.
-      reset: stats -> those of a start.
-      mean: parameters of all workers -> the model, compiled; None where these are one.
-      mean_params: state -> the model, on the host of every process if workers are devices of a
-        mesh. Elsewhere it may be the state's own memory, which the next steps use again.
-      averaged: (state, t, T) -> {name: the model averaged over t steps of T}, as `mean_params`.
-    """
+    """The part of a run that does not depend on its plans, seed or learning rate."""
 
     sizes: Sizes
-    sharding: Any
-    init: Callable
-    shapes: TrainState
+    sharding: Any  # of arrays with a worker axis
+    init: Callable  # seed -> TrainState
+    shapes: TrainState  # which say where a state lies
+    # (fresh, units) -> (state, batch, start, stop, first unit, rates) -> state: steps without an
+    # event on the host between them; compiled when first called.
     steps: Callable
-    sync: Callable
-    epoch_end: Callable
-    data: Any
-    source: input.Source | None
-    units: np.ndarray | None
-    following: Callable | None
-    sync_in_step: bool
-    reset: Callable
-    mean: Callable | None
+    sync: Callable  # (state, rate, at) -> state, as of `optimizers.inner`
+    epoch_end: Callable  # state -> state, of orders that observe gradients
+    data: Any  # on the devices, instead of batches; None if batches are read
+    source: input.Source | None  # what is read; None if the data stay on the devices
+    units: np.ndarray | None  # int32[W, M], of each worker; None: neighbouring, or all are dealt
+    following: Callable | None  # orders -> the next epoch's, twice, if they observe no gradients
+    sync_in_step: bool  # workers synchronise within every step
+    reset: Callable  # stats -> those of a start
+    mean: Callable | None  # parameters of all workers -> the model; None where these are one
+    # state -> the model, on the host of every process if workers are devices of a mesh. Elsewhere
+    # it may be the state's own memory, which the next steps use again.
     mean_params: Callable
-    averaged: Callable
+    averaged: Callable  # (state, t, T) -> {name: the model averaged over t steps of T}, likewise
 
 
 def build(
@@ -78,13 +62,11 @@ def build(
     """Places the data and prepares the segments.
 
     Args:
-      task, recipe: the task and its hyper-parameters; `recipe.run` says how workers run.
       row: of ORDERS; rounds: `(inner optimizer, axis_name=) -> local_opt.Rounds`.
       reads: None keeps arrays on the devices; "thread" or "tfdata" reads batches in the background.
         Sources are always read, by a thread unless "tfdata" is given.
       mesh: one device per worker, in one or several processes; None runs all on one device.
-      sizes: of a run that began with another number of workers; None: the recipe's.
-      units: int32[W, M], the units of each worker; None: neighbouring ones, or all are dealt.
+      sizes, units: of a run that began with another number of workers; None: the recipe's.
       survives: processes may be lost from now on, see `living`.
     """
     sizes = sizes or config.sizes_of(task, recipe, deals=row.deals)

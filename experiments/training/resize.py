@@ -26,15 +26,11 @@ SPLIT = {"workers", "units_per_step"}  # settings that may differ
 
 
 class Saved(NamedTuple):
-    """The newest checkpoint of a run that goes on.
+    """The newest checkpoint of a run that goes on."""
 
-    Fields:
-      folder: of the run; settings: of the call that goes on; known: of the checkpoint's run.
-    """
-
-    folder: str
-    settings: Mapping
-    known: Mapping
+    folder: str  # of the run
+    settings: Mapping  # of the call that goes on
+    known: Mapping  # of the checkpoint's run
 
 
 def newest(
@@ -42,9 +38,7 @@ def newest(
 ) -> Saved | None:
     """A folder's newest checkpoint, or None. A collective; settles them.
 
-    Args:
-      policy: as of `local_opt.resize`, for another number of workers; None: there may be no other.
-      recorded: as of `checkpoint.settled`.
+    Without a policy, as of `local_opt.resize`, there may be no other number of workers.
     """
     checkpoints = os.path.join(folder, "checkpoints")
     step = checkpoint.settled(checkpoints, recorded)
@@ -132,10 +126,6 @@ def _changed(state: TrainState, worker: Worker, before: Sizes, visited: int, pol
     """(the state of the workers that go on, on the host, and what each owns).
 
     Keys of the steps' randomness are those of a run that began with as many workers.
-
-    Args:
-      worker: of those that go on; before: sizes of those that were; units: that these owned.
-      visited: units of this epoch, of every worker that goes on.
     """
     sizes, own = worker.sizes, worker.sides.params == "owned"
     if units is None and not worker.row.deals:

@@ -22,59 +22,38 @@ SAVE_SECONDS = 60.0  # of training between two checkpoints, if no number of step
 
 
 class Outcome(NamedTuple):
-    """How a call ended.
+    """How a call ended."""
 
-    Fields:
-      step: the last step; state: after it, None if it is lost.
-      decided: which steps loaded a batch, if an online policy decided that.
-      stopped: the signal that stopped the run, or 0; ended: whether its last record is written.
-      diverged: what was not finite, in which step and worker, or None.
-      seconds: of this call: of compilation, of steps, and of what stopped the clock, by name.
-    """
-
-    step: int
-    state: TrainState | None
-    decided: tuple = ()
-    stopped: int = 0
-    ended: bool = False
-    diverged: str | None = None
-    seconds: Mapping[str, float] = {}
+    step: int  # the last
+    state: TrainState | None  # after it; None if it is lost
+    decided: tuple = ()  # which steps loaded a batch, if an online policy decided that
+    stopped: int = 0  # the signal that stopped the run
+    ended: bool = False  # its last record is written
+    diverged: str | None = None  # what was not finite, in which step and worker
+    seconds: Mapping[str, float] = {}  # of compilation, steps, and what stopped the clock
 
 
 class Saving(NamedTuple):
-    """When and where a run is saved.
+    """When and where a run is saved."""
 
-    Fields:
-      folder: of this run's checkpoints.
-      every: steps between checkpoints; 0: only when a signal asks; None: about one a minute.
-      at_end: whether the end is saved too.
-      about: the settings of the run besides its plans, as JSON values; a checkpoint of a run with
-        other settings is refused.
-    """
-
-    folder: str
-    every: int | None = None
+    folder: str  # of this run's checkpoints
+    every: int | None = None  # steps; 0: only when a signal asks; None: about one a minute
     at_end: bool = False
-    about: Mapping = {}
+    about: Mapping = {}  # settings besides plans, JSON values; those of a checkpoint must be equal
 
 
 class Watch(NamedTuple):
     """What is asked of a run on its way, and who is told.
 
-    Fields:
-      on_record: called with every record: step, epoch, loads, rounds, allreduces, seconds, scalars,
-        ended, diverged. Seconds include training and waiting, without evaluation or compilation.
-      scalars: what the records say of the model, and when; the end always has a record.
-      on_step: called with the step whenever the host looks at the run, about every half second.
-      traffic: (rounds, loads) -> the amount sent, in all-reduces.
-      ends: whether a record ends the run.
+    A record has step, epoch, loads, rounds, allreduces, seconds, scalars, ended and diverged. Its
+    seconds include training and waiting, without evaluation or compilation.
     """
 
     on_record: Callable[[dict], None]
-    scalars: measure.Scalars = measure.NONE
-    on_step: Callable[[int], None] = lambda step: None
-    traffic: Callable[[int, int], float] = lambda rounds, loads: rounds
-    ends: Callable[[dict], bool] = lambda record: False
+    scalars: measure.Scalars = measure.Scalars()  # of the model; the end always has a record
+    on_step: Callable[[int], None] = lambda step: None  # whenever the host looks at the run
+    traffic: Callable[[int, int], float] = lambda rounds, loads: rounds  # in all-reduces
+    ends: Callable[[dict], bool] = lambda record: False  # whether a record ends the run
 
 
 def train(
@@ -89,14 +68,12 @@ def train(
 ) -> Outcome:
     """Trains to the end of the plans, or until it is stopped.
 
-    Args:
-      program, plans: the compiled parts and the decisions.
-      seed: of parameters, orders, and views of the data.
-      begun: where the run goes on, as of `checkpoint.restore`; None: it begins.
-      saving: None for a run that is not saved; slow: seconds that are added.
+    A loss or gradient that is not finite ends the run with a record that says so.
 
-    Returns:
-      An `Outcome`. A loss or gradient that is not finite ends the run with a record that says so.
+    Args:
+      seed: of parameters, orders, and views of the data.
+      begun: where the run goes on; None: it begins.
+      saving: None for a run that is not saved; slow: seconds that are added.
     """
     plans.check()
     if program.source is not None:
@@ -156,12 +133,7 @@ def train(
 
 
 def told(seconds: Mapping[str, float]) -> str:
-    """The seconds of runs in words.
-
-    Example:
-      >>> told({"steps": 12.3456, "checkpoints": 0.1})
-      '12.3 s of steps, 0.1 s of checkpoints'
-    """
+    """The seconds of runs in words, as "12.3 s of steps, 0.1 s of checkpoints"."""
     return ", ".join(f"{value:.3g} s of {name}" for name, value in seconds.items())
 
 

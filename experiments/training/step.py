@@ -36,18 +36,11 @@ SKETCH_KEY = functools.partial(jax.random.key, 1907)
 
 
 class Scalar(NamedTuple):
-    """A number of every step or round of a worker; a record has its mean since the last record.
+    """A number of every step or round of a worker; a record has its mean since the last record."""
 
-    Fields:
-      per: "step" or "round", over which it is summed.
-      of: `(worker, state) -> float32[]` after a sync, or `(worker, state, losses) -> float32[]`
-        after a step with these losses of its units.
-      known: whether a worker has it.
-    """
-
-    per: str
-    of: Callable
-    known: Callable = lambda worker: True
+    per: str  # "step" or "round"
+    of: Callable  # (worker, state) -> float32[] after a sync; after a step also of units' losses
+    known: Callable = lambda worker: True  # whether a worker has it
 
 
 SCALARS = {  # by their names in records; here alone the trainer knows them
@@ -100,24 +93,16 @@ class TrainState(NamedTuple):
 
 
 class Worker(NamedTuple):
-    """A worker of a run, without data.
-
-    Fields:
-      model: what is trained; row: of ORDERS; order: made by it.
-      rounds: made of the optimizer of one worker.
-      sketch: size of the sketches that the order observes; None: it observes gradients.
-      averages: of the parameters.
-      scale: `(opt_state, params) -> scale` of what it observes; None: as it is.
-    """
+    """A worker of a run, without data."""
 
     model: models.Model
-    row: Any
+    row: Any  # of ORDERS, which has made the order
     order: ordering.Ordering
-    rounds: local_opt.Rounds
+    rounds: local_opt.Rounds  # of the optimizer of one worker
     sizes: Sizes
-    sketch: int | None
+    sketch: int | None  # size of what the order observes; None: it observes gradients
     averages: Averages
-    scale: Callable | None
+    scale: Callable | None  # (opt_state, params) -> scale of what it observes; None: as it is
 
     @property
     def sides(self) -> TrainState:
@@ -132,9 +117,8 @@ def worker_of(
 ) -> Worker:  # fmt: skip
     """A worker of a training of `task`, whose data may be shapes only.
 
-    Args:
-      rounds_of: `(inner optimizer, axis_name=) -> Rounds`. If it synchronises within steps, which
-        workers in turn cannot, they accumulate gradients and take the same step at a sync.
+    Workers in turn cannot synchronise within steps: they accumulate gradients and take the same
+    step at a sync.
     """
     inner = optimizers.inner(recipe)
     rounds = rounds_of(inner, axis_name=AXIS)
@@ -167,9 +151,8 @@ def unit_gradients(
 ) -> Callable:
     """Gradients of B units from batches with leaves [B, unit_size, ...], with scaled rows.
 
-    With one unit per step this is a plain gradient. More units cost one gradient each if they must
-    be `separate`; otherwise the only row is their mean. With sketches of `sketch` numbers they
-    cost a plain gradient too.
+    More than one cost a gradient each if they must be `separate` and are not sketched; where they
+    need not be, the only row is their mean.
     """
 
     def scaled(rows, scale):
@@ -262,8 +245,8 @@ def bad_unit(finite_losses, finite_rows):
 def segment(worker: Worker, take: Callable, *, fresh: bool, size: int) -> Callable:
     """`(state, batch, start, stop, first, rates) -> state`, the steps of a segment of one worker.
 
-    `take(batch, units)` selects these `size` units from what the segment was given. A fresh step
-    takes the next units of the order; echoed steps all take the same units.
+    `take(batch, units)` selects these `size` units: of a fresh step the next of the order, of
+    echoed ones all the same.
     """
     step, units_per_step = worker_step(worker, fresh=fresh), worker.sizes.units_per_step
 
@@ -324,12 +307,6 @@ def scale_of(
     It is taken at the end of every epoch. Where workers synchronise in every step it is also taken
     after 1, 2, 4, ... steps; under local steps at every sync, if the order observes sketches. The
     first epoch of an exact order under local steps is not scaled.
-
-    Raises ValueError for an optimizer without a second moment.
-
-    Args:
-      task: its data may be shapes; sketch: numbers of a sketch, of which the scale is for factors;
-        power: of the second moment.
     """
     params = jax.eval_shape(task.model.init, jax.random.key(0))
     leaves = None

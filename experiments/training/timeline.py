@@ -50,10 +50,8 @@ def timeline(
 ) -> Timeline:
     """The timeline of plans that are known before the run.
 
-    Args:
-      streams: batches are passed in, so that every load begins a segment.
-      sync_in_step: workers synchronise within every step, which needs no event on the host.
-      stops: further steps after which a segment must end.
+    With batches that are passed in every load begins a segment. Syncs within steps need no event on
+    the host. After `stops` a segment must end too.
     """
     fresh = np.asarray(plans.echo.fresh)
     load = np.cumsum(fresh) - 1

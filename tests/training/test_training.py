@@ -56,14 +56,14 @@ def built(task, recipe, name, **options):
     return program.build(task, recipe, row_of("order", name), PARALLEL, **options)
 
 
-def trained(prepared, recipe, scalars=lambda step, total, state: {}):
+def trained(prepared, recipe, scalars=lambda step, total, state: dict):
     """(outcome, records, orders at the end of every epoch)."""
     found, orders, plans = [], [], every_step(prepared, recipe)
     steps = measure.evaluation_steps(recipe, prepared.sizes, plans.total_steps)
 
     def look(step, state):
         orders.append(np.asarray(state.orders.current))
-        return scalars(step, plans.total_steps, state)
+        return scalars(step, plans.total_steps, state)()
 
     watch = run.Watch(found.append, little_run.scalars_of(look, steps))
     return run.train(prepared, plans, watch, seed=0), found, orders
@@ -73,7 +73,7 @@ def trained(prepared, recipe, scalars=lambda step, total, state: {}):
 def measured(name):
     """`trained` with the scalars of an evaluation."""
     scalars = measure.scalars_of(small_task(), RECIPE)
-    return trained(plain(name), RECIPE, scalars(plain(name), row_of("order", name)))
+    return trained(plain(name), RECIPE, scalars(plain(name), row_of("order", name)).begin)
 
 
 # One of every way in which a program asks: nothing of the gradients, units, means; sketches below.
@@ -214,7 +214,7 @@ def test_batch_normalised_models_are_ordered_by_microbatches():
     scalars, found = measure.scalars_of(task, recipe), {}
     for name in ("rr", "cd_grab"):
         prepared = built(task, recipe, name)
-        found[name] = trained(prepared, recipe, scalars(prepared, row_of("order", name)))[1]
+        found[name] = trained(prepared, recipe, scalars(prepared, row_of("order", name)).begin)[1]
     first, *_, last = found["cd_grab"]
     assert last["train/loss"] < first["train/loss"] and 0 <= last["test/accuracy"] <= 1
     # The first epoch has the same order, and a unit is its own batch under every order.
