@@ -386,14 +386,6 @@ def factored_scale(moment, mean, floor):
     return found
 
 
-def scaled_pair_balance_epochs(order, gradients, moments, floor):
-    """PairBalance on g / v^(1/2), with one v [D] for each epoch; gradients [M, D]."""
-    orders = [order]
-    for v in moments:
-        orders.append(pair_balance_epoch(orders[-1], gradients * scale([v], floor)[0]))
-    return orders
-
-
 def four_means(values):
     """The quantiser of SparseLoCo's code with four bins in six deviations, value by value."""
     mean = np.mean(values)

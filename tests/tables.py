@@ -93,15 +93,6 @@ def run_epoch(order, state, gradients, units_per_step):
     return order.next_epoch(state)
 
 
-def one_worker(order, gradients, units_per_step, key):
-    """(a state, a compiled epoch (state, gradients) -> state) of a worker alone."""
-
-    def epoch(state, gradients):
-        return run_epoch(order, state, gradients, units_per_step)
-
-    return jax.jit(order.init)(key, gradients[0]), jax.jit(epoch)
-
-
 def vmap_workers(function):
     return jax.jit(jax.vmap(function, axis_name="worker"))
 

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 import models
 import ordering
@@ -74,19 +73,6 @@ def test_means_and_rows_are_gradients_of_the_batch_and_of_its_units(name, key):
     close(rows, jax.tree.map(lambda g: g[None], mean))
 
 
-def test_gradients_in_turn_equal_those_side_by_side(key):
-    model, params, batch = problem("mlp")
-    exact, in_turn, sketched, sketched_in_turn = (
-        compiled(ordering.per_example(model.loss, **how), params, batch, jax.random.clone(key))
-        for how in ({}, {"in_turn": True}, {"to_sketch": SMALL},
-                    {"to_sketch": SMALL, "in_turn": True})
-    )  # fmt: skip
-    close(in_turn, exact)
-    close(sketched_in_turn, sketched)
-    expected = jax.jit(jax.vmap(SMALL))(exact[2])
-    np.testing.assert_allclose(sketched[2], expected, rtol=1e-4, atol=1e-5)
-
-
 def test_sketches_in_turn_take_the_memory_of_one_gradient(optimised, key):
     model = models.mlp(num_features=64, hidden=(512, 64), num_classes=3)
     params, batch = model.init(jax.random.key(0)), problem("mlp", size=32)[2]
@@ -102,29 +88,6 @@ def test_sketches_in_turn_take_the_memory_of_one_gradient(optimised, key):
     assert temporary(True) < 3 * gradient
 
 
-def test_batch_norm_has_no_per_example_units(key):
-    class Network(nnx.Module):
-        def __init__(self, rngs):
-            self.dense = nnx.Linear(6, 3, rngs=rngs)
-            self.norm = nnx.BatchNorm(3, rngs=rngs, use_running_average=False)
-
-        def __call__(self, x):
-            return self.norm(self.dense(x))
-
-    graph, params, rest = nnx.split(Network(nnx.Rngs(key)), nnx.Param, ...)
-
-    def loss(params, batch, key):
-        fresh = jax.tree.map(lambda x: x + 0, rest)  # the statistics are updated in place
-        return jnp.square(nnx.merge(graph, params, fresh)(batch["x"])).sum(axis=1)
-
-    batch = problem("softmax", size=3)[2]
-    with pytest.raises(ValueError, match="BatchNorm"):
-        ordering.check_separable(loss, params, batch, key)
-    for name in MODELS:
-        model, params, batch = problem(name, size=3)
-        ordering.check_separable(model.loss, params, batch, key)
-
-
 MIXED = {
     "what comes before": lambda losses: jnp.cumsum(losses),
     "the largest": lambda losses: losses + losses.max(),
@@ -135,7 +98,9 @@ MIXED = {
 
 @pytest.mark.parametrize("name", MIXED)
 def test_losses_that_mix_examples_are_told(name, key):
+    """As batch normalisation does."""
     model, params, batch = problem("mlp", size=3)
+    ordering.check_separable(model.loss, params, batch, key)
     loss = lambda p, b: MIXED[name](model.loss(p, b, key))  # noqa: E731
     with pytest.raises(ValueError, match="the model mixes the examples"):
         ordering.check_separable(loss, params, batch)

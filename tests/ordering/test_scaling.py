@@ -111,14 +111,6 @@ def test_rows_of_a_look_up_table_are_scaled_alike():
     assert jax.eval_shape(gradients, table, batch, KEY, found)[2].shape == (3, 64)
 
 
-def test_factors_of_a_rank_one_moment_are_the_scale():
-    v = jnp.outer(jnp.array([1.0, 4.0, 9.0, 0.25]), jnp.array([1.0, 2.0, 0.5]))
-    state = optax.ScaleByRmsState({"b": jnp.ones(3), "w": v})
-    exact = ordering.scale_of(state, PARAMS, floor=1e-7)
-    factored = ordering.scale_of(state, PARAMS, leaves=FACTORED, floor=1e-7)
-    jax.tree.map(assert_close, whole_scale(factored, PARAMS), exact)
-
-
 @pytest.mark.parametrize("leaves", [None, FACTORED])
 def test_workers_with_their_own_moments_get_one_scale(leaves):
     """That of the mean of their moments."""
@@ -134,25 +126,6 @@ def test_workers_with_their_own_moments_get_one_scale(leaves):
 def test_optimizers_without_a_second_moment_are_told_to_keep_one_beside():
     with pytest.raises(ValueError, match="no second moment for params.* optax.scale_by_rms"):
         ordering.scale_of(optax.lion(1e-3).init(PARAMS), PARAMS)
-
-
-def test_pair_balance_of_scaled_rows_equals_the_reference():
-    """One moment for each epoch, as after a step of an optimizer."""
-    M, D, units = 9, 4, 3
-    gradients = RNG.normal(size=(M, D)).astype(np.float32)
-    moments = RNG.uniform(0.01, 4, size=(3, D)).astype(np.float32)
-    order = ordering.pair_balance(M, units_per_step=units)
-    state = order.init(jax.random.key(0), jnp.zeros(D))
-    orders = [state.current.tolist()]
-    observe = jax.jit(lambda s, g, a: order.observe(s, scale_lib.scaled(g, a)))
-    for v in moments:
-        scale = ordering.scale_of(optax.ScaleByRmsState(v), v, floor=0.01)
-        for start in range(0, M, units):
-            rows = gradients[state.current[start : start + units]]
-            state = observe(state, rows, scale)
-        state = order.next_epoch(state)
-        orders.append(state.current.tolist())
-    assert orders == reference.scaled_pair_balance_epochs(orders[0], gradients, moments, 0.01)
 
 
 def product(w, batch, key):

@@ -94,15 +94,3 @@ def test_a_team_gathers_its_own_pairs_alone():
     found = sorted((c.kind, c.bytes) for c in collectives_of(text))
     two_pairs_of_two_workers = 4 * 2 * 2 * size
     assert found == [("all-gather", two_pairs_of_two_workers), ("all-reduce", 4 * size)]
-
-
-@pytest.mark.parametrize("size", [3, 16])
-def test_a_team_size_that_does_not_divide_the_workers_is_refused(size):
-    order = made(4, 2, "step", team_size=size)
-    with pytest.raises(ValueError, match=f"team_size is {size} and there are 8 workers"):
-        tables.run_workers(order, gradients_of(4), 2)
-
-
-def test_teams_need_rows_that_are_gathered():
-    with pytest.raises(ValueError, match="team_size is 4 without gathers"):
-        ordering.cd_grab(4, team_size=4)
