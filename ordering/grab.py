@@ -33,12 +33,9 @@ def grab(
     """GraB: balances g - m, where m is the mean gradient of the epoch before.
 
     For each unit u of the current order: c = g_u - m;  s = sign(<r, c>);  r += s c;  u goes to the
-    front of the next order if s is +, else to its back. With several workers, each on its own, it
-    is the control "independent mean balance".
-
-    If an epoch is cut short, the units that were not observed stay in the middle. Gradients that
-    are not finite get a plus and enter neither r nor the mean; an epoch without any finite gradient
-    leaves m as it is. Units beyond M are ignored.
+    front of the next order if s is +, else to its back. If an epoch is cut short, the units that
+    were not observed stay in the middle. Gradients that are not finite get a plus and enter neither
+    r nor the mean; an epoch without any finite gradient leaves m as it is.
 
     Args:
       num_units: M >= 1.

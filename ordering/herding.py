@@ -22,12 +22,8 @@ def herding_bound(
 
     Args:
       vectors: z, float[W, M, D]; for one worker float[M, D].
-      orders: int[W, M], one permutation per worker; for one worker int[M]. Traced ones are not
-        checked.
+      orders: int[W, M], one permutation per worker, or int[M]. Traced ones are not checked.
       norm: `jnp.inf` or 2.
-
-    Returns:
-      float32 scalar, >= 0.
 
     Raises:
       ValueError: if the shapes do not match, for orders that are no permutations, or another norm.

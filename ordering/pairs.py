@@ -45,18 +45,15 @@ def pair_balance(
 
     For the k-th pair (a, b) of the current order, with r = 0 at the start of every epoch:
     s = sign(<r, g_a - g_b>);  r += s (g_a - g_b);  next[k], next[M - 1 - k] = a, b if s is +,
-    else b, a. It works from the first epoch on. With several workers, each on its own, it is the
-    control "independent pair balance" of `cd_grab`.
+    else b, a. It works from the first epoch on.
 
-    If M is odd, the last unit is not compared and lands in the middle of the next order. A pair may
-    be split over two steps. If an epoch is cut short, the units that were not observed keep their
-    order in the middle. Units beyond M are ignored. Pairs that are not finite get a plus, and are
-    not added to r.
+    If M is odd, the last unit is not compared and lands in the middle of the next order. If an
+    epoch is cut short, the units that were not observed keep their order in the middle. Pairs that
+    are not finite get a plus, and are not added to r.
 
     Args:
       num_units: M >= 1, units of this worker.
-      units_per_step: B in [1, M], units of one step; the last step of an epoch has
-        the M mod B that remain.
+      units_per_step: B in [1, M], units of one step; the last step of an epoch has the rest.
       rule: the sign rule; `greedy()` by default.
 
     Returns:
@@ -101,16 +98,12 @@ def cd_grab(
 
     Short ones, such as those of `ordering.sketched`, are better gathered: with `gathers` workers
     send each other their sketches of k numbers, and each computes all signs. With "sync" the pairs
-    wait in the state, float32[M // 2, k], until workers communicate anyway; the orders are the
-    same.
+    wait in the state, float32[M // 2, k], until workers communicate anyway, for the same orders.
 
-    With hundreds of workers so many signs, one after the other, take time. `team_size` splits the
-    workers into teams of W' consecutive ones, which gather and sign only their own pairs. Each team
-    t has its own sum r_t, and after every gather all teams continue with the mean of their sums,
-    their share of r = sum over t of r_t. The herding bound grows (docs/results/orders.md).
-
-    If M is odd, the last unit of each worker lands in the middle of its next order. Randomised
-    rules draw the same numbers on all workers, from worker 0's key.
+    With hundreds of workers so many signs take time. `team_size` splits the workers into teams of
+    W' consecutive ones, which sign only their own pairs, each with its own sum; after every gather
+    all teams continue with the mean of their sums. The herding bound grows
+    (docs/results/orders.md). Randomised rules draw the same numbers on all workers of a team.
 
     Args:
       num_units: M >= 1, units of each worker.
@@ -126,10 +119,9 @@ def cd_grab(
       An `Ordering` with `PairBalanceState`, or with `GatheredState` if `gathers` is given.
 
     Raises:
-      ValueError: at construction if sizes are out of range or team_size is given without gathers;
-        while tracing if there are other gradients than of a step, if the axis is not in scope or
-        team_size does not divide it, or if the mesh has other axes, over which devices of a
-        worker might disagree (docs/use/meshes.md).
+      ValueError: at construction if team_size is given without gathers; while tracing if the axis
+        is not in scope or team_size does not divide it, or if the mesh has other axes, over which
+        devices of a worker might disagree (docs/use/meshes.md).
 
     Examples:
       >>> import jax, jax.numpy as jnp

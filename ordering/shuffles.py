@@ -84,27 +84,22 @@ def flip_flop(num_units: int) -> Ordering:
       Rajput, Lee, Papailiopoulos, Permutation-Based SGD: Is Random Optimal?, 2021,
       https://arxiv.org/abs/2102.09718
     """
-    return block_reshuffling(num_units, block_size=1, paired_reversal=True)
+    return block_reshuffling(num_units, block_size=1)
 
 
-def block_reshuffling(num_units: int, *, block_size: int, paired_reversal: bool = True) -> Ordering:
+def block_reshuffling(num_units: int, *, block_size: int) -> Ordering:
     """Block reshuffling: shuffles blocks of units, and reverses the order in odd epochs.
 
     The first order is a random one, cut into blocks of `block_size` units (the last may be
-    shorter). Even epochs draw a new order of the blocks and keep the order inside each block. With
-    `paired_reversal`, odd epochs reverse the epoch before. That blocks keep their inner order is
-    our reading of the paper's abstract; the full text was not available.
+    shorter). Even epochs draw a new order of the blocks and keep the order inside each block. That
+    they keep it is our reading of the paper's abstract; the full text was not available.
 
     Args:
       num_units: M >= 1.
-      block_size: units per block, in [1, M]; 1 with paired_reversal is `flip_flop`.
-      paired_reversal: whether odd epochs reverse the epoch before.
+      block_size: units per block, in [1, M]; 1 is `flip_flop`.
 
     Returns:
       An `Ordering`; `observe` ignores the gradients.
-
-    Raises:
-      ValueError: if a size is out of range.
 
     Examples:
       >>> from syncopate import ordering
@@ -115,8 +110,6 @@ def block_reshuffling(num_units: int, *, block_size: int, paired_reversal: bool 
       Stochastic Optimization, 2026, https://arxiv.org/abs/2604.00260
     """
     num_units, _ = base.check_units(num_units)
-    if paired_reversal not in (False, True):
-        raise ValueError(f"paired_reversal is {paired_reversal!r}: pass True or False.")
     block_size = plans.check_whole("block_size", block_size, 1, num_units)
     num_blocks = -(-num_units // block_size)
 
@@ -127,8 +120,7 @@ def block_reshuffling(num_units: int, *, block_size: int, paired_reversal: bool 
         place = start[unit // block_size] + unit % block_size
         first = base.first_order(key, num_units)
         fresh = first.at[place].set(first, unique_indices=True)
-        replay = (epoch % 2 == 1) & bool(paired_reversal)
-        return jnp.where(replay, current[::-1], fresh)
+        return jnp.where(epoch % 2 == 1, current[::-1], fresh)
 
     return shuffled(num_units, draw)
 

@@ -197,9 +197,8 @@ def test_blocks_stay_together_and_odd_epochs_are_reversed():
     for order in (ordering.flip_flop(11), ordering.block_reshuffling(11, block_size=3)):
         seen = epochs(order)
         assert seen[1::2] == [order[::-1] for order in seen[::2]] and seen[0] != seen[2]
-    seen = epochs(ordering.block_reshuffling(11, block_size=3, paired_reversal=False))
     blocks = [seen[0][i : i + 3] for i in range(0, 11, 3)]
-    for order in seen:
+    for order in seen[::2]:
         of_units = sorted(blocks, key=lambda block: order.index(block[0]))
         assert sum(of_units, []) == order
 
