@@ -118,8 +118,9 @@ def walking(num_units, **sizes):
     return ordering.pair_balance(num_units, rule=ordering.self_balancing_walk(), **sizes)
 
 
-def resized(fresh=(2, 9, 3), make=ordering.pair_balance, owned=np.arange(18).reshape(3, 6)):
-    state, _ = pairs_state(3, 6, 2)
+def resized(state=None, fresh=(2, 9, 3), make=ordering.pair_balance, units=(3, 6)):
+    state = state or pairs_state(3, 6, 2)[0]
+    owned = units and np.arange(18).reshape(units)
     new = pairs_state(*fresh, make=make)
     return lambda: ordering.resize(state, *new, owned, units_per_step=2, visited=0)
 
@@ -157,9 +158,7 @@ test_bad_input = refuses({
     "fewer units": (resized(fresh=(2, 4, 2)), "of 3 workers with 6 units.* of 2 workers with 4"),
     "another order": (resized(make=ordering.grab), "PairBalanceState.*cannot go on as a GrabState"),
     "one worker": (
-        lambda: ordering.resize(
-            ORDERS["pair_balance"].init(KEY, PARAMS), *pairs_state(2, 9, 3), units_per_step=2, visited=0
-        ),
+        resized(ORDERS["pair_balance"].init(KEY, PARAMS)),
         "state is a PairBalanceState: pass a state of an order, of all workers",
     ),
     "another rule": (resized(make=walking), "orders with other sign rules: pass states of one"),
@@ -167,7 +166,7 @@ test_bad_input = refuses({
         lambda: observe(ordering.grab(8, units_per_step=4), zeros(3)),
         r"gradients of 3 units; a step has 4 \(of 8\)\. Slice",
     ),
-    "no units": (resized(owned=None), "some units belong to several workers: pass as units"),
+    "no units": (resized(units=None), "some units belong to several workers: pass as units"),
 })  # fmt: skip
 
 
