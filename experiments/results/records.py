@@ -25,20 +25,35 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from experiments.cluster import files, lock, processes, strict
 from experiments.results import trackers as tracking
 from syncopate.refusals import UserError
 
-RUN_FIELDS = ("arm", "speed", "learning_rate", "seed", "phase")
 WORD = re.compile(r"[\w=.,+-]+")
 METRICS, HASHES = "metrics.jsonl", "metrics.sha256"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "scikit-learn", "tensorflow-cpu")
 
 
-def run_of(record: Mapping) -> tuple:
-    """The identity of a record's run: its `RUN_FIELDS`."""
-    return tuple(record.get(name) for name in RUN_FIELDS)
+class Run(NamedTuple):
+    """The identity of a run, in all its records."""
+
+    arm: str
+    speed: float | None  # R of slow input
+    learning_rate: float
+    seed: int
+    phase: str  # "run"; where input is slow "tune" and then "report"
+
+    @property
+    def name(self) -> str:
+        """Its name, also that of its folder."""
+        parts = [f"{key}={value}" for key, value in self._asdict().items() if value is not None]
+        return re.sub(r"[^\w=.,+-]", "_", ",".join(parts))
+
+
+def run_of(record: Mapping) -> Run:
+    return Run(*map(record.get, Run._fields))
 
 
 def whole_runs(records: Sequence[Mapping]) -> list[dict]:
@@ -61,7 +76,7 @@ def found(folder: str) -> list[dict]:
     for number, record in enumerate(kept, 1):
         if type(record.get("step")) is not int:
             raise UserError(f"line {number} of {path!r} has no step: {strict.WHAT_TO_DO}")
-        for name, value in zip(RUN_FIELDS, run_of(record), strict=True):
+        for name, value in run_of(record)._asdict().items():
             if type(value) is str and not WORD.fullmatch(value):  # it becomes a name of a folder
                 raise UserError(
                     f"line {number} of {path!r} has {value!r} as its {name}, which is no name of "
@@ -233,22 +248,16 @@ def writing(
                 if trackers or console:  # they get what is written
                     record = strict.loads(line, "a record")
                 numbers = numbers_of(record) if trackers else {}
-                track(name_of(record), record["step"], numbers)
+                track(run_of(record).name, record["step"], numbers)
                 if console:
                     console(console_line(record))
 
             yield write
 
 
-def name_of(record: Mapping) -> str:
-    """The name of a record's run, also used for files."""
-    parts = [f"{k}={record[k]}" for k in RUN_FIELDS if record.get(k) is not None]
-    return re.sub(r"[^\w=.,+-]", "_", ",".join(parts))
-
-
 def numbers_of(record: Mapping) -> dict[str, float]:
     """The numbers that trackers plot over steps."""
-    known = {name: v for name, v in record.items() if name not in ("step", *RUN_FIELDS)}
+    known = {name: v for name, v in record.items() if name not in ("step", *Run._fields)}
     return {name: v for name, v in known.items() if type(v) in (int, float)}
 
 

@@ -18,7 +18,6 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from absl import flags as absl_flags
@@ -26,7 +25,7 @@ from absl import flags as absl_flags
 from experiments.cluster import agree, files, lock, processes, progress
 from experiments.cluster.agree import data_hash
 from experiments.results import page, records, statistics
-from experiments.results.records import run_of, whole_runs
+from experiments.results.records import Run, run_of, whole_runs
 from experiments.results.statistics import Criterion
 from experiments.study import flags
 from experiments.study.cost import dry_run, traffic
@@ -126,21 +125,6 @@ def sync_plans(arms: Mapping[str, Arm], task: Task, recipe: Recipe) -> dict:
 
 def go_on(values: absl_flags.FlagValues) -> str:
     return "the same command" + (", without --overwrite," if values.overwrite else "")
-
-
-class Run(NamedTuple):
-    """The identity of a run: the `RUN_FIELDS` of its records."""
-
-    arm: str
-    speed: float | None  # R of slow input
-    learning_rate: float
-    seed: int
-    phase: str  # "run"; where input is slow "tune" and then "report"
-
-    @property
-    def name(self) -> str:
-        """The name of its folder."""
-        return ",".join(f"{key}={value}" for key, value in self._asdict().items())
 
 
 def next_run(
@@ -254,7 +238,7 @@ def _train(study, trainer, run: Run, records, on_record, bar) -> tuple[list[dict
 def _by_run(records) -> dict[Run, list[dict]]:
     found = {}
     for record in records:
-        found.setdefault(Run(*run_of(record)), []).append(record)
+        found.setdefault(run_of(record), []).append(record)
     return found
 
 
@@ -383,7 +367,7 @@ def kept_records(folder: str, done: Sequence[dict]) -> list[dict]:
     whole = {run_of(r) for r in done if r.get("ended")}
 
     def path(of):
-        return os.path.join(folder, "checkpoints", Run(*of).name)
+        return os.path.join(folder, "checkpoints", of.name)
 
     for ended in whole if processes.is_first() else ():
         shutil.rmtree(path(ended), ignore_errors=True)

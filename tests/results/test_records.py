@@ -50,7 +50,7 @@ def write_all(folder, new, **options):
 def numbers(records_):
     """{(run, name, step): value} that trackers draw, in float32 as in TensorBoard."""
     return {
-        (records.name_of(r), name, r["step"]): float(np.float32(value))
+        (records.run_of(r).name, name, r["step"]): float(np.float32(value))
         for r in records_ for name, value in records.numbers_of(r).items()
     }  # fmt: skip
 
@@ -136,7 +136,7 @@ def test_a_tracker_gets_every_number_once_in_one_open_run(tmp_path, monkeypatch)
     write_all(tmp_path, RECORDS[:2], trackers=["fake"])
     write_all(tmp_path, RECORDS[2:], keep=RECORDS[:2], trackers=["fake"])
     assert dict(given) == numbers(RECORDS) and len(given) == len(numbers(RECORDS))
-    first, other = (records.name_of(RECORDS[i]) for i in (0, 3))
+    first, other = (records.run_of(RECORDS[i]).name for i in (0, 3))
     assert events[:5:2] == [(first, None, 0), (first, 1, 20), (other, None, 0)]
     assert events[1::2] == ["closed"] * 3
     write_all(tmp_path, RECORDS[:1], trackers=["fake"])
