@@ -21,23 +21,9 @@ from experiments.tasks.base import abstract_set
 from experiments.training.config import OrderSetting, Sizes
 from local_opt import sync_bytes
 from tests.commands import parsed
+from tests.compiled_runs import kinds
 
 WORKERS = 4
-
-
-def collectives(jaxpr):
-    """{name of a collective: float32 numbers that a device sends}, over all steps."""
-    found = collections.Counter()
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in ("all_to_all", "psum", "psum_invariant", "all_gather"):
-            found[eqn.primitive.name] += sum(v.aval.size for v in eqn.invars)
-        for inner in jax.tree.leaves(
-            list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "eqns")
-        ):
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                found += collectives(inner)
-    return found
 
 
 def over_mesh(function, inputs):
@@ -59,9 +45,9 @@ def test_the_cost_of_an_order_equals_the_collectives_of_its_step(per_step, size)
     state = jax.eval_shape(init, jax.random.split(jax.random.key(0), WORKERS))
     rows = jax.ShapeDtypeStruct((WORKERS, size, 18), jnp.float32)
     observe = over_mesh(step, "owned owned")
-    found = collectives(jax.make_jaxpr(observe)(state, rows).jaxpr)
+    found = kinds(cost.collectives_of(jax.jit(observe).lower(state, rows).compile().as_text()))
     # Of n numbers an all-to-all sends (W - 1) / W n, an all-reduce 2 (W - 1) / W n.
-    sent = found["all_to_all"] / 2 / 18 + (found["psum"] + found["psum_invariant"]) / 18
+    sent = (found.get("all-to-all", 0) / 2 + found.get("all-reduce", 0)) / 4 / 18
     sizes, total = Sizes(WORKERS, units, per_step, 1), 2 + bool(size % per_step)  # loads
     traffic = cost.order_traffic(row_of("order", "cd_grab"), sizes, 18)
     assert traffic(total) - traffic(total - 1) == pytest.approx(sent)
@@ -77,11 +63,11 @@ def test_dealt_orders_send_their_signs_at_the_end_of_an_epoch():
     init = over_mesh(lambda key: order.init(key, jnp.zeros(size)), "owned")
     end = over_mesh(order.next_epoch, "owned")
     state = jax.eval_shape(init, keys)
-    found = collectives(jax.make_jaxpr(end)(state).jaxpr)
-    assert found == {"all_gather": 2}, "10 pairs in 2 bytes"
+    found = kinds(cost.collectives_of(jax.jit(end).lower(state).compile().as_text()))
+    assert found == {"all-gather": 2 * WORKERS}, "10 pairs in 2 bytes"
     # Of n bytes of every worker an all-gather sends (W - 1) n, an all-reduce 2 (W - 1) / W n.
     sent = cost.order_traffic(row_of("order", "id_pair+dealt"), sizes, size)
-    per_epoch = found["all_gather"] * WORKERS / 2 / (4 * size)
+    per_epoch = found["all-gather"] / 2 / (4 * size)
     assert sent(4) == 0 and sent(5) == sent(9) == pytest.approx(per_epoch)
     exact, dealt = (
         cost.order_traffic(row_of("order", n), sizes, size) for n in ("cd_grab", "cd_grab+dealt")

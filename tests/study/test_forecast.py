@@ -4,13 +4,11 @@ import math
 import pathlib
 
 import numpy as np
-import optax
 import pytest
 
 import local_opt
 import ordering.input
 from experiments import forecast, timing
-from experiments.results import archive
 from experiments.study import flags, recipes
 from experiments.study.tables import arm_of, plans_of
 from experiments.tasks import TASKS
@@ -115,17 +113,6 @@ def test_a_forecast_counts_what_wires_send():
     alone = parsed(forecast, "--workers=1", "--step_seconds=1", "--arms=constant,constant+int8")
     rows = rows_of(forecast.forecast_of("digits", alone)[1])
     assert {(r["GB sent"], r["volume"]) for r in rows.values()} == {("0", "25.000%")}
-
-
-def test_the_corners_of_a_plan_reproduce_it():
-    plan = local_opt.qsr(
-        optax.cosine_decay_schedule(0.1, 200), total_steps=200, alpha=0.1, h_base=2
-    )
-    steps, lengths = archive.corners(plan)
-    every = np.arange(200)
-    drawn = lengths[np.searchsorted(steps, every, side="right") - 1]
-    assert (drawn == plan.period_at(every)).all() and steps[-1] == 200
-    assert len(steps) < plan.rounds
 
 
 def test_loads_are_timed_on_the_path_that_reads_them(monkeypatch):

@@ -8,16 +8,14 @@ import pathlib
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import local_opt
 import models
 import ordering
 from experiments import train
-from experiments.cluster.devices import owned_sharding, worker_mesh
+from experiments.cluster.devices import worker_mesh
 from experiments.study.cost import (
     CHIPS,
     CUDA,
@@ -36,7 +34,6 @@ from experiments.study.study import Arm, Study
 from experiments.study.tables import row_of
 from experiments.tasks import Recipe, Task
 from experiments.tasks.base import abstract_set
-from local_opt import exchange
 from tests.commands import parsed
 from tests.compiled_runs import CPU, compiled_by, donated, kinds, marks_of, operations, text_of
 
@@ -172,31 +169,6 @@ def test_a_program_contains_the_collectives_of_its_plan(
 
 
 @tpu
-def test_a_gather_spread_over_fusions_counts_once():
-    """libtpu starts one in a fusion, ends it in another, and computes beside it in between."""
-    mesh, chip = slice_of("v5e:4x4", 16)
-    split, size = jax.P("worker"), 1 << 16
-
-    def gather(x, y, w):
-        whole = jax.lax.all_gather(x, "worker", tiled=True)
-        for _ in range(4):
-            y = jnp.tanh(y @ w)
-        return whole, y
-
-    run = jax.shard_map(
-        gather, mesh=mesh, in_specs=(split, split, jax.P()), out_specs=(split, split),
-        check_vma=False,
-    )  # fmt: skip
-    like = lambda spec, *shape: jax.ShapeDtypeStruct(  # noqa: E731
-        shape, np.float32, sharding=jax.NamedSharding(mesh, spec)
-    )
-    args = like(split, 16 * size), like(split, 16 * 512, 1024), like(jax.P(), 1024, 1024)
-    program = compile_or_refuse(jax.jit(run).lower(*args), chip)
-    (found,) = program.collectives
-    assert (found.kind, found.bytes, found.asynchronous) == ("all-gather", 4 * 16 * size, True)
-
-
-@tpu
 def test_blocks_of_pairs_are_those_of_the_target_chip():
     found = []
 
@@ -259,30 +231,6 @@ def test_the_page_shows_the_output_of_its_command():
     ):
         same = [row[:columns] for row in one if "---" not in row[0]]
         assert same == [row[:columns] for row in other if "---" not in row[0]]
-
-
-@gpu
-def test_a_wire_takes_memory_for_a_group_and_sends_the_bytes_of_all(monkeypatch):
-    """Four workers with 2^22 numbers, in one group and in eight."""
-    mesh, chip = slice_of(FOUR["h100"], WORKERS)
-    wire, found = local_opt.rounded_wire("int8"), []
-    rounds = local_opt.local_rounds(optax.sgd(0.1), wire=wire)
-    params = {f"w{i}": jax.ShapeDtypeStruct((256, 1024), np.float32) for i in range(16)}
-    place = owned_sharding(mesh)
-    args = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((WORKERS, *x.shape), x.dtype, sharding=place),
-        (params, jax.eval_shape(rounds.init, params)),
-    )
-    for group in (2**22, 2**19):
-        monkeypatch.setattr(exchange, "GROUP", group)
-        monkeypatch.setattr(exchange, "GROUPS", 2**30)
-        sync = local_opt.lift(rounds.sync, mesh, "owned owned -> owned owned")
-        lowered = jax.jit(sync, donate_argnums=(0, 1)).lower(*args)
-        found.append(compile_or_refuse(lowered, chip))
-    sent = local_opt.sync_bytes(2**22, num_workers=WORKERS, wire=wire) * WORKERS / (WORKERS - 1)
-    assert [sum(c.bytes for c in one.collectives) for one in found] == [sent, sent]
-    assert [len(one.collectives) for one in found] == [2, 16]
-    assert found[1].memory["temporaries"] < found[0].memory["temporaries"]
 
 
 # What their texts say, on small samples.
@@ -372,5 +320,4 @@ def test_every_collective_counts_once(text, expected):
 
 
 def test_bytes_of_a_type():
-    assert result_bytes("f32[64,10]{1,0:T(8,128)S(1)}") == 2560
     assert result_bytes("(u32[]{:S(2)}, pred[7]{0}, s4[3], f8e4m3fn[2,2], token[])") == 17
