@@ -57,16 +57,12 @@ NONE = Combination()
 
 
 class Factorial(NamedTuple):
-    """One task at one size of the batch per worker.
-
-    Fields:
-      task: its name; sizes: of the runs.
-      taken: (steps, loads, rounds) up to the target at the best rate, float64[3, seeds], by
-        combination, without those that never arrive with some seed.
-    """
+    """One task at one size of the batch per worker."""
 
     task: str
     sizes: Sizes
+    # (steps, loads, rounds) to the target at the best rate, float64[3, seeds]: of combinations that
+    # arrive with all seeds.
     taken: dict[Combination, np.ndarray]
 
 
@@ -93,11 +89,7 @@ def near(known: Sequence[Factorial], units_per_step: int) -> list[Factorial]:
 
 
 def logs_of(machine, found: Factorial) -> dict[Combination, np.ndarray]:
-    """log(time to the target) of every combination, [..., seeds].
-
-    Args:
-      machine: a `cost.Machine` of numbers, or of arrays [..., 1].
-    """
+    """log(time to the target) of every combination, [..., seeds], on machines [..., 1]."""
     from experiments.study.cost import order_traffic, time
 
     traffic = order_traffic(row_of("order", ORDER), found.sizes, machine.parameters)

@@ -73,11 +73,7 @@ def define_flags(values: flags.FlagValues) -> None:
 def row_of(
     task: Task, recipe: Recipe, arm: Arm, plans: Plans, speeds: Sequence[float], seconds: float
 ) -> dict:
-    """A table row: what a rule's plan costs on links of these speeds, in Gb/s.
-
-    Args:
-      seconds: of computation, per step.
-    """
+    """A table row: what a rule's plan costs on links of these speeds, in Gb/s."""
     import local_opt
     from experiments.study.cost import traffic
 

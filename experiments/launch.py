@@ -34,8 +34,7 @@ DEVICES = "--xla_force_host_platform_device_count"
 def launch(command: Sequence[str], processes: int, survive: int | None = None) -> int:
     """Returns the first failure's exit code, 128 + n if signal n ended that process; 0 if none.
 
-    Args:
-      survive: passed on; if given, the run ends with process 0 alone, whose failure counts.
+    If `survive` is given, it is passed on, and the failure of process 0 alone counts.
     """
     if not command:
         raise UserError("no experiment: pass --processes=2 -- experiments.NAME --run=mesh")

@@ -88,12 +88,8 @@ def column(found, arm: str, scalar: str):
 def paired(found, arm: str, base: str, scalar: str, *, ratio: bool = False):
     """Arm less base in a frame, of every seed that has both: a pandas.Series by seed.
 
-    `statistics.interval` gives the mean and its interval.
-
-    Args:
-      ratio: log(base / arm) instead, positive if the arm takes less: the mean is the logarithm of
-        the geometric mean of the ratios. Infinite where one of the two never arrives, nan where
-        neither does.
+    A ratio is log(base / arm) instead, positive if the arm takes less, whose mean is the logarithm
+    of the geometric mean. It is infinite where one of the two never arrives, nan where both do not.
     """
     own, before = column(found, arm, scalar).align(column(found, base, scalar), join="inner")
     if not ratio:

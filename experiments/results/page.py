@@ -49,15 +49,12 @@ INTERVALS = (
 
 
 def write(comparison: Comparison, study, folder: str, title: str) -> str:
-    """Writes tables, pictures, comparison.json, command.txt and report.html into the folder.
+    """Writes tables, pictures, comparison.json, command.txt and report.html. Returns the tables.
 
     Args:
       study: a `Study`: its columns, a table per speed; its panels, a picture per speed; and its
         sections, functions of the comparison that give a text below the main table, (file name,
         text), or for a picture (file name, function of a path and a title).
-
-    Returns:
-      The tables.
     """
     texts, pictures = {TABLE: []}, {}
     for speed in comparison.speeds:
@@ -82,10 +79,7 @@ def write(comparison: Comparison, study, folder: str, title: str) -> str:
 
 @contextlib.contextmanager
 def opened(command: str, values: flags.FlagValues) -> Iterator[str]:
-    """Holds --output_dir for an experiment without a comparison, from before it computes.
-
-    Args:
-      command: its name; values: its flags. These are the settings of the folder.
+    """Holds --output_dir for a command without a comparison, whose flags are the folder's settings.
 
     Raises:
       ValueError: if the folder holds what another command or other flags have made, and there is no

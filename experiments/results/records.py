@@ -86,12 +86,9 @@ def found(folder: str) -> list[dict]:
 
 
 def open_folder(folder: str, settings: Mapping, *, overwrite: bool = False) -> None:
-    """Prepares an output folder.
+    """Prepares an output folder, which gets settings.json (JSON values) and versions.json.
 
-    Args:
-      folder: created if absent; gets settings.json (the flags) and versions.json.
-      settings: of the run, JSON values.
-      overwrite: delete the records and checkpoints of an earlier run.
+    With `overwrite` the records and checkpoints of an earlier run are deleted.
     """
     settings, path = strict.plain(settings), os.path.join(folder, "settings.json")
     before = None if overwrite else files.read_json(path)
@@ -218,9 +215,7 @@ def writing(
     continue their runs. Only process 0 writes.
 
     Args:
-      folder: created if absent.
       trackers: names of TRACKERS, which receive the numbers of every new record by step.
-      keep: records of an earlier call.
       console: receives every new record as one readable line, such as `print`.
 
     Example:

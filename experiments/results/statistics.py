@@ -214,10 +214,7 @@ def timed(runs: Mapping[int, Run]) -> dict[int, Run]:
 def spent(comparison: Comparison, runs: Mapping[int, Run], name: str) -> dict[int, float]:
     """{seed: what these runs take to the target}, on what is reported; inf: never.
 
-    {} where there is no target.
-
-    Args:
-      name: of the cost, such as "step", "epoch", "loads"; "seconds" are those of `timed` runs.
+    {} where there is no target. "seconds" are those of `timed` runs.
     """
     runs = timed(runs) if name == "seconds" else runs
     criterion = tested(comparison.criterion)._replace(target=target_of(comparison))

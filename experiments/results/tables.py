@@ -159,8 +159,7 @@ ORDER_COLUMNS = (
 def faster(comparison: Comparison, own: Chosen, *, who: bool = False) -> str:
     """Seconds of the baseline to the target over the arm's, paired by seed; "-" where none.
 
-    Args:
-      who: say how many seeds arrive where not all do.
+    Where not all seeds arrive `who` says how many do.
     """
     if np.isinf(taken := ends(comparison, own, "to seconds")).any():
         return show(taken, "", "arrive") if who else "-"

@@ -58,10 +58,7 @@ def traffic(
 ) -> Callable[[int, int], float]:
     """`(rounds, loads) -> what a worker has sent`, in all-reduces of the task's parameters.
 
-    A sync sends one, or the share of it that its wire leaves.
-
-    Args:
-      order, sizes, sync_in_step: as of `order_traffic`; rule: a row of SYNC_RULES.
+    A sync sends one, or the share of it that its wire leaves; orders send as of `order_traffic`.
     """
     size = num_params(task.model)
     of_order = order_traffic(order, sizes, size, sync_in_step=sync_in_step)
@@ -82,20 +79,13 @@ def order_traffic(
     local a scaled order takes the mean of the second moments at an epoch's end; what factors of
     them cost is not counted.
 
-    Args:
-      order: a row of ORDERS; sizes: of the run; num_params: D, of the model.
-      sync_in_step: whether the mean gradient is taken in every step.
-
     Example:
       >>> from experiments.study.tables import row_of
       >>> from experiments.training.config import Sizes
       >>> sizes = Sizes(workers=8, num_units=10, units_per_step=1, unit_size=16)
-      >>> round(order_traffic(row_of("order", "cd_grab"), sizes, 10**6)(10), 5)
-      5.00296
-      >>> round(order_traffic(row_of("order", "cd_grab+sketch1024"), sizes, 10**6)(10), 5)
+      >>> sketched = order_traffic(row_of("order", "cd_grab+sketch1024"), sizes, 10**6)
+      >>> round(sketched(10), 5)
       0.02048
-      >>> order_traffic(row_of("order", "rr"), sizes, 10**6)(10)
-      0.0
     """
     loads, workers = np.arange(sizes.loads_per_epoch + 1), sizes.workers
     units = np.minimum(loads * sizes.units_per_step, sizes.num_units)  # of an epoch, so far
@@ -136,24 +126,14 @@ def _step_traffic(sizes: Sizes, num_params: int, size: int) -> float:
 
 
 class Machine(NamedTuple):
-    """The times of a run's parts on a machine, in seconds or any other unit.
+    """The times of a run's parts in any unit: numbers, or arrays that broadcast."""
 
-    Numbers, or arrays that broadcast.
-
-    Fields:
-      step: of computation; load: of reading a batch, beside the steps.
-      sync: of an all-reduce of the parameters, which nothing hides; latency: its share that does
-        not depend on the bytes.
-      ordered: how many times longer a fresh step is with an order; parameters: D, of the model.
-      label: for people.
-    """
-
-    step: Any = 1.0
-    load: Any = 0.0
-    sync: Any = 0.0
-    latency: Any = 0.0
-    ordered: float = 1.0
-    parameters: float = 1.0
+    step: Any = 1.0  # of computation
+    load: Any = 0.0  # of reading a batch, beside the steps
+    sync: Any = 0.0  # of an all-reduce of the parameters, which nothing hides
+    latency: Any = 0.0  # its share that does not depend on the bytes
+    ordered: float = 1.0  # how many times longer a fresh step is with an order
+    parameters: float = 1.0  # D, of the model
     label: str = ""
 
 
@@ -168,15 +148,11 @@ def machines(load: float, sync: float) -> list[Machine]:
 
 
 def time(machine: Machine, *, steps, loads, rounds=0, sent=0, ordered: bool = False):
-    """What so much of a run takes: max(steps + what is sent, loads).
+    """What so much of a run takes, whose syncs and all-reduces besides are `rounds` and `sent`.
 
     s (T + (o - 1) loads) + y rounds + (y - l) sent, or load loads if that is more: input is read
-    beside everything else, and what is sent comes between the steps.
-
-    Args:
-      steps, loads, rounds: numbers, or arrays that broadcast.
-      sent: besides the syncs, in all-reduces, without their latency; ordered: whether fresh steps
-        observe an order.
+    beside everything else, and what is sent comes between the steps. o is 1 unless fresh steps
+    observe an order, as `ordered` says.
     """
     longer = (machine.ordered - 1) * loads if ordered else 0
     sending = machine.sync * rounds + (machine.sync - machine.latency) * sent
@@ -191,21 +167,14 @@ def price(run: Sequence[dict], machine: Machine) -> float:
 
 
 class Shapes(NamedTuple):
-    """The shapes and programs of a run, without reading, placing or allocating anything.
+    """The shapes and programs of a run, without reading, placing or allocating anything."""
 
-    Fields:
-      state: all there is of it, as `jax.ShapeDtypeStruct`s that say where they live.
-      programs: what it compiles, by name: the function that lowers it from shapes. A step is one
-        loop of a length that the compiler does not know.
-      owned: which fields of the state have a worker axis; sizes: of the run.
-      sync_in_step: workers meet in every step.
-    """
-
-    state: TrainState
+    state: TrainState  # `jax.ShapeDtypeStruct`s that say where they live
+    # What it compiles: functions that lower it. A step is one loop, of any length.
     programs: dict[str, Callable[[], jax.stages.Lowered]]
-    owned: tuple[bool, ...]
+    owned: tuple[bool, ...]  # fields of the state that have a worker axis
     sizes: Sizes
-    sync_in_step: bool
+    sync_in_step: bool  # workers meet in every step
 
     def bytes_of(self, field: str) -> float:
         """Of a field of the state, on the device of one worker."""
@@ -222,12 +191,10 @@ def shapes_of(
     mesh: jax.sharding.Mesh | None = None,
     reads: bool = True,
 ) -> Shapes:
-    """The programs of a run of all workers.
+    """The programs of a run of all workers, with the arguments of `training.program.build`.
 
-    Args:
-      task: may be abstract; the others up to mesh: as of `training.program.build`. The devices of
-        a mesh need not be there.
-      reads: batches are handed over by the host; False: the data stay on the devices.
+    The task may be abstract, and the devices of a mesh need not be there. If the host reads,
+    batches are handed over; else the data stay on the devices.
     """
     sizes = sizes_of(task, recipe, deals=row.deals)
     worker = worker_of(task, recipe, row, rounds, sizes)
@@ -404,35 +371,24 @@ def slice_of(name: str, workers: int) -> tuple[Mesh, Chip]:
 
 
 class Collective(NamedTuple):
-    """An instruction of a compiled program.
+    """An instruction of a compiled program."""
 
-    Fields:
-      kind: of KINDS; bytes: of its result on one device, without the padding of tiles.
-      asynchronous: the program computes between its start and its end.
-      where: the computation that holds it; line: as printed.
-    """
-
-    kind: str
-    bytes: int
-    asynchronous: bool
-    where: str
-    line: str
+    kind: str  # of KINDS
+    bytes: int  # of its result on one device, without the padding of tiles
+    asynchronous: bool  # the program computes between its start and its end
+    where: str  # the computation that holds it
+    line: str  # as printed
 
 
 class Compiled(NamedTuple):
-    """A program of one device.
+    """A program of one device."""
 
-    Fields:
-      memory: bytes; what is donated is argument and output. The peak is that of the device's memory
-        alone, temporaries also those that never leave the core.
-      counted: flops and bytes accessed, as XLA counts them, where it does.
-      collectives: of its text; seconds: to compile.
-    """
-
+    # Bytes; what is donated is argument and output. The peak is that of the device's memory alone,
+    # temporaries also those that never leave the core.
     memory: dict[str, int]
-    counted: dict[str, float | None]
+    counted: dict[str, float | None]  # flops and bytes accessed, where XLA counts them
     collectives: list[Collective]
-    seconds: float
+    seconds: float  # to compile
 
 
 class Refused(NamedTuple):
@@ -531,21 +487,11 @@ def computations(text: str) -> Iterator[tuple[str, list[str]]]:
 # A dry run.
 
 
-class Listed(NamedTuple):
-    """A program, the first arm that runs it, and the compiler's analysis."""
-
-    program: str
-    arm: str
-    shapes: Shapes
-    found: Compiled | Refused
-
-
 def dry_run(task: Task, recipe: Recipe, study, values) -> str:
     """Markdown: the facts of the task, and what every arm would cost, at every speed of the input.
 
     Args:
-      task: may be abstract; recipe: in which setting.
-      study: what has `arms` by name, as a `Study`, and `speeds` R of the input, or ().
+      task: may be abstract; study: what has `arms` and `speeds`, as a `Study`.
       values: parsed flags, of the group "forecast" and --input.
     """
     mesh, chip = slice_of(values.topology, recipe.workers) if values.topology else (None, None)
@@ -571,8 +517,8 @@ def dry_run(task: Task, recipe: Recipe, study, values) -> str:
             for name in names:
                 if (*own, name) not in listed:
                     found = compile_or_refuse(shapes.programs[name](), chip)
-                    listed[*own, name] = Listed(name, arm.label, shapes, found)
-            row["peak of a device"] = _peak([listed[*own, name].found for name in names], chip)
+                    listed[*own, name] = name, arm.label, shapes, found
+            row["peak of a device"] = _peak([listed[*own, name][-1] for name in names], chip)
     known = _facts(task, recipe)
     known |= {} if chip is None else _slice_facts(task, values.topology, mesh, chip)
     facts = [{"what": name, "value": value} for name, value in known.items()]
@@ -613,11 +559,11 @@ def _peak(found, chip) -> str:
 def _details(listed, chip) -> list[str]:
     """Markdown: all programs that were compiled, what they send, and whether they fit."""
     programs, sent, peaks, last = [], [], [], []
-    for one in listed:
-        if isinstance(one.found, Refused):
-            last.append(_lacking(one, chip))
+    for program, arm, shapes, found in listed:
+        if isinstance(found, Refused):
+            last.append(f"{program}, {arm}: does not fit. {found.why} {_taken(shapes, chip)}")
             continue
-        name, found = {"program": one.program, "arm": one.arm}, one.found
+        name = {"program": program, "arm": arm}
         shown = {what: show_bytes(count) for what, count in found.memory.items()}
         shown |= {what: "-" if n is None else f"{n:.4g}" for what, n in found.counted.items()}
         programs.append(name | shown | {"compiled in": f"{found.seconds:.1f} s"})
@@ -628,17 +574,16 @@ def _details(listed, chip) -> list[str]:
     return [*(markdown(rows) for rows in (programs, sent) if rows), *last]
 
 
-def _lacking(one: Listed, chip) -> str:
-    """Why a program does not fit, and which flags reduce what it needs."""
+def _taken(shapes, chip) -> str:
+    """What takes the memory, and which flags reduce it."""
     fields = {"parameters": "params", "the optimizer": "opt_state", "the order": "orders"}
-    fields |= {"averages": "averages"} if one.shapes.state.averages else {}
-    state = [f"{who} {show_bytes(one.shapes.bytes_of(field))}" for who, field in fields.items()]
+    fields |= {"averages": "averages"} if shapes.state.averages else {}
+    state = [f"{who} {show_bytes(shapes.bytes_of(field))}" for who, field in fields.items()]
     larger = [name for name, other in CHIPS.items() if other.memory > chip.memory]
     return (
-        f"{one.program}, {one.arm}: does not fit. {one.found.why} Of the state "
-        f"{', '.join(state)}; the rest is data and what the program computes. Take a sketch for an "
-        "exact order, --input=thread, a smaller --unit_size, --units_per_step or model, or another "
-        f"chip: {', '.join(larger) or 'none is larger'}."
+        f"Of the state {', '.join(state)}; the rest is data and what the program computes. Take a "
+        "sketch for an exact order, --input=thread, a smaller --unit_size, --units_per_step or "
+        f"model, or another chip: {', '.join(larger) or 'none is larger'}."
     )
 
 

@@ -76,11 +76,8 @@ def definer(values: flags.FlagValues, title: str = entry.OWN, **defaults) -> Cal
     """`define(kind, name, default, text, *more, **options)`, which defines a flag of `absl.flags`.
 
     A kind is a function of `absl.flags`, such as DEFINE_string; a `Range`, whose numbers the flag
-    takes; or a list of one of those, or of a tuple of words, for lists of these.
-
-    Args:
-      title: of the group in which --help shows the flags.
-      defaults: by name of the flag, used instead of the default given to `define`.
+    takes; or a list of one of those, or of a tuple of words, for lists of these. --help shows the
+    flags below the title. `defaults`, by name, go before the default given to `define`.
     """
 
     def define(kind, name, default, text, *more, **options):
@@ -237,14 +234,11 @@ def settings(values: flags.FlagValues, recipe: Recipe) -> Mapping:
 
 
 def check_used(values: flags.FlagValues, recipe: Recipe, arms: Iterable, *, study=None) -> None:
-    """Raises ValueError for a flag that is set and changes nothing.
+    """Refuses a flag that is set and changes nothing for these arms, of a study or a run alone.
 
     The flags of a study may come from a preset, and later ones override these. So its own arms
     count besides those that run, its --schedule may leave the floor of another one unused, and of
     two flags that exclude each other it is only told which counts.
-
-    Args:
-      arms: that run; study: a `Study`; None: a run alone.
     """
     rows = [arm.rows for arm in arms]
     read = {name for _, rule, policy in rows for name in (*rule.reads, *policy.reads)}

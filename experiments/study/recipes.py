@@ -171,7 +171,6 @@ def load(
     """The task and the recipe of a setting, a name of RECIPES or of TASKS.
 
     Args:
-      data_dir: where the task's data lie.
       abstract: shapes alone; nothing is read.
       choices: of the task or of EVERYWHERE, in place of the setting's.
     """

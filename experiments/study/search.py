@@ -45,7 +45,6 @@ def run(study: Study, values: absl_flags.FlagValues) -> None:
     Raises:
       SystemExit: 128 + n if signal n stopped it; the same flags go on. `lock.BUSY` if another run
         has the folder.
-      ValueError: for flags that do not fit.
     """
     processes.start(values)
     study.default(values)
@@ -179,13 +178,10 @@ def search(
     study, trainer, *, seeds: int, widen: int = 0, done: Sequence[dict] = (),
     on_record: Callable[[dict], None] = lambda record: None,
 ) -> tuple[list[dict], int]:  # fmt: skip
-    """Trains the runs that the protocol needs.
+    """Trains the runs that the protocol needs, of a study's arms at its speeds, by a `Trainer`.
 
     Args:
-      study: a `Study`, its arms at its speeds; trainer: a `Trainer` of it.
-      widen: number of rates that may be added at either end.
       done: records of an earlier call. Whole runs are not repeated; others continue.
-      on_record: called with every new record.
 
     Returns:
       The records of whole runs, and the signal that stopped the search, or 0.
@@ -249,7 +245,6 @@ class Trainer:
     """Trains the runs of a study that `search` asks for. Equal programs are compiled once.
 
     Args:
-      study: a `Study`; task, recipe: its setting.
       folder: of the study, for checkpoints; None: no checkpoints.
       reads, mesh: as of `training.program.build`; checkpoint_every: as of `training.run.Saving`.
       step_seconds: t_step; a delayed load takes R times this. 0: no delay.
@@ -379,11 +374,7 @@ def kept_records(folder: str, done: Sequence[dict]) -> list[dict]:
 
 
 def ends_at(criterion: Criterion, kept: Sequence[dict] = ()) -> Callable[[dict], bool]:
-    """`record -> whether the run has reached the target` on both halves of the test set.
-
-    Args:
-      kept: records of the run so far.
-    """
+    """`record -> whether the run is at the target` on both halves of the test set."""
     if criterion.when != "target":
         return lambda record: False
     seen = list(kept)

@@ -446,11 +446,6 @@ class Arm:
       rate_factor: of the learning rates that are tried.
       options: of OPTIONS, a word or a number each.
 
-    Attributes:
-      rows: the rows, in this order, with their options.
-      order, sync, echo: the words of its rows; words: the same, by table.
-      parts: by table, the arguments above that say its row.
-
     Example:
       >>> arm = Arm(order="cd_grab", sketch=64, sync="qsr")
       >>> arm.words["order"], arm.label
@@ -466,7 +461,7 @@ class Arm:
             raise UserError(f"an arm has no {strange}: its options are {', '.join(OPTIONS)}.")
         if order is None:
             order, options = "rr", {"deal": "dealt"} | options
-        self.parts, decided = {}, []
+        self.parts, decided = {}, []  # by table, the arguments that say its row
         for kind, name in {"order": order, "sync": sync, "echo": echo}.items():
             own = {flag: v for flag, v in options.items() if OPTIONS[flag].of == kind}
             self.parts[kind] = {kind: name, **own}
@@ -495,8 +490,7 @@ def arm_of(text: str, **usual: str) -> Arm:
 def parsed(text: str, kinds: Iterable[str] = tuple(TABLES)) -> dict[str, Any]:
     """Arguments of an `Arm`: the names and options that words such as "cd_grab+sketch64" say.
 
-    Args:
-      kinds: the tables, which words must be of.
+    Words of other tables than these kinds are refused.
     """
     found: dict[str, Any] = {}
     for word in text.split("+"):
