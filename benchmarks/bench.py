@@ -25,9 +25,9 @@ import local_opt
 from benchmarks import local_timing, peers, timing
 from experiments.cluster import entry
 from experiments.study import recipes
+from experiments.study.arms import row_of
 from experiments.study.cost import lower_step, order_traffic
 from experiments.study.flags import definer
-from experiments.study.tables import row_of
 from experiments.tasks import TASKS, Recipe
 from experiments.tasks.base import COUNT
 from experiments.timing import medians, training_calls

@@ -82,7 +82,10 @@ def machine_map(path: str) -> None:
     from matplotlib.patches import Patch
     from matplotlib.patheffects import withStroke
 
-    known = {(found.task, f"{found.sizes.workers} x {found.sizes.units_per_step}"): found for found in advise.load()}
+    known = {
+        (found.task, f"{found.sizes.workers} x {found.sizes.units_per_step}"): found
+        for found in advise.load()
+    }
     tasks, sizes = (list(dict.fromkeys(part)) for part in zip(*known, strict=True))
     figure, axes = plots.panes(len(tasks), len(sizes), (9, 12), sharex=True, sharey=True)
     machine = Machine(

@@ -25,7 +25,7 @@ from experiments.cluster import entry, files
 from experiments.results import tables
 from experiments.results.statistics import interval
 from experiments.study import flags
-from experiments.study.tables import row_of
+from experiments.study.arms import row_of
 from experiments.tasks.base import SPEED
 from experiments.training.config import Sizes, num_params
 from syncopate.refusals import UserError

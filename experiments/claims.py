@@ -22,8 +22,8 @@ from experiments.results import statistics, tables
 from experiments.results.frame import COSTS, frame, named, paired
 from experiments.results.statistics import ABOVE, LOSS, Comparison
 from experiments.study import recipes
+from experiments.study.arms import arm_of, plans_of
 from experiments.study.flags import definer
-from experiments.study.tables import arm_of, plans_of
 
 LEAST_SEEDS = 3
 RUNS = {

@@ -39,16 +39,22 @@ from experiments.results.tables import (
     target_line,
     times,
 )  # fmt: skip
-from experiments.study import flags, study, tables
+from experiments.study import flags, study
+from experiments.study.arms import (
+    ECHO_POLICIES,
+    TABLES,
+    arm_from_flags,
+    define_decisions,
+    part_from_flag,
+)
 from experiments.study.study import Arm, Study
-from experiments.study.tables import ECHO_POLICIES
 from experiments.tasks.base import SECONDS, STEPS
 from experiments.tasks.metrics import METRICS
 from syncopate.refusals import UserError
 
-FACTORS = tuple(tables.TABLES)  # fields of the records
+FACTORS = tuple(TABLES)  # fields of the records
 COSTS = {"step": "steps", "loads": "loads", "allreduces": "all-reduces", "seconds": "seconds"}
-LEVELS = ("baseline", *tables.TABLES)  # flags
+LEVELS = ("baseline", *TABLES)  # flags
 
 
 def arms_of(first: Arm, second: Arm) -> dict[str, Arm]:
@@ -188,7 +194,7 @@ def priced_table(machines: Sequence) -> Callable:
 
 def define_flags(values: absl_flags.FlagValues) -> None:
     define = flags.definer(values, f"{entry.GROUP}the decisions")
-    tables.define_flags(define, order="cd_grab", sync="qsr", echo="diffusion+cosine")
+    define_decisions(define, order="cd_grab", sync="qsr", echo="diffusion+cosine")
     text = "words of the first order; rr+dealt where --order is dealt"
     define(absl_flags.DEFINE_string, "baseline", "rr", text)
     define = flags.definer(values, f"{entry.GROUP}the prices")
@@ -206,8 +212,8 @@ def fit(study, task, recipe, values):
     if recipe.target is not None:
         criterion = criterion._replace(when="target", target=recipe.target)
     # The first level of every factor is that of usual data-parallel training.
-    first = Arm(**tables.part_from_flag(values, "baseline", "order"))
-    second = tables.arm_from_flags(values)
+    first = Arm(**part_from_flag(values, "baseline", "order"))
+    second = arm_from_flags(values)
     if same := {*first.words.values()} & {*second.words.values()}:
         raise UserError(f"--order, --sync, --echo name {same}: that is the first level.")
     if second.rows[2].online:

@@ -25,7 +25,7 @@ from experiments.results.statistics import volume
 from experiments.results.tables import markdown
 from experiments.study import flags as dialect
 from experiments.study import recipes
-from experiments.study.tables import SYNC_RULES, Arm, arm_of, plans_of, rows_from_flag
+from experiments.study.arms import SYNC_RULES, Arm, arm_of, plans_of, rows_from_flag
 from experiments.tasks import Recipe, Task
 from experiments.tasks.base import POSITIVE, SPEED
 from experiments.training.config import Plans, num_params, sizes_of

@@ -21,7 +21,7 @@ from absl import flags
 from experiments.cluster import entry
 from experiments.results import plots, tables
 from experiments.study import flags as dialect
-from experiments.study.tables import known, row_of, rows_from_flag
+from experiments.study.arms import known, row_of, rows_from_flag
 from experiments.tasks.base import COUNT, Range
 from experiments.training.config import OrderSetting
 from syncopate.refusals import UserError

@@ -11,8 +11,8 @@ import optax
 
 import ordering.input
 from experiments.cluster import progress
+from experiments.study.arms import ECHO_POLICIES, row_of
 from experiments.study.cost import Machine
-from experiments.study.tables import ECHO_POLICIES, row_of
 from experiments.tasks import Recipe, Task
 from experiments.training import loop
 from experiments.training.config import config_of, plans_of

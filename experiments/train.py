@@ -18,7 +18,8 @@ take fewer loads.
 from absl import flags as absl_flags
 
 from experiments.cluster import entry
-from experiments.study import flags, tables
+from experiments.study import flags
+from experiments.study.arms import define_decisions
 from experiments.tasks.base import COUNT, RATE, SEED
 
 POLICIES = ("mean", "reset", "first")  # of `local_opt.resize`
@@ -28,7 +29,7 @@ def define_flags(values: absl_flags.FlagValues) -> None:
     flags.define(values, "task", "setting", "run", "forecast", task="digits_cosine", evaluations=10)
     define, enum = flags.definer(values), absl_flags.DEFINE_enum
     decide = flags.definer(values, f"{entry.GROUP}the decisions")
-    tables.define_flags(decide, order="cd_grab", sync="qsr", echo="none")
+    define_decisions(decide, order="cd_grab", sync="qsr", echo="none")
     rate = "peak; the middle one of --learning_rates if unset"
     define(RATE, "learning_rate", None, rate)
     define(SEED, "seed", 0, "of parameters, orders, coins")

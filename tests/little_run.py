@@ -11,7 +11,7 @@ import numpy as np
 
 import models
 from experiments.cluster.devices import worker_mesh
-from experiments.study.tables import row_of
+from experiments.study.arms import row_of
 from experiments.tasks.base import Recipe, Task
 from experiments.training import checkpoint, config, measure, program, run
 from tests.sources import Rolled

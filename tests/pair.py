@@ -17,7 +17,7 @@ from experiments.cluster import agree, processes
 from experiments.cluster.devices import owned_sharding, worker_mesh
 from experiments.results import records
 from experiments.study import flags
-from experiments.study.tables import row_of
+from experiments.study.arms import row_of
 from experiments.tasks import Recipe, Task
 from experiments.tasks.base import first_of
 from experiments.training import config, input, measure, program, run

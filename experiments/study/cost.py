@@ -34,7 +34,7 @@ import local_opt
 from experiments.cluster.devices import owned_sharding, shared_sharding
 from experiments.results.statistics import volume
 from experiments.results.tables import markdown, show_bytes
-from experiments.study.tables import Order, SyncRule, left_out, plans_of
+from experiments.study.arms import Order, SyncRule, left_out, plans_of
 from experiments.tasks.base import Recipe, Task
 from experiments.training.config import UNITS, Sizes, num_params, size_of, sizes_of
 from experiments.training.program import lifted, state_shapes, steps_of
@@ -80,7 +80,7 @@ def order_traffic(
     them cost is not counted.
 
     Example:
-      >>> from experiments.study.tables import row_of
+      >>> from experiments.study.arms import row_of
       >>> from experiments.training.config import Sizes
       >>> sizes = Sizes(workers=8, num_units=10, units_per_step=1, unit_size=16)
       >>> sketched = order_traffic(row_of("order", "cd_grab+sketch1024"), sizes, 10**6)

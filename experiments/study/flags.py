@@ -7,7 +7,7 @@ output    where results are written: --output_dir, --overwrite
 processes which processes it has
 forecast  --dry_run and its assumptions
 
-The flags of the three decisions are defined by `tables.define_flags`.
+The flags of the three decisions are defined by `arms.define_decisions`.
 """
 
 import inspect

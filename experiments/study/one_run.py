@@ -10,7 +10,8 @@ from absl import flags as absl_flags
 from experiments.cluster import agree, living, lock, processes, progress
 from experiments.cluster.agree import data_hash
 from experiments.results import records
-from experiments.study import flags, tables
+from experiments.study import flags
+from experiments.study.arms import arm_from_flags
 from experiments.study.cost import dry_run, traffic
 from experiments.study.search import go_on
 from experiments.study.study import Study
@@ -34,7 +35,7 @@ def run(values: absl_flags.FlagValues) -> None:
     rates = recipe.learning_rates
     rate = rates[len(rates) // 2] if values.learning_rate is None else values.learning_rate
     recipe = recipe._replace(learning_rates=(rate,))
-    arm = tables.arm_from_flags(values, "run")
+    arm = arm_from_flags(values, "run")
     flags.check_used(values, recipe, [arm])
     _check_survives(values, recipe, arm.rows)
     if values.dry_run:

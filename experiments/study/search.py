@@ -28,9 +28,9 @@ from experiments.results import page, records, statistics
 from experiments.results.records import Run, run_of, whole_runs
 from experiments.results.statistics import Criterion
 from experiments.study import flags
+from experiments.study.arms import Arm, config_of, left_out, plans_of
 from experiments.study.cost import dry_run, traffic
 from experiments.study.study import Study, arms_of
-from experiments.study.tables import Arm, config_of, left_out, plans_of
 from experiments.tasks.base import Recipe, Task
 from experiments.training import checkpoint, config, input, loop, measure, program
 from experiments.training import run as training_run

@@ -13,7 +13,7 @@ from absl import flags as absl_flags
 from experiments.cluster import entry
 from experiments.results.statistics import Criterion
 from experiments.study import flags
-from experiments.study.tables import Arm, arm_of
+from experiments.study.arms import Arm, arm_of
 from experiments.tasks.base import COUNT, FROM_ZERO, SECONDS, SLOWNESS
 from syncopate.refusals import UserError
 

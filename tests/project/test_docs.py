@@ -12,7 +12,7 @@ import yaml
 import local_opt
 import models
 import ordering
-from experiments.study import tables
+from experiments.study.arms import TABLES
 from tests.installed import module_of
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -173,7 +173,7 @@ def test_the_recipes_to_add_something_name_what_there_is():
     assert len(rows) == 9
     for name, path in rows:
         assert re.search(rf"^{name} = ", (ROOT / path).read_text(), re.M), (name, path)
-    assert {*re.findall(r"experiments\.train --(\w+)=yours", CONTRIBUTING)} <= {*tables.TABLES}
+    assert {*re.findall(r"experiments\.train --(\w+)=yours", CONTRIBUTING)} <= {*TABLES}
     for name in re.findall(r"`experiments\.(\w+)", CONTRIBUTING):
         assert (ROOT / "experiments" / f"{name}.py").is_file(), name
 

@@ -11,7 +11,7 @@ from experiments.cluster import files
 from experiments.results import archive, page, plots, statistics, tables
 from experiments.results.statistics import Criterion
 from experiments.study import cost
-from experiments.study.tables import TABLES, arm_of
+from experiments.study.arms import TABLES, arm_of
 
 TARGET = Criterion("valid/accuracy", lower=False, when="target", target=0.15)
 PRICED = combined.STUDY.sections + (combined.priced_table(cost.machines(4, 2)),)

@@ -6,8 +6,8 @@ import pytest
 from experiments import advise
 from experiments.advise import Combination, Factorial
 from experiments.results import archive, frame
+from experiments.study.arms import row_of
 from experiments.study.cost import Machine, order_traffic
-from experiments.study.tables import row_of
 from experiments.training.config import Sizes
 from tests.commands import parsed
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from experiments import train
 from experiments.study import flags
-from experiments.study.tables import OPTIONS, TABLES, arm_from_flags, plans_of
+from experiments.study.arms import OPTIONS, TABLES, arm_from_flags, plans_of
 from experiments.tasks.base import check_recipe
 from experiments.training import config, measure, timeline
 from tests.cases import times

@@ -14,8 +14,8 @@ import models
 from experiments import train
 from experiments.cluster.devices import worker_mesh
 from experiments.study import cost
+from experiments.study.arms import WIRES, Arm, row_of
 from experiments.study.cost import dry_run
-from experiments.study.tables import WIRES, Arm, row_of
 from experiments.tasks import Recipe, Task
 from experiments.tasks.base import abstract_set
 from experiments.training.config import OrderSetting, Sizes

@@ -95,7 +95,7 @@ if __name__ == "__main__":
 ''',
 }
 ROWS = {  # what each needs imported, and the row
-    "experiments/study/tables.py": """
+    "experiments/study/arms.py": """
 from local_opt.thirds import thirds
 from ordering.backwards import backwards
 from ordering.echo.late import late

@@ -10,7 +10,7 @@ import local_opt
 import ordering.input
 from experiments import forecast, timing
 from experiments.study import flags, recipes
-from experiments.study.tables import arm_of, plans_of
+from experiments.study.arms import arm_of, plans_of
 from experiments.tasks import TASKS
 from tests.commands import parsed
 from tests.problems import WIRES

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from experiments.study.tables import ORDERS
+from experiments.study.arms import ORDERS
 from experiments.training import loop, measure
 from tests import commands, little_run
 from tests.compiled_runs import compilations

@@ -16,6 +16,7 @@ import models
 import ordering
 from experiments import train
 from experiments.cluster.devices import worker_mesh
+from experiments.study.arms import row_of
 from experiments.study.cost import (
     CHIPS,
     CUDA,
@@ -31,7 +32,6 @@ from experiments.study.cost import (
     slice_of,
 )
 from experiments.study.study import Arm, Study
-from experiments.study.tables import row_of
 from experiments.tasks import Recipe, Task
 from experiments.tasks.base import abstract_set
 from tests.commands import parsed

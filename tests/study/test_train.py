@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.study.tables import row_of
+from experiments.study.arms import row_of
 from experiments.tasks.base import check_recipe
 from experiments.training import config, program
 from tests import reference

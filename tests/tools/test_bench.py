@@ -16,7 +16,7 @@ from benchmarks import (
     torch_tasks,
 )
 from experiments.cluster.devices import worker_mesh
-from experiments.study.tables import row_of
+from experiments.study.arms import row_of
 from experiments.tasks import TASKS
 from experiments.training import loop
 from tests import reference

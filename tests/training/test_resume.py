@@ -16,7 +16,7 @@ import pytest
 
 import local_opt
 from experiments.cluster import processes
-from experiments.study.tables import TABLES, row_of
+from experiments.study.arms import TABLES, row_of
 from experiments.training import checkpoint, input, loop, run
 from ordering.echo import EchoPlan, measured
 from tests.little_run import (

@@ -15,7 +15,7 @@ import pytest
 
 import local_opt
 from experiments.cluster import living, processes
-from experiments.study import one_run, tables
+from experiments.study import arms, one_run
 from experiments.training import checkpoint, program, step
 from experiments.training.step import TrainState
 from syncopate.workers import AXIS
@@ -87,7 +87,7 @@ def begun(monkeypatch):
 
 def test_a_run_without_a_death_has_the_same_bits(begun, monkeypatch):
     """Of one process with a device for each worker."""
-    row, rule = tables.row_of("order", "rr"), tables.row_of("sync", "qsr")
+    row, rule = arms.row_of("order", "rr"), arms.row_of("sync", "qsr")
     plain = built("rr", mesh=True)
     devices = jax.devices()[:WORKERS]
     monkeypatch.setattr(jax, "devices", lambda *_: devices)
@@ -134,7 +134,7 @@ def test_what_needs_all_workers_is_refused(monkeypatch, flags, why):
     values = parsed(train, *words)
     monkeypatch.setattr(processes, "several", lambda: True)
     recipe = study_flags.setting_from_flags(values)[1]
-    rows = tables.arm_from_flags(values, "run").rows
+    rows = arms.arm_from_flags(values, "run").rows
     with pytest.raises(ValueError, match=why):
         one_run._check_survives(values, recipe, rows)
     if flags == "--workers=3":

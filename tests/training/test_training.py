@@ -12,7 +12,7 @@ import local_opt
 import models
 import ordering
 from experiments.cluster.devices import worker_mesh
-from experiments.study.tables import row_of
+from experiments.study.arms import row_of
 from experiments.tasks import Recipe, Task
 from experiments.training import config, measure, program, run
 from experiments.training.config import Plans

@@ -534,7 +534,7 @@ def row_of(kind: str, text: str) -> Any:
 # Flags.
 
 
-def define_flags(define: Callable, **defaults: str) -> None:
+def define_decisions(define: Callable, **defaults: str) -> None:
     """Defines --order, --sync, --echo and their options; `define` as of `flags.definer`."""
     texts = "which unit comes next", "when workers meet", "when a batch is used again"
     for kind, text in zip(TABLES, texts, strict=True):
@@ -548,7 +548,7 @@ def define_flags(define: Callable, **defaults: str) -> None:
 
 
 def arm_from_flags(values: flags.FlagValues, label: str | None = None) -> Arm:
-    """The arm that the flags of `define_flags` say."""
+    """The arm that the flags of `define_decisions` say."""
     found: dict[str, Any] = {}
     for kind in TABLES:
         found |= part_from_flag(values, kind, kind)

@@ -7,8 +7,7 @@ import optax
 import pytest
 
 import ordering
-from experiments.study import tables
-from experiments.study.tables import TABLES, Arm, arm_of, row_of
+from experiments.study.arms import TABLES, Arm, arm_of, parsed, row_of
 from experiments.tasks import TASKS
 from experiments.training import config
 from local_opt import Rounds
@@ -35,7 +34,7 @@ def test_every_word_belongs_to_one_table():
 def test_words_name_decisions(text, decisions, label):
     arm = arm_of(text)
     assert decisions.items() <= arm.words.items() and arm.label == label
-    assert Arm(**tables.parsed(text)).words == arm.words, "an arm is a value, words or not"
+    assert Arm(**parsed(text)).words == arm.words, "an arm is a value, words or not"
     assert "+".join(decisions.values()) == text
     assert row_of("order", "cd_grab+sketch48") is row_of("order", "cd_grab+sketch48"), (
         "programs of it are shared"
