@@ -1,7 +1,5 @@
 """Files of records and of tokens, which are read in ranges."""
 
-import collections
-import contextlib
 import dataclasses
 import functools
 import glob
@@ -15,7 +13,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,7 +25,7 @@ from jaxtyping import Int, PyTree
 from syncopate import plans
 
 SAMPLE, SAMPLES = 4096, 64  # bytes of a sample, and samples of a file in its digest
-OPEN = 64  # files that stay open while nobody reads them
+OPEN = 64  # files that stay open
 PACKED = {b"\x1f\x8b": "gzip", b"PK": "zip", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
 PACKED |= {b"\x28\xb5\x2f\xfd": "zstd"}
 KINDS = ["array_record", "tfrecord", "parquet", "npy"]
@@ -86,9 +84,8 @@ class File:
     index: Callable[[], int]
     records: Callable[[Any, int, int], PyTree]
 
-    def __init__(self, path: str, whole_digest: bool, columns: list[str] | None = None):
+    def __init__(self, path: str, columns: list[str] | None = None):
         self.name, self.columns, self.state = path, columns, _state(path)
-        self.handles: list[Any] = []  # of this process, which nobody uses at the moment
         if time.time_ns() - self.state[1] < TICK:  # a later change could have the same time
             time.sleep(TICK / 1e9)
         try:
@@ -100,28 +97,30 @@ class File:
                 _check_packed(path)
             advice = "" if isinstance(error, Unfit) else " Replace the file, or leave it out."
             raise ValueError(f"{path} cannot be read: {said(error)}.{advice}") from error
-        self.digest = _digest_of_file(path, whole_digest)
+        self.digest = _digest_of_file(path)
         if _state(path) != self.state:
             raise ValueError(f"{path} changes: wait until it is written.")
 
-    def open(self) -> Any:
+    @staticmethod
+    def open(path: str) -> Any:
         """A handle, which one thread uses at a time."""
-        return Ranges(self.name)
+        return Ranges(path)
 
     def __len__(self) -> int:
         return self.num_records
 
     def read(self, start: int, stop: int) -> PyTree:
         """Records of the file; ValueError if they are damaged or the file has changed."""
+        whose = self.state, os.getpid(), threading.get_ident()
         try:
-            with _OPEN.handle(self) as handle:
-                records = self.records(handle, start, stop)
+            records = self.records(_opened(type(self), self.name, *whose), start, stop)
             count = len(records if isinstance(records, list) else jax.tree.leaves(records)[0])
             if count != stop - start:
                 raise ValueError(f"it gave {count} records")
             if _state(self.name) != self.state:
                 raise ValueError("its size or the time of its last change is another")
         except Exception as error:
+            _opened.cache_clear()  # a handle may have failed for good
             raise ValueError(
                 f"{self.name}, records {start} to {stop - 1}, cannot be read: {said(error)}. "
                 f"{self._advice(error)}".rstrip()
@@ -132,9 +131,6 @@ class File:
         if os.path.exists(self.name) and _state(self.name) == self.state:
             return "" if isinstance(error, Unfit) else "The file is damaged: replace it."
         return "The file has changed since it was opened: leave files alone while they are read."
-
-    def __getstate__(self):
-        return vars(self) | {"handles": []}
 
 
 class Ranges:
@@ -159,37 +155,10 @@ class Ranges:
         return np.frombuffer(data, kind).reshape(-1, *shape)
 
 
-class _OpenFiles:
-    """The handles of all files. Those that nobody uses are at most OPEN, of the files read last."""
-
-    def __init__(self):
-        self._lock, self._idle = threading.Lock(), collections.deque[weakref.ref[File]]()
-
-    @contextlib.contextmanager
-    def handle(self, file: File) -> Iterator[Any]:
-        """A handle of the file for one thread; after an error it is not used again."""
-        with self._lock:
-            handle = file.handles.pop() if file.handles else None
-            if handle is not None:
-                self._idle.remove(weakref.ref(file))
-        handle = file.open() if handle is None else handle
-        yield handle
-        with self._lock:
-            file.handles.append(handle)
-            self._idle.append(weakref.ref(file))
-            oldest = self._idle.popleft()() if len(self._idle) > OPEN else None
-            closed = None if oldest is None else oldest.handles.pop(0)
-        del closed  # outside the lock, as a file may take time to close
-
-    def forget(self) -> None:
-        """A process that was forked must not read with the handles of its parent."""
-        for file in filter(None, (reference() for reference in self._idle)):
-            file.handles.clear()
-        self._lock, self._idle = threading.Lock(), collections.deque()
-
-
-_OPEN = _OpenFiles()
-os.register_at_fork(after_in_child=_OPEN.forget)
+@functools.lru_cache(OPEN)
+def _opened(kind: type[File], path: str, *_: object) -> Any:
+    """A handle of one thread of one process; those used last stay open."""
+    return kind.open(path)
 
 
 def _needed(module: str, package: str, files: str) -> Any:
@@ -204,16 +173,17 @@ class ArrayRecord(File):
     """Bytes, in groups that are packed and have checksums."""
 
     def index(self) -> int:
-        reader = self.open()
+        reader = self.open(self.name)
         if not reader.ok():  # such a reader only says that there are no records
             raise ValueError("it is no ArrayRecord file, or a part of one")
         return reader.num_records()
 
-    def open(self) -> Any:
+    @staticmethod
+    def open(path: str) -> Any:
         module = _needed("array_record.python.array_record_module", "array_record", "ArrayRecord")
         # Blocks are read whole and by several threads: no read-ahead and no threads inside.
         options = "readahead_buffer_size:0,max_parallelism:0"
-        return module.ArrayRecordReader(self.name, options=options)
+        return module.ArrayRecordReader(path, options=options)
 
     def records(self, handle: Any, start: int, stop: int) -> list[bytes]:
         return handle.read(start, stop)
@@ -266,18 +236,19 @@ def _check_sums(records, saved, first, what):
 class Parquet(File):
     """Rows of a dict of columns; `starts` is where each group of rows begins, int64[G + 1]."""
 
-    def open(self) -> Any:
+    @staticmethod
+    def open(path: str) -> Any:
         module = _needed("pyarrow.parquet", "pyarrow", "Parquet")
-        return module.ParquetFile(self.name, memory_map=False, page_checksum_verification=True)
+        return module.ParquetFile(path, memory_map=False, page_checksum_verification=True)
 
     def index(self) -> int:
-        file = self.open()
-        data, schema = file.metadata, file.schema_arrow
-        chosen = schema.names if self.columns is None else self.columns
+        file = self.open(self.name)
+        data, names = file.metadata, file.schema_arrow.names
+        chosen = names if self.columns is None else self.columns
         for name in chosen:
-            count = schema.names.count(name)
+            count = names.count(name)
             if not count:  # a reader would leave it out
-                raise Unfit(f"it has no column {name!r}, of {schema.names}: pass those that it has")
+                raise Unfit(f"it has no column {name!r}, of {names}: pass those that it has")
             if count > 1:
                 raise Unfit(
                     f"it has {count} columns named {name!r}: write it anew with other names"
@@ -286,8 +257,7 @@ class Parquet(File):
             raise Unfit("it has no columns: leave it out")
         groups = [data.row_group(i) for i in range(data.num_row_groups)]
         self.starts = np.cumsum([0, *(group.num_rows for group in groups)])
-        _check_memory(groups, [schema.field(name).type for name in chosen])
-        paths = [file.schema.column(i).path for i in range(len(file.schema.names))]
+        paths = [file.schema.column(i).path for i in range(data.num_columns)]
         flat = [i for i, path in enumerate(paths) if path in chosen]  # not those of lists
         for i, group in enumerate(groups):
             known = [group.column(j).statistics for j in flat]
@@ -302,21 +272,6 @@ class Parquet(File):
         table = handle.read_row_groups(groups, columns=self.columns, use_threads=False)
         table = table.slice(start - int(self.starts[first]), stop - start)
         return {name: _column(table[name].combine_chunks()) for name in table.column_names}
-
-
-def _check_memory(groups, types):
-    """Raises Unfit for a group that cannot be read, as its header says: groups are read whole."""
-    import pyarrow as pa
-
-    bits = sum(kind.bit_width for kind in types if pa.types.is_primitive(kind))
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for number, group in enumerate(groups):
-        size = max(group.total_byte_size, group.num_rows * bits // 8)
-        if size > memory:
-            raise Unfit(
-                f"its row group {number} takes {size / 2**30:.0f} GiB of memory, of "
-                f"{memory / 2**30:.0f}: write it anew with smaller groups (row_group_size=)"
-            )
 
 
 def _column(column):
@@ -469,7 +424,6 @@ def files(
     *,
     kind: str | None = None,
     columns: Sequence[str] | None = None,
-    whole_digest: bool = False,
 ) -> tuple[File, ...]:
     """Files of records, for `split`.
 
@@ -485,8 +439,6 @@ def files(
       kind: "array_record", "tfrecord", "parquet" or "npy", for files with other names, such as
         `train-00001-of-01024`; None to go by the names.
       columns: the columns to read from Parquet; None for all.
-      whole_digest: whether a file's digest is that of all its bytes, which reads all of it, and
-        not of its size and 64 samples of 4 KiB.
 
     Returns:
       One source per file that has records, `len(source)` of which `source.read(start, stop)` gives
@@ -530,7 +482,7 @@ def files(
         name = os.path.basename(path).lower() if kind is None else f".{kind}"
         for ending, own in ENDINGS.items():
             if name.endswith(ending) or f"{ending}-" in name:
-                return own(path, whole_digest, columns)
+                return own(path, columns)
         _check_packed(path)
         raise ValueError(
             f"{path} is of no known kind: pass files named {', '.join(ENDINGS)}, or kind=, one of "
@@ -541,26 +493,12 @@ def files(
 
 
 def _with_records(paths: Any, opened: Callable[[str], File]) -> tuple[File, ...]:
-    """The files of some paths that have records."""
-    found = []
-    for path, is_match in _expanded(paths):
-        file = opened(path)
-        if len(file):
-            found.append(file)
-        elif not is_match:
-            raise ValueError(f"{path} holds no records: leave it out.")
-    if not found:
-        raise ValueError(f"paths is {paths!r}: no file holds a record. Pass one that does.")
-    return tuple(found)
-
-
-def _expanded(paths: Any) -> list[tuple[str, bool]]:
-    """The paths, with patterns replaced by what they match, and whether they are such matches."""
+    """The files of paths and patterns that have records."""
     given: Any = [paths] if isinstance(paths, str | os.PathLike) else paths
     is_list = isinstance(given, Sequence)
     if not is_list or not all(isinstance(path, str | os.PathLike) for path in given):
         raise ValueError(f"paths is {paths!r}: pass a path, a pattern, or a list of them.")
-    found: list[tuple[str, bool]] = []
+    found = []
     for path in map(os.fspath, given):
         matches = _matches(path)
         for match in [path] if matches is None else matches:
@@ -568,10 +506,14 @@ def _expanded(paths: Any) -> list[tuple[str, bool]]:
                 raise ValueError(f"{match} is a folder: pass its files, as {match}/*.parquet.")
             if not os.path.isfile(match):
                 raise ValueError(f"there is no file {match}: pass paths of files.")
-            found.append((match, matches is not None))
+            file = opened(match)
+            if len(file):
+                found.append(file)
+            elif matches is None:
+                raise ValueError(f"{path} holds no records: leave it out.")
     if not found:
-        raise ValueError("paths is empty: pass at least one file.")
-    return found
+        raise ValueError(f"paths is {paths!r}: no file holds a record. Pass one that does.")
+    return tuple(found)
 
 
 def _matches(path: str) -> list[str] | None:
@@ -613,11 +555,9 @@ def said(error: Exception) -> str:
     return f"{error}".rstrip(".") or type(error).__name__
 
 
-def _digest_of_file(path: str, whole: bool) -> tuple[int, int]:
+def _digest_of_file(path: str) -> tuple[int, int]:
     size = os.path.getsize(path)
     with open(path, "rb", buffering=0) as file:
-        if whole:
-            return _digest(size, iter(lambda: file.read(2**20), b""))
         starts = np.linspace(0, max(0, size - SAMPLE), SAMPLES).astype(np.int64)
         return _digest(size, (os.pread(file.fileno(), SAMPLE, int(s)) for s in np.unique(starts)))
 
@@ -663,7 +603,6 @@ def tokens(
     separator_at: str = "end",
     dtype: DTypeLike | None = None,
     header_bytes: int | None = None,
-    whole_digest: bool = False,
 ) -> tuple[File, ...]:
     """Windows of `length` tokens out of files of tokens, for `split`.
 
@@ -681,7 +620,6 @@ def tokens(
         if it begins with it, as in those of llm.c for FineWeb.
       dtype: the type of the tokens in the files; None for what a file says, else uint16.
       header_bytes: bytes before the first token; None for a header that is known, or none.
-      whole_digest: as in `files`.
 
     Returns:
       One source per file, whose records are dicts: "tokens", int32[L + 1]; and with a separator
@@ -723,16 +661,16 @@ def tokens(
     if kind is not None and kind.kind not in "iu":
         raise ValueError(f"dtype is {dtype!r}: tokens are whole numbers, as np.uint16.")
     given = length, separator, separator_at, kind, header_bytes
-    return _with_records(paths, lambda path: Tokens(path, whole_digest, *given))
+    return _with_records(paths, lambda path: Tokens(path, *given))
 
 
 class Tokens(File):
     """Windows of tokens."""
 
-    def __init__(self, path: str, whole_digest: bool, length, separator, side, kind, header):
+    def __init__(self, path: str, length, separator, side, kind, header):
         self.length, self.separator, self.side = length, separator, side
         self.kind, self.header = kind, header
-        super().__init__(path, whole_digest)
+        super().__init__(path)
 
     def index(self) -> int:
         known = count = None
