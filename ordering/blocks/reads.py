@@ -10,10 +10,10 @@ from jaxtyping import PyTree
 
 from ordering.base import State
 from ordering.blocks.position import checked, fixed
-from ordering.blocks.split import Blocks, check_blocks
+from ordering.blocks.split import Blocks
 from ordering.blocks.windows import Windows, batches_of, num_batches, windows
 from ordering.input.epochs import Epochs, Load, checked_state, epoch_of
-from ordering.input.loader import spreading, start_loader
+from ordering.input.loader import load_ahead, spreading
 from syncopate import plans
 
 
@@ -79,10 +79,10 @@ def read_blocks(
 ) -> BlockEpochs:
     """Batches of one epoch of blocks after the other, read ahead across the boundaries.
 
-    A window is K blocks that follow each other in a worker's order, read while the window before it
-    is used; its records are shuffled and cut into batches, as `windows` describes it. Up to three
-    windows are in memory. All batches follow from the orders, the seed and the position: not from
-    the number of readers, nor from the hosts that share the workers.
+    A window is K blocks that follow each other in a worker's order. It is read by K requests while
+    the window before it is used; its records are shuffled, and cut into T = ceil(K S / b) batches.
+    Up to three windows are in memory. All batches follow from the orders, the seed and the
+    position: not from the number of readers, nor from the hosts that share the workers.
 
     Args:
       blocks: of `split`.
@@ -100,9 +100,12 @@ def read_blocks(
       depth, timeout, sharding: as in `ordering.input.load_ahead`.
 
     Returns:
-      An iterator of `(records, places)` on the device, as those of `windows`. After the step of a
-      batch look at `window_ended`, where sums of the blocks' gradients are complete, and then
-      call `orders = reads.after(order, orders)`. `position()` is what to save.
+      An iterator of `(records, places)` on the device, leaves [W, b, ...], or [b, ...] of one
+      worker. `places` holds for each record the place of its unit in the window, 0 .. K - 1. It is
+      -1 for a record that only fills a batch, where a window has fewer than K S records: leave it
+      out of the loss. After the step of a batch look at `window_ended`, where sums of the blocks'
+      gradients are complete, and then call `orders = reads.after(order, orders)`. `position()` is
+      what to save.
 
     Raises:
       ValueError: for sizes that do not fit; for a position of other files, which it names.
@@ -120,15 +123,14 @@ def read_blocks(
       >>> sorted(int(i) for records, _ in reads for i in records) == list(range(12))
       True
     """
-    check_blocks(blocks)
     if num_epochs is not None:
         plans.check_whole("num_epochs", num_epochs, 0)
     state = checked_state(live)
     with jax.transfer_guard("allow"):
         current = np.asarray(state.current)
-    num_units, total = current.shape[-1], len(blocks) if dealt else None
+    num_units = current.shape[-1]
     settings: dict[str, Any] = {"window": window, "batch_size": batch_size, "seed": seed}
-    words = settings | {"shuffle": shuffle, "total": total, "num_units": num_units}
+    words = settings | {"shuffle": shuffle, "dealt": dealt, "num_units": num_units}
     whole = windows(blocks, current, epoch=0, **words)  # refuses wrong sizes
     window, batch_size = whole.window, whole.batch_size
     batches, last = (num_batches(blocks, n, batch_size) for n in (window, num_units % window))
@@ -139,11 +141,10 @@ def read_blocks(
     read = _reading(readers)
 
     def load(orders, first_step, epoch):
-        closed = threading.Event()
-        found = read(windows(blocks, orders, epoch=epoch, **words), closed)
-        return start_loader(
-            batches_of(found, first_batch=first_step % batches), closed, depth=depth,
-            timeout=timeout, sharding=sharding, first_load=epoch * steps + first_step,
+        found = read(windows(blocks, orders, epoch=epoch, **words))
+        return load_ahead(
+            batches_of(found, first_step % batches), depth=depth, timeout=timeout,
+            sharding=sharding, first_load=epoch * steps + first_step,
         )  # fmt: skip
 
     first_epoch = min((int(np.min(x)) for x in epoch_of(state)), default=0) - epoch
@@ -154,14 +155,14 @@ def read_blocks(
     )  # fmt: skip
 
 
-def _reading(readers: int | Callable) -> Callable[[Windows, threading.Event], Iterable]:
+def _reading(readers: int | Callable) -> Callable[[Windows], Iterable]:
     """What reads the windows of an epoch; the next one is read while the last is used."""
     if callable(readers):
-        return lambda epoch, closed: readers(epoch)
+        return readers
     slots = threading.Semaphore(plans.check_whole("readers", readers, 1))  # of all epochs
 
-    def read(epoch, closed):
-        with spreading(readers, closed) as spread:
+    def read(epoch):
+        with spreading(readers) as spread:
 
             def begin(number):
                 put, jobs, finish = epoch.begin(number)

@@ -21,7 +21,14 @@ TASKS = 16  # if a window still has as many tasks for the threads
 
 
 class Windows(Sequence):
-    """One epoch of windows; see `windows`."""
+    """One epoch of windows `(records, places)`, leaves [T, W, b, ...] or [T, b, ...].
+
+    A window is K blocks that follow each other in a worker's order. It is read by K requests, its
+    records are shuffled, and cut into T = ceil(K S / b) batches. The shuffle depends on the seed,
+    the epoch and the window alone, so any number of readers gives the same batches. `places` holds
+    for each record the place of its unit in the window, 0 .. K - 1, and -1 for a record that only
+    fills a batch, where a window has fewer than K S records.
+    """
 
     def __init__(self, blocks: Blocks, units: np.ndarray, sizes: tuple, seeds: tuple, axes: tuple):
         self._blocks, self._units, self._seeds, self._axes = blocks, units, seeds, axes
@@ -140,83 +147,34 @@ def permutation(seeds: tuple[int, ...], size: int) -> Int[np.ndarray, "n"]:
 
 
 def windows(
-    blocks: Blocks,
-    orders: Int[ArrayLike, "*W M"] | Sequence,
-    *,
-    window: int,
-    batch_size: int,
-    epoch: int,
-    seed: int = 0,
-    num_units: int | None = None,
-    total: int | None = None,
-    shuffle: bool = True,
-) -> Windows:
-    """One epoch of blocks in the sequence of their orders, cut into batches: for other loaders.
-
-    A window is K blocks that follow each other in a worker's order. It is read by K requests, its
-    records are shuffled, and cut into T = ceil(K S / b) batches. The shuffle depends on the seed,
-    the epoch and the window alone, so any number of readers gives the same batches.
-
-    Windows are elements that a Grain `MapDataset.source` and PyTorch's `DataLoader(windows,
-    batch_size=None)` read in their processes; `batches_of` cuts what they deliver into batches.
-
-    Args:
-      blocks: of `split`.
-      orders: int[M] or int[W, M], as in `ordering.input.step_indices`.
-      window: K >= 1, blocks in a window; `units_per_step` of the order.
-      batch_size: b >= 1, records of a worker in a batch.
-      epoch: >= 0, its number.
-      seed: >= 0, for the shuffles.
-      num_units: as in `step_indices`, for a slice of orders that starts at a window.
-      total: `len(blocks)` for orders that are dealt; None for fixed shards.
-      shuffle: whether records of a window are shuffled.
-
-    Returns:
-      A sequence of windows `(records, places)`, leaves [T, W, b, ...] for orders int[W, M] and
-      [T, b, ...] for int[M]. `places` holds for each record the place of its unit in the window,
-      0 .. K - 1. It is -1 for a record that only fills a batch, where a window has fewer than K S
-      records: leave it out of the loss.
-
-    Raises:
-      ValueError: for orders or sizes that do not fit the blocks.
-    """
+    blocks: Blocks, orders: Int[ArrayLike, "*W M"], *, window: int, batch_size: int, epoch: int,
+    seed: int, num_units: int, dealt: bool, shuffle: bool,
+) -> Windows:  # fmt: skip
+    """One epoch of blocks in the sequence of their orders, or of slices of them that start at a
+    window; the arguments are as of `read_blocks`, which hands their errors on."""
     check_blocks(blocks)
     batch_size = plans.check_whole("batch_size", batch_size, 1)
-    epoch = plans.check_whole("epoch", epoch, 0)
     seed = plans.check_whole("seed", seed, 0, 2**63 - 1)  # a position holds it in 64 bits
-    if total is not None and (not plans.is_whole(total) or total != len(blocks)):
-        raise ValueError(
-            f"total is {total!r}, and there are {len(blocks)} blocks: pass None or that."
-        )
+    window = plans.check_whole("window", window, 1, num_units)
+    total = len(blocks) if dealt else None
     indices, _ = step_indices(orders, units_per_step=1, num_units=num_units, total=total)
     workers = np.shape(orders)[0] if np.ndim(orders) == 2 else 1
-    units = indices.reshape(-1, workers).T
-    owned = units.shape[1] if num_units is None else int(num_units)
-    window = plans.check_whole("window", window, 1, owned)
     # A row of a dealt order may be that of one worker among others, on other hosts.
-    if (total is None or np.ndim(orders) == 1) and workers * owned != len(blocks):
+    if (not dealt or np.ndim(orders) == 1) and workers * num_units != len(blocks):
         raise ValueError(
-            f"the orders name {workers} times {owned} units, and there are {len(blocks)} blocks: "
-            "split the files with multiple_of=the number of workers, and make orders for these "
-            "units; for those of dealt orders pass int[W, M] and total."
+            f"the orders name {workers} times {num_units} units, and there are {len(blocks)} "
+            "blocks: split the files with multiple_of=the number of workers, and make orders for "
+            "these units."
         )
     axes = (workers, batch_size) if np.ndim(orders) == 2 else (batch_size,)
+    units = indices.reshape(-1, workers).T
     return Windows(blocks, units, (window, batch_size, shuffle), (seed, epoch), axes)
 
 
-def batches_of(loaded: Iterable, *, first_batch: int = 0) -> Iterator[tuple[PyTree, Any]]:
-    """The batches of windows, one after the other.
-
-    Args:
-      loaded: windows, as a loader delivers them.
-      first_batch: >= 0, batches of the first window to leave out, for a run that resumes.
-
-    Returns:
-      An iterator of `(records, places)`, leaves [W, b, ...] or [b, ...].
-    """
-    check_batches("loaded", loaded)
-    skipped = plans.check_whole("first_batch", first_batch, 0)
+def batches_of(loaded: Iterable, first_batch: int) -> Iterator[tuple[PyTree, Any]]:
+    """The batches of windows, as a loader delivers them, from a batch of the first window on."""
+    check_batches("readers", loaded)
     for records, places in loaded:
-        for t in range(skipped, len(places)):
+        for t in range(first_batch, len(places)):
             yield jax.tree.map(lambda x: x[t], (records, places))  # noqa: B023
-        skipped = 0
+        first_batch = 0

@@ -127,17 +127,6 @@ def load_ahead(
       >>> [int(batch.sum()) for batch in loader]
       [0, 2, 4]
     """
-    return start_loader(
-        batches, threading.Event(), depth=depth, timeout=timeout, sharding=sharding,
-        first_load=first_load,
-    )  # fmt: skip
-
-
-def start_loader(
-    batches: Iterable, closed: threading.Event, *, depth: int, timeout: float | None,
-    sharding: PyTree, first_load: int,
-) -> Loader:  # fmt: skip
-    """As `load_ahead`; its end sets `closed`, for other threads that its batches wait for."""
     check_batches("batches", batches)
     plans.check_whole("depth", depth, 1)
     plans.check_whole("first_load", first_load, 0)
@@ -149,7 +138,8 @@ def start_loader(
             f"sharding is {wrong[0]!r}: pass a device, as jax.devices()[0], a jax.sharding."
             "Sharding, or a tree of them."
         )
-    shared = _Shared(collections.deque(), queue.SimpleQueue(), queue.SimpleQueue(), closed)
+    arrivals, slots = queue.SimpleQueue(), queue.SimpleQueue()
+    shared = _Shared(collections.deque(), arrivals, slots, threading.Event())
     for _ in range(depth + 1):
         shared.slots.put(None)
     thread = threading.Thread(target=_work, args=(iter(batches), sharding, shared), daemon=True)
@@ -158,22 +148,19 @@ def start_loader(
 
 
 @contextlib.contextmanager
-def spreading(threads: int, closed: threading.Event) -> Iterator[Callable]:
+def spreading(threads: int) -> Iterator[Callable]:
     """Threads, for whose end Python does not wait, until the context ends.
 
     It gives `spread(function, jobs)`, which has them call the function with each job, and returns
-    a function that waits until all is done, and raises what a call raised. When the context has
-    ended or `closed` is set, no call begins.
+    a function that waits until all is done, and raises what a call raised.
     """
-    calls, ended = queue.SimpleQueue(), threading.Event()
+    calls = queue.SimpleQueue()
 
     def call_one() -> bool:
         function, job, done = calls.get()
         if function is None:
             return False
         try:
-            if closed.is_set() or ended.is_set():
-                raise RuntimeError("the reader was closed.")
             function(job)
             done.put(None)
         except BaseException as error:  # raised where the end is waited for
@@ -201,7 +188,6 @@ def spreading(threads: int, closed: threading.Event) -> Iterator[Callable]:
     try:
         yield spread
     finally:
-        ended.set()
         for _ in range(threads):
             calls.put((None, None, None))
 
