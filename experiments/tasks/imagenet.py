@@ -25,8 +25,6 @@ VIT = RESNET._replace(
     epochs=300, learning_rates=(8e-3,), optimizer="adamw", weight_decay=0.05, warmup_steps=10_000,
     floor=1e-6 / 8e-3, h_base=4, growth=0.0175 / 8e-3,
 )  # fmt: skip
-# Values in general use with SGD, not from that paper.
-MOBILENET = RESNET._replace(epochs=150, weight_decay=4e-5)
 
 
 # Networks of published size take seconds to trace, so each is built once.
@@ -43,14 +41,6 @@ def _vit(name, **sizes):
     return network("vit", pool="class", gelu="exact", **SIZES[name], **sizes)
 
 
-@cache
-def _mobilenet_v2(**sizes):
-    from models.mobilenet import IMAGENET_STAGES
-
-    own = {"stem_channels": 32, "stem_stride": 2, "head_channels": 1280}
-    return network("mobilenet_v2", stages=IMAGENET_STAGES, **own, **sizes)
-
-
 CHOICES = {
     "resnet50": Choice(_resnet(50), RESNET._replace(epochs=90)),
     "resnet152": Choice(_resnet(152), RESNET),
@@ -58,7 +48,6 @@ CHOICES = {
     "vit_b": Choice(partial(_vit, "base"), VIT),
     "vit_s": Choice(partial(_vit, "small"), VIT),
     "vit_ti": Choice(partial(_vit, "tiny"), VIT),
-    "mobilenet_v2": Choice(_mobilenet_v2, MOBILENET),
 }
 
 

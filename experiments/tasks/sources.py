@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.tasks.base import COUNT, FROM_ZERO, SEED, need_file
+from experiments.tasks.base import COUNT, need_file
 from syncopate.refusals import UserError
 
 # Further flags of the command that prepares a set, for archives that need a registration.
@@ -105,8 +105,6 @@ class ImageSource:
 
     def __post_init__(self):
         COUNT.check("size", self.size)
-        SEED.check("seed", self.seed)
-        FROM_ZERO.check("epoch", self.epoch)
 
     def __len__(self) -> int:
         return len(self.examples)

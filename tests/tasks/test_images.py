@@ -115,7 +115,6 @@ def test_the_error_for_a_missing_set_has_the_command_that_prepares_it(name, tmp_
         ("vit_b", 86_567_656),
         ("vit_s", 22_050_664),
         ("vit_ti", 5_717_416),
-        ("mobilenet_v2", 3_504_872),
     ],
 )
 def test_networks_on_imagenet_have_the_published_sizes(model, number):

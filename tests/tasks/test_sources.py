@@ -28,34 +28,25 @@ def picture(i):
     return np.rint(127 + 110 * np.stack(planes, axis=-1)).astype(np.uint8)
 
 
-def prepare(folder, name, version, splits):
-    """A prepared set with the features of a published one."""
-    tfds = pytest.importorskip("tensorflow_datasets")
-    builder = tfds.dataset_builders.AdhocBuilder(
-        name=name,
-        version=version,
-        features=tfds.builder(name, data_dir=folder).info.features,
-        split_datasets={part: list(enumerate(rows)) for part, rows in splits.items()},
-        data_dir=folder,
-        file_format="array_record",
-        disable_shuffling=True,
-    )
-    builder.download_and_prepare()
-
-
 @pytest.fixture(scope="module")
 def imagenet_folder(tmp_path_factory):
+    """A prepared set with the features of the published one."""
+    tfds = pytest.importorskip("tensorflow_datasets")
     folder = str(tmp_path_factory.mktemp("imagenet2012"))
 
     def rows(part, labels):
-        names = (f"{part}_{i}.jpeg" for i in range(len(labels)))
         return [
-            {"image": picture(i), "label": label, "file_name": name}
-            for i, (label, name) in enumerate(zip(labels, names, strict=True))
+            (i, {"image": picture(i), "label": label, "file_name": f"{part}_{i}.jpeg"})
+            for i, label in enumerate(labels)
         ]
 
     labels = {"train": range(0, 84, 7), "validation": [3, 1, 2], "test": [-1]}
-    prepare(folder, "imagenet2012", "5.1.0", {part: rows(part, y) for part, y in labels.items()})
+    tfds.dataset_builders.AdhocBuilder(
+        name="imagenet2012", version="5.1.0", data_dir=folder, file_format="array_record",
+        features=tfds.builder("imagenet2012", data_dir=folder).info.features,
+        split_datasets={part: rows(part, y) for part, y in labels.items()},
+        disable_shuffling=True,
+    ).download_and_prepare()  # fmt: skip
     return folder
 
 
@@ -173,9 +164,8 @@ def test_half_of_the_training_crops_are_mirrored():
 
 
 def test_a_source_refuses_invalid_arguments():
-    for settings in ({"size": 0}, {"seed": -1}, {"epoch": -1}):
-        with pytest.raises(ValueError, match=f"{[*settings][0]} "):
-            ImageSource(Rows(), **settings)
+    with pytest.raises(ValueError, match="--size is 0: pass"):
+        ImageSource(Rows(), 0)
     for index in (-1, 6):
         with pytest.raises(IndexError, match=f"index {index}"):
             in_memory()[index]

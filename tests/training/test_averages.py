@@ -105,11 +105,6 @@ def test_optimizers_know_which_share_of_the_run_is_over(sync, steps, monkeypatch
     np.testing.assert_allclose(flat(program.mean_params(outcome.state)), expected, rtol=1e-4)
 
 
-def test_without_an_average_the_state_holds_none():
-    program = built("rr", "parallel")
-    assert program.init(0).averages == {} and program.averaged(program.init(0), 0, STEPS) == {}
-
-
 def test_the_average_with_the_lowest_training_loss_is_recorded():
     losses = {"a": 2.0, "b": 1.0, "c": math.nan}
 
