@@ -193,9 +193,10 @@ class SyncPlan(plans.Plan):
             step = end
 
     def _checked(self, step):
-        step = np.asarray(step)
+        given, (step, kind) = step, plans.as_array(step)
         if step.dtype.kind not in "iu":
-            raise ValueError(f"step is {step} ({step.dtype}): steps are whole numbers.")
+            told = f"step is {given} ({kind}): pass whole numbers"
+            raise ValueError(f"{told}{plans.if_traced(given)}.")
         if (step < 0).any() or (step >= self.total_steps).any():
             raise ValueError(
                 f"step {step} is outside the plan's 0 .. {self.total_steps - 1}: make a plan for "

@@ -43,7 +43,7 @@ def check_whole(name: str, value: Any, least: int, most: int | None = None) -> i
     whole = operator.index(value) if is_whole(value) else least - 1
     if whole < least or (most is not None and whole > most):
         bounds = f"of at least {least}" if most is None else f"in {least} .. {most}"
-        raise ValueError(f"{name} is {value!r}: pass a whole number {bounds}.")
+        raise ValueError(f"{name} is {value!r}: pass a whole number {bounds}{if_traced(value)}.")
     return whole
 
 
@@ -51,8 +51,16 @@ def check_number(name: str, value: Any, interval: str) -> float:
     """The value, a float; raises ValueError unless it is a number in an interval, as "(0, 1]"."""
     number = float(value) if is_number(value) else np.nan
     if not inside(number, interval):
-        raise ValueError(f"{name} is {value!r}: pass a finite number in {interval}.")
+        raise ValueError(
+            f"{name} is {value!r}: pass a finite number in {interval}{if_traced(value)}."
+        )
     return number
+
+
+def if_traced(value: Any) -> str:
+    """What a message adds for a number that is only known when a compiled program runs."""
+    traced = isinstance(value, jax.core.Tracer)
+    return ", outside of jax.jit and jax.lax.scan, or as a static argument" if traced else ""
 
 
 @jax.transfer_guard("allow")

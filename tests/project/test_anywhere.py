@@ -271,6 +271,21 @@ def test_draws_from_a_key_that_is_there_are_made_at_once(make):
         traced(lambda: make(0.5, total_steps=30, key=jax.random.key(5)))
 
 
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda plan, step: plan.after(step, jnp.ones((2, 3)), 2),
+        lambda plan, step: plan.syncs_after(step),
+        lambda plan, step: plan.aligned(every=step + 0.5),
+        lambda plan, step: ordering.echo.fixed(step, total_steps=4),
+    ],
+)
+def test_a_number_of_a_plan_that_is_traced_is_refused_with_what_to_do(ask):
+    plan = local_opt.constant(2, total_steps=4)
+    with pytest.raises(ValueError, match="Tracer.*: pass .*, outside of jax.jit and jax.lax.scan"):
+        jax.jit(functools.partial(ask, plan))(1)
+
+
 def test_what_is_drawn_at_once_is_so_on_a_mesh_that_is_not_in_scope():
     """Explicit axes of several devices are named in a lifted step, and no device is known."""
     sketched, key = ordering.sketched(lambda w, x: x @ w, jax.random.key(7), size=8), KEYS[0]
