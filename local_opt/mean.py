@@ -32,8 +32,7 @@ def synchronize(
       axis_name: the workers' axis or axes, of `jax.vmap` or `jax.shard_map`; None for the only one.
       weight: v_w >= 0 and finite, one number of this worker, as of its tokens, or a bool; None for
         equal weights. An array of a worker with weight zero is not read, so it may be NaN. Where
-        all weights are zero, or one is negative or not finite, the mean is NaN, as it may be where
-        all are below 1e-38.
+        all weights are zero, or one is negative or not finite, the mean is NaN.
 
     Returns:
       A tree of the same shapes and dtypes.
@@ -160,8 +159,15 @@ def scaled(weight: Float[Array, ""], axis_name: Any) -> Float[Array, ""]:
     The divisor is a power of two, which rounds nothing.
     """
     kind = jnp.finfo(weight.dtype)
-    largest = lax.pmax(weight, axis_name)
-    return weight / lax.reduce_precision(jnp.minimum(largest, kind.max / 4), kind.nexp, 0)
+    high = kind.maxexp - 28  # 2^high weight is infinite for weights of 2^28 and more
+    # Devices take the least numbers for zero, but their bits count them.
+    bits = lax.bitcast_convert_type(weight, jnp.dtype(f"uint{kind.bits}"))
+    least = bits.astype(weight.dtype) * 2.0 ** (high + kind.minexp - kind.nmant)
+    raised = jnp.where(bits < 2**kind.nmant, least, weight * 2.0**high)
+    both = jnp.stack([raised, weight])
+    largest = lax.pmax(both, axis_name)
+    power = lax.reduce_precision(jnp.minimum(largest, kind.max / 4), kind.nexp, 0)
+    return jnp.where(largest[0] < jnp.inf, *(both / power))
 
 
 def weighed(x: Array, weight: Float[Array, ""]) -> Array:

@@ -16,8 +16,6 @@ from tests import reference
 from tests.problems import (
     MATRICES,
     NESTEROV,
-    PLAN,
-    RATE,
     RUNS,
     SGD,
     START,
@@ -27,7 +25,6 @@ from tests.problems import (
     copies,
     distance,
     flat,
-    run_squares,
     square_gradient,
     square_step,
     vmap,
@@ -76,24 +73,12 @@ def test_optimizer_state_follows_the_policy(opt_state, mu, nu, count):
     assert after.count.tolist() == [count] * W and after.count.dtype == before.count.dtype
 
 
-def test_policies_in_a_planned_step_on_a_mesh(optimised):
-    """Both branches of the conditional give every field one type, whatever the policy."""
-    opt = local_opt.local_steps(
-        optax.adam(RATE), PLAN, axis_name="worker", opt_state={"mu": "mean", "nu": "reset"}
-    )
-    expected, _ = run_squares(opt, steps=4)
-    found, _ = run_squares(opt, RUNS["shard_map"], steps=4)
-    # The same float32 sums in another order; Adam divides by the small ones.
-    assert distance(found, expected) < 1e-5
-
-
 def init(opt_state):
     rounds = local_opt.local_rounds(optax.adam(0.1), axis_name="worker", opt_state=opt_state)
     return rounds.init({"w": jnp.ones(3)})
 
 
 test_bad_policies_are_refused = refuses({
-    "policy": (lambda: init("average"), "opt_state is 'average': it must be 'local', 'mean' or"),
     "of a field": (lambda: init({"mu": "sum"}), "opt_state is 'sum' for 'mu': it must be"),
     "field": (
         lambda: init({"trace": "mean", "mu": "mean"}),
@@ -163,15 +148,6 @@ def test_a_sync_holds_the_mean_and_no_copy_of_what_is_donated(optimised, workers
     size = sum(x.nbytes for x in jax.tree.leaves(params)) // 2
     assert found.temp_size_in_bytes <= 1.01 * size
     assert found.alias_size_in_bytes == found.argument_size_in_bytes
-
-
-def test_without_being_asked_a_sync_measures_no_drift():
-    rounds = local_opt.local_rounds(SGD)
-    x = copies(jnp.ones(3))
-    _, state = vmap(rounds.sync)(x, vmap(rounds.init)(x))
-    assert rounds.drift is None and state.drift == ()
-    with pytest.raises(ValueError, match="drift is 'yes': pass True"):
-        local_opt.local_rounds(SGD, drift="yes")
 
 
 def test_simulated_workers_may_have_two_axes(optimised):

@@ -103,15 +103,10 @@ def test_any_weights_equal_the_reference_and_nothing_is_read_of_who_does_not_cou
         assert np.isfinite(state.drift).all() and (state.drift[weights == 0] == 0).all()
 
 
-NONE_COUNTS = {
-    "all zero": [0, 0, 0, 0], "negative": [1, -1e-9, 1, 1], "nan": [np.nan, 1, 1, 0],
-    "infinite": [1, 1, np.inf, 0],
-}  # fmt: skip
-
-
+NONE_COUNTS = [0, 0, 0, 0], [1, -1e-9, 1, 1], [np.nan, 1, 1, 0], [1, 1, np.inf, 0]
 EXTREME = {
-    "small": [2e-38, 3e-36, 2e-37, 0], "large": [1e30, 3e30, 0, 1e29],
-    "largest": [3e38, 3.4e38, 3e38, 1e-38],
+    "least": [1e-45, 3e-45, 4e-45, 0], "around 1e-38": [1.1e-38, 1.3e-38, 9e-39, 1.5e-38],
+    "small": [1e-35, 3e-35, 2e-35, 0], "largest": [3e38, 3.4e38, 3e38, 1e-39],
 }  # fmt: skip
 
 
@@ -128,16 +123,9 @@ def test_only_the_ratios_of_weights_count(weights, scale, run):
 @pytest.mark.parametrize("run", RUN)
 @pytest.mark.parametrize("way", ["mean", "outer", "int8", "top_k"])
 def test_weights_without_a_mean_leave_no_finite_parameter(way, run):
-    for weights in NONE_COUNTS.values():
+    for weights in NONE_COUNTS:
         new, _ = a_sync(way, run)(X, np.float32(weights))
         assert all(np.isnan(x).all() for x in jax.tree.leaves(new)), weights
-
-
-def test_one_worker_alone_must_count():
-    opt, x = local_opt.local_steps(SGD, local_opt.constant(1, total_steps=2)), jnp.ones((1, 3))
-    step = jax.jit(vmap(lambda x, w: opt.update(x, opt.init(x), x, weight=w)[0]))
-    assert np.isnan(step(x, jnp.zeros(1))).all()
-    np.testing.assert_allclose(step(x, jnp.ones(1)), -RATE, rtol=1e-6)
 
 
 def collectives(run, *args):
@@ -243,9 +231,7 @@ def one_number(weight):
 
 PARALLEL = local_opt.parallel_rounds(SGD)
 test_bad_weights_are_refused = refuses({
-    "text": (lambda: one_number("3"), "weight is '3': pass one number of type bool"),
-    "two": (lambda: one_number(np.ones(2)), "weight is array.*: pass one number"),
-    "negative": (lambda: one_number(-1.0), "weight is -1.0: pass a finite number in"),
+    "two": (lambda: one_number(np.ones(2)), "weight is array.*: pass one number of type bool"),
     "nan": (lambda: one_number(np.float32("nan")), "weight is .*nan.*: pass a finite number"),
     "at no mean": (
         lambda: PARALLEL.sync(jnp.ones(3), PARALLEL.init(jnp.ones(3)), weight=1.0),

@@ -10,15 +10,12 @@ import local_opt
 from local_opt import exchange, formats, mean
 from tests import reference
 from tests.problems import (
-    PLAN,
     RUNS,
     SGD,
     WIRES,
     W,
     assert_workers_bitwise_equal,
     copies,
-    distance,
-    run_squares,
     vmap,
 )
 from tests.refused import refuses
@@ -197,21 +194,6 @@ def test_one_worker_loses_what_its_wire_drops_however_it_is_driven(wire):
             np.testing.assert_allclose(x, y, rtol=0, atol=1e-6)
 
 
-def test_feedback_passes_a_planned_step_on_a_mesh(optimised):
-    """The same run as simulated, and close to one without rounding."""
-    options = {"axis_name": "worker", "plan": PLAN}
-    opt = local_opt.local_steps(SGD, **options, wire=WIRES["int8"])
-    simulated, _ = run_squares(opt, steps=7)
-    found, state = run_squares(opt, RUNS["shard_map"], steps=7)
-    assert distance(found, simulated) < 1e-5
-    assert (
-        1e-6
-        < distance(found, run_squares(local_opt.local_steps(SGD, **options), steps=7)[0])
-        < 0.02
-    )
-    assert len(jax.tree.leaves(state.rounds.lost)) == 2
-
-
 def one(tree):
     return exchange.synchronize_changes(tree, anchor=tree, wire=WIRES["int8"])
 
@@ -219,10 +201,5 @@ def one(tree):
 test_bad_wires_and_leaves_are_refused = refuses({
     "whole": (lambda: one({"n": jnp.arange(3)}), r"leaf \['n'\] is int32: the wire \(8 bits"),
     "complex": (lambda: one(jnp.ones(3, complex)), "complex64: .* sends real .* wire=None"),
-    "rounds": (
-        lambda: local_opt.local_rounds(SGD, axis_name="worker", wire=jnp.bfloat16),
-        "wire is .*bfloat16.* pass one, as local_opt.rounded_wire",
-    ),
-    "dtype": (lambda: local_opt.rounded_wire(jnp.int16), "dtype is .*int16.*: it must be"),
     "k": (lambda: local_opt.top_k_wire(0.3, block=128), "density is 0.3 of blocks of 128: .*38 /"),
 })  # fmt: skip
