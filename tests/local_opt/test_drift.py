@@ -24,7 +24,6 @@ from tests.problems import (
     square_gradient,
     vmap,
 )
-from tests.refused import refuses
 
 RATES = RATE * np.linspace(1, 0.3, 13)
 
@@ -134,32 +133,10 @@ def test_control_variates_compose_with_momentum_and_an_outer_optimizer():
         np.testing.assert_allclose(found, OPTIMUM, atol=2e-4)
 
 
-def test_a_round_without_a_step_or_a_rate_changes_nothing():
-    correction = local_opt.control_variates()
-    state = correction.init(jnp.zeros(2, jnp.bfloat16))
-    assert state.against.dtype == jnp.float32
-    updates, state = correction.update(jnp.ones(2, jnp.bfloat16), state, rate=0.0)
-    assert updates.dtype == jnp.bfloat16
-    one = jnp.ones(2, jnp.bfloat16)
-    state = correction.sync(state, own=one, mean=0 * one, new=0 * one, axis_name=(), share=None)
-    assert state.against.tolist() == [0, 0]
-
-
-BAD = {
-    "no params": (
-        lambda: corrected(local_opt.proximal(1.0)).update(
-            jnp.ones(2), corrected(local_opt.proximal(1.0)).init(jnp.ones(2))
-        ),
-        "proximal needs the parameters: call update",
-    ),
-    "a number": (lambda: corrected(0.1), "correction is 0.1: pass control_variates"),
-    "a wire": (
-        lambda: corrected(local_opt.proximal(1.0), wire=local_opt.rounded_wire("int8")),
-        "leave out correction= or wire=",
-    ),
-}
-
-test_bad_corrections_are_refused = refuses(BAD)
+def test_a_pull_needs_the_parameters():
+    rounds, x = corrected(local_opt.proximal(1.0)), jnp.ones(2)
+    with pytest.raises(ValueError, match="proximal needs the parameters: call update"):
+        rounds.update(x, rounds.init(x))
 
 
 # Workers that take different numbers of steps in a round.

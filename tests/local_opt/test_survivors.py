@@ -210,30 +210,3 @@ def test_a_simulation_drops_the_dead():
     (x, y), (v, z) = (kills.data_of(n) for n in range(2))
     mean = sum(2 * a[0].T @ b[0] / 8 for a, b in ((x, y), (v, z))) / 2
     np.testing.assert_allclose(found[1], 0.7 * kills.RATE * mean, rtol=1e-5)
-
-
-def test_a_weight_of_zero_is_a_process_that_has_died():
-    """Simulated workers, the third with weight 0 from step 60 on, end where the processes end."""
-    ends, steps = list(range(20, kills.STEPS + 1, 20)), kills.STEPS
-    wanted = kills.simulated({t: (0, 1, 2) if t < 60 else (0, 1) for t in ends})
-    rate = optax.cosine_decay_schedule(kills.RATE, steps)
-    outer = optax.sgd(kills.OUTER, momentum=kills.MOMENTUM)
-    rounds = local_opt.local_rounds(optax.sgd(rate, momentum=kills.MOMENTUM), outer=outer)
-    first = jnp.zeros(kills.SIZE)
-    params, state = local_opt.owned((first, rounds.init(first)), 3)
-    x, y = (jnp.stack(z) for z in zip(*map(kills.data_of, range(3)), strict=True))
-
-    @jax.jit
-    @jax.vmap
-    def step(params, state, x, y):
-        grads = jax.grad(lambda w: jnp.mean((x @ w - y) ** 2))(params)
-        updates, state = rounds.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    sync = lambda params, state, weight: rounds.sync(params, state, weight=weight)  # noqa: E731
-    sync = jax.jit(jax.vmap(sync, axis_name="worker"))
-    for t in range(steps):
-        params, state = step(params, state, x[:, t % kills.UNITS], y[:, t % kills.UNITS])
-        if t + 1 in ends:
-            params, state = sync(params, state, jnp.array([1.0, 1.0, float(t + 1 < 60)]))
-            np.testing.assert_allclose(params[0], wanted[t + 1], rtol=1e-4)

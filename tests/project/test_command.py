@@ -68,6 +68,8 @@ def test_a_name_of_another_package_is_found_there(name, home):
 
 def test_the_package_tells_its_version_and_nothing_that_is_not(monkeypatch):
     assert re.fullmatch(r"\d+\.\d+\.\d+", syncopate.__version__)
+    assert syncopate.ordering is ordering and syncopate.local_opt is local_opt
+    assert {"ordering", "local_opt"} <= set(dir(syncopate))
     with pytest.raises(AttributeError, match="'nothing'$"):
         syncopate.nothing  # noqa: B018
     monkeypatch.setitem(sys.modules, "ordering", types.ModuleType("ordering"))  # a user's own
@@ -77,6 +79,8 @@ def test_the_package_tells_its_version_and_nothing_that_is_not(monkeypatch):
 def test_the_command_runs_beside_files_with_its_names(elsewhere):
     """As the console script, which does not put the current folder on the path."""
     call = [sys.executable, "-P", "-m", "syncopate.command"]
+    told = ran([*call, "--version"], elsewhere, PYTHONPATH=str(ROOT))
+    assert told == f"syncopate {syncopate.__version__}\n"
     listed = ran(call, elsewhere, PYTHONPATH=str(ROOT))
     for name in ("cd_grab", "train", "qsr", "launch"):
         assert f"  {name} " in listed
@@ -132,23 +136,11 @@ def test_an_unknown_experiment_or_preset_is_refused_with_the_known_ones():
         assert command.with_presets([*given, "--seeds=3"]) == [*whole, "--seeds=3"]
 
 
-def test_the_version_is_told(capsys):
-    command.main(["--version"])
-    assert capsys.readouterr().out == f"syncopate {syncopate.__version__}\n"
-
-
 @pytest.mark.parametrize("word,told", [
     ("lr", " Did you mean --learning_rate?"), ("worker", " Did you mean --workers?"), ("cats", ""),
 ])  # fmt: skip
 def test_near_words_are_told(word, told):
     assert command.meant(word, ("workers", "learning_rate", "seed"), "--") == told
-
-
-def test_syncopate_exports_ordering_and_local_opt():
-    assert syncopate.ordering is ordering and syncopate.local_opt is local_opt
-    assert {"ordering", "local_opt"} <= set(dir(syncopate))
-    with pytest.raises(AttributeError, match="no attribute 'orders'"):
-        _ = syncopate.orders
 
 
 def test_a_file_that_hides_a_package_is_named_in_the_error(monkeypatch):
