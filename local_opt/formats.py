@@ -1,7 +1,6 @@
 """Wires: the formats in which changes are sent at a sync, and the feedback of what they round off.
 
-A wire encodes r rows of 128 numbers as q rows of a message. Rows are 128 numbers, the lanes of a
-TPU, where a gather of other slices becomes an all-reduce.
+Rows are 128 numbers, the lanes of a TPU, where a gather of other slices becomes an all-reduce.
 """
 
 import functools
@@ -134,14 +133,12 @@ def top_k_wire(
     c(x) = clip(round((x - m) / 1.5 s + 2), 0, 3), where m and s are the mean and the standard
     deviation of the values of 64 blocks. A place in the block takes ceil(log2 b) bits.
 
-    Workers send different entries, so their changes are gathered: W - 1 messages. A message has
-    k (bits + ceil(log2 b)) / 8 bytes per block, with 2 bits 8 more for 64 blocks, and what fills
-    rows of 128 bytes.
+    Workers send different entries, so their changes are gathered: W - 1 messages, of
+    k (bits + ceil(log2 b)) / 8 bytes per block, with 2 bits 8 more for 64 blocks.
 
     Args:
       density: in (0, 1], the share of the numbers that is sent; density b is a whole number. 1/128
-        to 1/32 in SparseLoCo, which is `local_steps(optax.adamw(lr), constant(30, total_steps=T),
-        outer=optax.sgd(1.0), wire=top_k_wire(1 / 64, bits=2))`.
+        to 1/32 in SparseLoCo, which has `outer=optax.sgd(1.0)` and rounds of 30 steps.
       bits: of a value: 16, or 2 as in the paper.
       block: b, a positive multiple of 128, at most 65536; 4096 in the paper.
       feedback: in (0, 1], the share of what was not sent that stays for the next sync; 0.95 in the

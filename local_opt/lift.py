@@ -62,30 +62,25 @@ def lift(
 
     Args:
       function: of one worker. Gradients by a shared argument are the worker's own.
-      workers: W >= 1, simulated on one device by `jax.vmap`; or a mesh with that axis, one worker
-        per position on it, by `jax.shard_map`; None for the mesh that is in scope when the result
-        is called or traced, as by `jax.set_mesh`. Other axes of the mesh are left to the compiler,
-        or explicit: a worker may span several devices.
-      roles: a word for every parameter, in the order of the signature and however it is given, an
-        arrow, and a word for every result of a tuple, or one for a single result:
-        "owned split -> owned mean". Keyword-only parameters without a word are shared, and a
-        default that is not overridden needs none.
+      workers: W >= 1, simulated on one device by `jax.vmap`; or a mesh, one worker per position on
+        that axis, by `jax.shard_map`; None for the mesh of `jax.set_mesh` where the result is
+        called. Other axes, automatic or explicit, are inside a worker.
+      roles: a word for every parameter, in the order of the signature, an arrow, and a word for
+        every result of a tuple, or one for a single result: "owned split -> owned mean".
+        Keyword-only parameters without a word are shared, and a default needs none.
       in_roles, out_roles: instead of the text, prefix trees of words, as specs of `jax.shard_map`:
-        in_roles=({"params": "owned", "step": "shared"}, "split"). A word stands for all leaves
-        below it. A tuple of out_roles is for a tuple of results, ("owned",) for a tuple of one.
+        in_roles=({"params": "owned", "step": "shared"}, "split"). A tuple of out_roles is for a
+        tuple of results, ("owned",) for a tuple of one.
       axis_name: the workers' axis; None for a mesh's only one, and "worker" of several or none.
       in_turn: whether simulated workers run one after another, which is faster for convolutions on
         CPUs; for functions without collectives.
 
     Returns:
-      A function with the name, signature and docstring of `function`, to be jitted: with
-        `donate_argnames` and `static_argnames`, if wanted.
+      A function with the name, signature and docstring of `function`, to be jitted.
 
     Raises:
-      ValueError: at construction for an unknown word, more words than parameters, or a mesh without
-        the axis; from a call for a parameter or a leaf without a word, another number of results,
-        leaves whose leading axis does not fit, a shared result that differs between workers, or no
-        mesh in scope.
+      ValueError: at construction for words or a mesh that do not fit; from a call for arguments or
+        results that do not, a shared result that differs between workers, or no mesh in scope.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -425,9 +420,9 @@ def owned(
     legacy keys, which may be any two numbers, are refused with it.
 
     Args:
-      tree: parameters, optimizer state, a whole training state. Whole numbers, as a TrainState's
-        step, become arrays; other leaves that are not arrays, as the rate of an equinox dropout,
-        stay. Arrays that are split over other axes of a mesh stay split.
+      tree: parameters, optimizer state, a whole training state. Whole numbers, as a step, become
+        arrays; other leaves that are not arrays stay. Arrays that are split over other axes of a
+        mesh stay split.
       workers, axis_name: as in `lift`.
       keys: "fold" for each worker's own, "copy" for the same on all; None copies and warns.
 

@@ -42,8 +42,8 @@ def diloco(
     x_w <- x_w + inner(g_w) in a step; at a sync, with d = a - x_bar: v <- m v + d,
     a <- a - lr (d + m v), x_w <- a.
 
-    Outer momentum overshoots, and the oscillation falls as m^(R / 2) in R rounds, at worst. There
-    is a warning if more than a tenth may be left at the end.
+    Outer momentum overshoots, and the oscillation falls as m^(R / 2) in R rounds, at worst. All
+    presets warn if more than a tenth may be left at the end.
 
     Args:
       inner: the workers' optimizer; `optax.adamw` in the paper.
@@ -56,9 +56,6 @@ def diloco(
 
     Raises:
       ValueError: for values out of range, and as `local_steps`.
-
-    Warns:
-      UserWarning: if the plan has few rounds for the momentum.
 
     Examples:
       >>> import optax
@@ -104,8 +101,8 @@ def slowmo(
       plan: `constant(12, total_steps=T)` in the paper.
       learning_rate, momentum: of the outer optimizer: lr > 0, 1 in the paper, and m in [0, 1), 0.4
         to 0.8 there.
-      inner_rate: gamma > 0, the schedule of `inner`; any number for a constant rate. It is asked
-        for the steps since `init`. At a rate of 0 the momentum of a round is not added to.
+      inner_rate: gamma > 0, the schedule of `inner` over the steps since `init`; any number for a
+        constant rate. At a rate of 0 the momentum of a round is not added to.
       axis_name, opt_state, wire, correction, specs, drift: see `local_rounds`; the paper has
         `opt_state="reset"`.
 
@@ -114,9 +111,6 @@ def slowmo(
 
     Raises:
       ValueError: for values out of range, and as `local_steps`.
-
-    Warns:
-      UserWarning: if the plan has few rounds for the momentum.
 
     Examples:
       >>> import optax
@@ -206,9 +200,6 @@ def muloco(
     Raises:
       ValueError: for values out of range, and as `local_steps`.
 
-    Warns:
-      UserWarning: if the plan has few rounds for the momentum.
-
     Examples:
       >>> import jax
       >>> from syncopate import local_opt
@@ -288,11 +279,6 @@ def normalize_by_period(
     return optax.GradientTransformationExtraArgs(outer.init, update)
 
 
-def rounds_needed(momentum: float) -> int:
-    """The least R with m^(R / 2) <= 0.1, the rest of an oscillation."""
-    return math.ceil(2 * math.log(0.1) / math.log(momentum)) if momentum else 1
-
-
 def outer_momentum(
     name: str, plan: SyncPlan, learning_rate: float, momentum: float, *, nesterov: bool = True
 ) -> optax.GradientTransformation:
@@ -300,8 +286,10 @@ def outer_momentum(
     check_number("learning_rate", learning_rate, "(0, inf)")
     check_number("momentum", momentum, "[0, 1)")
     check_plan(plan)
-    rounds = plan.rounds
-    if rounds < (needed := rounds_needed(momentum)):
+    rounds, needed = plan.rounds, 1  # the least R with m^(R / 2) <= 0.1
+    if momentum:
+        needed = math.ceil(2 * math.log(0.1) / math.log(momentum))
+    if rounds < needed:
         warnings.warn(
             f"{name} has {rounds} rounds for an outer momentum of {momentum:g}: of what it "
             f"overshoots {momentum ** (rounds / 2):.0%} may be left at the end. Take at least "

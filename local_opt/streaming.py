@@ -84,9 +84,9 @@ def streaming_rounds(
     At a fragment's start a <- a + outer(a - 1/W sum_w x_w), or without an outer optimizer
     a <- 1/W sum_w x_w; at its finish, some steps later, x_w <- m x_w + (1 - m) a.
 
-    Every fragment has its own plan; `stream_segments` lists when it starts and finishes. With one
-    fragment, a delay of 0 and mixing 0 this is `local_rounds`. Collectives and steps only overlap
-    inside one compiled program: put `communicate` and the steps of a segment under one `jax.jit`.
+    Every fragment has its own plan; `stream_segments` lists when it starts and finishes.
+    Collectives and steps only overlap inside one compiled program: put `communicate` and the steps
+    of a segment under one `jax.jit`.
 
     A `weight` weighs workers in the mean of every fragment that starts, as in `local_rounds`; at a
     finish, a worker with weight zero takes a without mixing. Its other fragments stay as they are.
@@ -97,9 +97,8 @@ def streaming_rounds(
       fragments: F, for neighbouring leaves in fragments of similar size; or a tree like the
         parameters with the fragment of each leaf. The paper takes every F-th layer.
       mixing: m in [0, 1), the share of its own parameters that a worker keeps; 0.5 in the paper.
-      outer: an optax optimizer that takes a - x_bar as its gradient, with a state per fragment
-        (other leaves are `optax.MaskedNode`, as under `optax.masked`) and the steps since its last
-        start, the mean of the workers', as the extra argument `period`; None is plain averaging.
+      outer: as in `local_rounds`, with a state per fragment, in which other leaves are
+        `optax.MaskedNode`.
       wire, specs: as in `local_rounds`.
 
     Returns:
@@ -283,8 +282,8 @@ def stream_segments(
       steps begin .. end - 1. The last segment has no steps.
 
     Raises:
-      ValueError: for no plan, plans of different lengths, a round shorter than the delay (other
-        than a fragment's first and last), a start out of range, or other fragments before.
+      ValueError: for plans that do not fit each other, a start out of range, or a round shorter
+        than the delay (other than a fragment's first and last).
 
     Examples:
       >>> from syncopate import local_opt

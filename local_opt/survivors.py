@@ -76,10 +76,6 @@ class Survivors:
       >>> params, state = survivors(20, *x)
       >>> survivors.met.living, len(survivors.compiled)
       ((0,), 1)
-
-    References:
-      Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models, 2023,
-      https://arxiv.org/abs/2311.08105
     """
 
     def __init__(self, sync: Callable, *, patience: float = 600.0):
