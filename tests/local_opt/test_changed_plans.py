@@ -146,19 +146,3 @@ test_plans_that_do_not_fit_are_refused = refuses({
 def test_the_last_step_and_a_host_that_decides_are_not_refused():
     beyond(9)()
     beyond(15, sync=True)()
-
-
-def test_the_first_state_is_traced_once_in_an_update():
-    calls = []
-
-    def init(params):
-        calls.append(1)
-        return optax.adam(RATE).init(params)
-
-    inner = optax.GradientTransformation(init, optax.adam(RATE).update)
-    opt = local_opt.local_steps(inner, constant(2, total_steps=T))
-    x = jnp.zeros(W)
-    state = jax.vmap(opt.init)(x)
-    calls.clear()
-    step_of(opt).lower(x, state, x)
-    assert len(calls) == 1

@@ -115,20 +115,6 @@ def test_an_axis_that_is_not_in_scope_is_named(name):
             call(X)
 
 
-def test_an_axis_without_a_name_is_refused():
-    """Each worker would go on alone, which () asks for: one worker without an axis."""
-    for axis in ([], {}, ("",), ((),)):
-        rounds = local_opt.local_rounds(SGD, axis_name=axis)
-        steps = local_opt.local_steps(SGD, local_opt.constant(1, total_steps=2), axis_name=axis)
-        for call in (
-            lambda x, r=rounds: r.sync(x, r.init(x)),
-            lambda x, s=steps: s.update(x, s.init(x), x),
-            lambda x, axis=axis: local_opt.synchronize(x, axis_name=axis),
-        ):
-            with pytest.raises(ValueError, match="axis .* is not in scope"):
-                jax.vmap(call, axis_name="worker")(X)
-
-
 def scoped(function, *names):
     """The function of one worker under axes of these names, of two workers each."""
     for name in names:
@@ -146,14 +132,6 @@ def test_none_is_the_only_axis_in_scope(name):
         scoped(call, "worker", "seed")
     found, wanted = scoped(call, "dp"), scoped(SYNCED[name]("dp"), "dp")
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
-
-
-def test_none_of_several_axes_in_scope_is_refused():
-    mesh = jax.make_mesh((2, 2), ("worker", "model"), devices=jax.devices()[:4])
-    mean = functools.partial(local_opt.synchronize, axis_name=None)
-    by = jax.shard_map(mean, mesh=mesh, in_specs=SPECS, out_specs=SPECS, check_vma=False)
-    with pytest.raises(ValueError, match=r"there are the axes \['worker', 'model'\]: pass the"):
-        by(jax.device_put(jnp.ones(2), jax.NamedSharding(mesh, SPECS)))
 
 
 def corrected(rate):

@@ -215,20 +215,13 @@ def test_bernoulli_has_its_rate_and_its_key():
     plan = local_opt.bernoulli(p, total_steps=total_steps, key=jax.random.key(0))
     deviation = math.sqrt(total_steps * p * (1 - p))  # binomial, 4 deviations: 1 in 16000
     assert abs(plan.rounds - p * total_steps) < 4 * deviation
-    same = local_opt.bernoulli(p, total_steps=total_steps, key=jax.random.key(0))
     other = local_opt.bernoulli(p, total_steps=total_steps, key=jax.random.key(1))
-    assert plan == same != other
-    rises = local_opt.bernoulli(
-        lambda t: 0.05 + 0.9 * t / total_steps, total_steps=total_steps, key=jax.random.key(0)
-    )
+    assert plan == local_opt.bernoulli(p, total_steps=total_steps, key=jax.random.key(0)) != other
     # p(t) is the chance of a sync after step t.
     once = local_opt.bernoulli(
         lambda t: 1.0 if t == 4 else 1e-9, total_steps=10, key=jax.random.key(0)
     )
     assert once.ends.tolist() == [5, 10]
-    late = np.sum(rises.starts > total_steps // 2)
-    expected, deviation = total_steps / 2 * 0.725, math.sqrt(total_steps / 2 * 0.25)
-    assert abs(late - expected) < 4 * deviation
 
 
 @pytest.mark.parametrize("name", tables.PLANS)

@@ -19,14 +19,12 @@ from tests.problems import (
     WIRES,
     W,
     assert_bitwise_equal,
-    copies,
     distance,
     flat,
     run_given,
     run_squares,
     square_gradient,
     square_step,
-    vmap,
 )
 
 RNG = np.random.default_rng(7)
@@ -167,19 +165,6 @@ def test_one_worker_without_an_axis_equals_the_pseudocode_of_snoo():
     assert state.num_syncs == PLAN.rounds
     plain, _ = run_alone(alone(1.0, 0.0))
     assert distance(plain, run_alone(SGD)[0]) < 1e-6  # x <- a - (a - x)
-
-
-@pytest.mark.parametrize("wire", [None, "int8", "top_k_2bit"])
-def test_one_worker_without_an_axis_is_one_with_it(wire):
-    options = {"wire": wire and WIRES[wire], "opt_state": {"trace": "mean"}}
-    make = lambda **more: local_opt.local_steps(optax.sgd(RATE, 0.9), PLAN, **options, **more)  # noqa: E731
-    found, _ = run_alone(make(axis_name=()))
-    opt = make()
-    params, state = copies(START, 1), jax.vmap(opt.init)(copies(START, 1))
-    step = jax.jit(vmap(square_step(opt)))
-    for t in range(PLAN.total_steps):
-        params, state = step(params, state, MATRICES[:1], TARGETS[t, :1])
-        np.testing.assert_allclose(found[t], flat(params)[0], rtol=0, atol=1e-6)
 
 
 SHAPES = {"a": (3, 5), "b": (4,), "c": (6, 2)}

@@ -95,13 +95,6 @@ def test_a_wire_gathers_over_the_workers_alone(optimised):
     assert {axes for name, _, axes in found if name == "all-reduce"} == {"model"}  # the drift
 
 
-def test_a_wire_refuses_other_mesh_axes_without_specs():
-    init, twice = a_sync(WAYS["compiler"](2), WIRES["int8"], specs=None)
-    params = placed(copies(network(), 2), SPECS, mesh_of(2))
-    with pytest.raises(ValueError, match=r"the wire \(8 bits.*axes \['model'\].*Pass specs="):
-        twice(params, init(params), params)
-
-
 def test_fragments_are_sent_in_shards():
     """A mean in bfloat16 is within 2^-7 of the largest change of the exact one."""
     stream = local_opt.streaming_rounds(

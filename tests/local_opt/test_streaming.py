@@ -126,20 +126,6 @@ def test_one_fragment_without_delay_is_plain_averaging_bitwise(outer, monkeypatc
     np.testing.assert_array_equal(found, run_rounds(rounds, PLAN)[0])
 
 
-@pytest.mark.parametrize("wire", ["bfloat16", "int8"])
-def test_fragments_use_every_wire_with_its_feedback(wire):
-    stream = local_opt.streaming_rounds(
-        SGD, axis_name="worker", fragments=2, mixing=0.0, wire=WIRES[wire]
-    )
-    plain = local_opt.streaming_rounds(SGD, axis_name="worker", fragments=2, mixing=0.0)
-    segments = segments_of(TWO["constant"])
-    found, params, state = run_segments(stream, segments)
-    assert_workers_bitwise_equal(params)
-    exact = run_segments(plain, segments)[0]
-    assert 1e-6 < distance(found, exact) < 0.2
-    assert len(jax.tree.leaves(state.lost)) == (2 if WIRES[wire].feedback else 0)
-
-
 def test_a_run_that_stops_with_a_mean_in_transit_resumes_bitwise():
     stream = local_opt.streaming_rounds(
         SGD, axis_name="worker", fragments=2, outer=NESTEROV, wire=WIRES["int8"]

@@ -163,18 +163,6 @@ def test_every_sync_of_a_run_is_weighed_as_in_the_reference(run):
     assert state.num_syncs.tolist() == [5] * W
 
 
-def test_control_variates_equal_weighted_scaffold():
-    """And the corrections of all workers still cancel, where some do not count and others do."""
-    rounds = local_opt.local_rounds(optax.sgd(RATE), correction=local_opt.control_variates())
-    weights = np.where(WEIGHTS > 0, WEIGHTS, 0.5)
-    found, _ = run_rounds(rounds, PLAN, weights=weights)
-    args = flat(START), square_gradient, PLAN.periods, 13 * [RATE]
-    assert distance(found, reference.scaffold(*args, weights)[0]) < 2e-6
-    _, state = run_rounds(rounds, PLAN, weights=np.float32(WEIGHTS > 0))
-    against = flat(state.correction.against)
-    assert np.abs(against.sum(axis=0)).max() < 1e-4 * np.abs(against).max()
-
-
 @pytest.mark.parametrize("make", [local_opt.local_steps, local_opt.diloco, local_opt.slowmo])
 def test_a_planned_sync_takes_back_a_worker_whose_last_gradient_is_not_finite(make, recwarn):
     opt = make(optax.sgd(RATE), local_opt.constant(2, total_steps=4), opt_state="mean")

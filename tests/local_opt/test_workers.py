@@ -10,10 +10,9 @@ import pytest
 from jax.sharding import AxisType
 
 import local_opt
-from experiments.cluster.devices import worker_mesh
 from local_opt import workers as workers_lib
 from ordering import echo
-from tests.problems import RUNS, WIRES, W, copies, vmap
+from tests.problems import RUNS, WIRES, copies, vmap
 
 
 def started(workers=4):
@@ -278,37 +277,3 @@ def test_steps_and_syncs_keep_their_types(options, setting):
     with other:
         found, _ = jax.eval_shape(vmap(run), x, jnp.ones(4, jnp.float32))
     assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(lambda x: x.dtype, x)
-
-
-# Averaged weights: the mean of the workers' averages is that of their mean.
-
-STEPS, DECAY = 12, 0.9
-THIRDS = local_opt.constant(3, total_steps=STEPS)
-WAYS = {
-    "plain": {},
-    "outer": {"outer": optax.sgd(0.7, momentum=0.5, nesterov=True)},
-    "int8": {"wire": WIRES["int8"]},
-}
-
-
-@pytest.mark.parametrize("workers", [W, worker_mesh(W)], ids=["vmap", "mesh"])
-@pytest.mark.parametrize("way", WAYS)
-def test_the_mean_of_averages_is_the_average_of_means(way, workers):
-    optimizer = local_opt.local_steps(optax.adam(0.1), THIRDS, axis_name="worker", **WAYS[way])
-
-    def step(x, state, ema, target):
-        updates, state = optimizer.update(2 * (x - target[0]), state, x)
-        x = optax.apply_updates(x, updates)
-        return x, state, optax.incremental_update(x, ema, 1 - DECAY)
-
-    run = jax.jit(local_opt.lift(step, workers, "owned owned owned split -> owned owned owned"))
-    start = jnp.zeros(3)
-    x, state, ema = local_opt.owned((start, optimizer.init(start), start), workers)
-    target, expected = jnp.arange(3.0 * W).reshape(W, 3), np.zeros(3)
-    for _ in range(STEPS):
-        x, state, ema = run(x, state, ema, target)
-        expected = DECAY * expected + (1 - DECAY) * np.asarray(x, np.float64).mean(0)
-        np.testing.assert_allclose(local_opt.consolidate(ema), expected, rtol=1e-6, atol=1e-7)
-    with pytest.raises(ValueError, match="workers' averages are .* apart.*plan.syncs_after"):
-        local_opt.check_synced(ema, what="averages")  # though the parameters have just met
-    local_opt.check_synced(x)
