@@ -53,7 +53,8 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def on_page_content(text, page, config, files):
-    """Typesets formulas, and keeps a number and its interval on one line of a table."""
+    """Typesets formulas, opens pictures whole, and keeps a number and its interval on one line."""
+    text = re.sub(r'<img [^>]*?src="([^"]+)"[^>]*>', r'<a href="\1">\g<0></a>', text)
     text = re.sub(r"<td>(?=[^<]{,24}</td>)(?=[^<]*±)", '<td style="white-space: nowrap">', text)
     return re.sub(
         r'<(span|div) class="arithmatex">\\[([](.*?)\\[)\]]</\1>', typeset, text, flags=re.S
@@ -61,9 +62,10 @@ def on_page_content(text, page, config, files):
 
 
 def typeset(formula: re.Match[str]) -> str:
-    """MathML, which browsers show without a script or a font of their own."""
+    """MathML, which browsers show without a script or a font; a wide one scrolls, as tables do."""
     display = "block" if formula[1] == "div" else "inline"
-    return converter.convert(html.unescape(formula[2]).strip(), display=display)
+    shown = converter.convert(html.unescape(formula[2]).strip(), display=display)
+    return f'<div class="formula">{shown}</div>' if display == "block" else shown
 
 
 def on_post_page(output, page, config):
