@@ -104,8 +104,10 @@ def like(specs: PyTree[P], tree: PyTree) -> PyTree[P]:
 @contextlib.contextmanager
 def at_once():
     """Computes what is inside now, also where a function is traced for devices of a mesh."""
-    nowhere = jax.sharding.AbstractMesh((), ())  # in one with explicit axes nothing would run
-    with jax.sharding.use_abstract_mesh(nowhere), jax.ensure_compile_time_eval():
+    scope = jax.sharding.get_abstract_mesh()
+    if scope.explicit_axes:  # where nothing would run
+        scope = jax.sharding.AbstractMesh((), ())
+    with jax.sharding.use_abstract_mesh(scope), jax.ensure_compile_time_eval():
         yield
 
 
