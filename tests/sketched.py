@@ -3,6 +3,7 @@
 And what their tests share.
 """
 
+import functools
 import math
 
 import jax
@@ -14,6 +15,7 @@ import optax
 import ordering
 from ordering.sketches.backward import fold_small
 from ordering.sketches.linear import fold, maps_of, of_slice
+from ordering.sketches.scale import scaled
 from ordering.trees import as_float32
 from tests import reference
 
@@ -75,8 +77,18 @@ def close(found, expected):
 
 
 def parts_of(gradients):
-    def run(params, batch):
-        losses, mean, rows = gradients(params, batch, jax.random.clone(KEY))
-        return losses, mean, rows
+    return lambda params, batch: gradients(params, batch, jax.random.clone(KEY))
 
-    return run
+
+def assert_sketched(loss, params, batch, size=64, scale=None):
+    """The results equal gradients that were formed, scaled, and sketched by the same map."""
+
+    gradients = ordering.sketched(loss, SKETCH_KEY, size=size)
+    makers = (functools.partial(gradients, scale=scale), ordering.per_example(loss))
+    found, formed = (jax.jit(parts_of(maker))(params, batch) for maker in makers)
+    to_sketch = sketch_of(loss, params, batch, SKETCH_KEY, size=size)
+    rows = formed[2] if scale is None else scaled(formed[2], scale)
+    close(found[2], jax.jit(jax.vmap(to_sketch))(rows))
+    close(found[1], formed[1])
+    np.testing.assert_allclose(found[0], formed[0], rtol=1e-5)
+    return found

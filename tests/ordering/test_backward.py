@@ -1,7 +1,5 @@
 """Sketches from the backward pass equal those of formed gradients, for any library's loss."""
 
-import functools
-
 import equinox as eqx
 import flax.linen as nn
 import jax
@@ -14,9 +12,16 @@ import pytest
 import models
 import ordering
 from ordering.gradients import grouped
-from ordering.sketches import scale as scale_lib
 from ordering.sketches.walk import Hooks, walk
-from tests.sketched import KEY, SKETCH_KEY, close, parts_of, scale_like, sketch_of
+from tests.sketched import (
+    KEY,
+    SKETCH_KEY,
+    assert_sketched,
+    close,
+    parts_of,
+    scale_like,
+    sketch_of,
+)
 
 N = 3
 RNG = np.random.default_rng(0)
@@ -51,21 +56,6 @@ QUICK = ("mlp",)
 
 def sketched_by(loss, params, batch):
     return jax.jit(parts_of(ordering.sketched(loss, SKETCH_KEY, size=64)))(params, batch)
-
-
-def assert_sketched(loss, params, batch, size=64, scale=None):
-    """The results equal gradients that were formed, scaled, and sketched by the same map."""
-
-    gradients = ordering.sketched(loss, SKETCH_KEY, size=size)
-    makers = (functools.partial(gradients, scale=scale), ordering.per_example(loss))
-    found, formed = (jax.jit(parts_of(maker))(params, batch) for maker in makers)
-    to_sketch = sketch_of(loss, params, batch, SKETCH_KEY, size=size)
-    rows = formed[2]
-    scaled = rows if scale is None else scale_lib.scaled(rows, scale)
-    close(found[2], jax.jit(jax.vmap(to_sketch))(scaled))
-    close(found[1], formed[1])
-    np.testing.assert_allclose(found[0], formed[0], rtol=1e-5)
-    return found
 
 
 @pytest.mark.parametrize(

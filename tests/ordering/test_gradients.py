@@ -40,13 +40,8 @@ def plain(model, params, batch, key):
 
 
 def compiled(gradients, params, batch, key):
-    """Losses, mean gradient and the tree of the rows."""
-
-    def run(params, batch, key):
-        losses, mean, rows = gradients(params, batch, key)
-        return losses, mean, rows
-
-    return jax.jit(run)(params, batch, key)
+    """Losses, mean gradient and rows."""
+    return jax.jit(gradients)(params, batch, key)
 
 
 def close(left, right):

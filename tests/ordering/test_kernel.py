@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import ordering
 from ordering.kernel import BLOCK, balance_blocks, block_size_of
@@ -25,8 +23,9 @@ def signs_of(vectors, block_size, rule=None, state=(), **options):
 
 @pytest.mark.parametrize("block_size", BLOCKS)
 def test_blocks_equal_the_reference_exactly(block_size):
-    """Whole numbers; some vectors are not valid or not finite."""
+    """Whole numbers, with ties; some vectors are not valid or not finite."""
     vectors = tables.whole_numbers((12, 1001), seed=1, high=6)
+    vectors[[0, 8, 11]] = 0
     vectors[[3, 5, 7], [0, 100, 1000]] = np.nan, np.inf, -np.inf
     valid = np.arange(12) != 9
     expected, total = reference.balance(vectors[valid], np.zeros(1001))
@@ -53,18 +52,6 @@ def test_any_structure_and_bfloat16(block_size):
         np.concatenate([found["w"].ravel(), found["b"][0], [found["b"][1]]]), expected_total
     )
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(found))
-
-
-@functools.cache
-def compiled(block_size):
-    return jax.jit(lambda vectors: signs_of(vectors, block_size)[2])
-
-
-@given(st.sampled_from([(1, 1), (5, 3), (12, 9)]), st.sampled_from([1, 4]), st.integers(0, 99))
-def test_blocks_equal_the_reference_also_with_ties(shape, block_size, seed):
-    vectors = tables.whole_numbers(shape, seed, high=2)  # many ties and zeros
-    expected, _ = reference.balance(vectors, np.zeros(shape[1]))
-    np.testing.assert_array_equal(compiled(block_size)(vectors), expected)
 
 
 @pytest.mark.parametrize("rule", ["walk", "halving"])

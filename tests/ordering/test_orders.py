@@ -261,14 +261,3 @@ def test_the_only_axis_of_the_mesh_in_scope_is_the_workers_as_in_lift():
         lifted = local_opt.lift(lambda key: order.init(key, None), roles="key -> owned")(key)
     np.testing.assert_array_equal(found, lifted.current)
     assert found.shape == (4, 6) and found.sharding.spec[0] == "hosts"
-
-
-def test_a_start_without_rows_or_workers_is_refused():
-    order, key, mesh = ordering.grab(4), jax.random.key(0), jax.make_mesh((2, 1), ("data", "model"))
-    rows = ordering.per_example(lambda w, x, key: x @ w), (jnp.ones(2), jnp.ones((2, 2)), key)
-    with pytest.raises(ValueError, match=r"pass a function that returns \(losses, mean, rows\)"):
-        ordering.start(order, key, jax.grad(lambda w: w @ w), (jnp.ones(2),))
-    with pytest.raises(ValueError, match="workers is 0: pass a whole number >= 1"):
-        ordering.start(order, key, *rows, workers=0)
-    with pytest.raises(ValueError, match=r"the mesh has the axes \('data', 'model'\)"):
-        ordering.start(order, key, *rows, workers=mesh)

@@ -133,6 +133,10 @@ def epoch_of(name, state):
     return lambda: over_workers(ORDERS[name].next_epoch, states(ORDERS[state]))
 
 
+def start(gradients=None, **given):
+    return lambda: ordering.start(ORDERS["unzip"], KEY, gradients, (PARAMS, Z, KEY), **given)
+
+
 test_bad_input = refuses({
     "a scalar": (observed("grab", lambda w: w * 1.0),
                  r"gradients of units must be arrays .*lambda g: g\[None\]"),
@@ -146,6 +150,10 @@ test_bad_input = refuses({
     "uncalled rule": (lambda: ordering.grab(4, rule=ordering.greedy),
                       r"rule is .*: pass a SignRule.*greedy\(\)"),
     "no params": (lambda: states(ORDERS["grab"], None), "params holds no numbers .*shapes of"),
+    "no rows": (start(squares), r"pass a function that returns \(losses, mean, rows\)"),
+    "no workers": (start(workers=0), "workers is 0: pass a whole number >= 1"),
+    "no axis": (start(workers=jax.make_mesh((2, 1), ("data", "model"))),
+                r"the mesh has the axes \('data', 'model'\)"),
     "no aux": (gradients(has_aux=True), r"with has_aux=True return a tuple \(losses, aux\)"),
     "params": (gradients(lambda *_: 1.0, PARAMS > 0), "dtype .*: gradients are arrays of real num"),
     "batch": (gradients(batch=4.0), "the batch must be arrays with a common leading axis"),

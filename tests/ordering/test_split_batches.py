@@ -118,18 +118,13 @@ def test_gradients_of_convolutions_of_a_batch_that_is_split(name):
     meshes = MESHES if name == "2-D" else {"data": MESHES["data"]}
     # Of single examples one after another, and of all at once, convolutions are JAX's own.
     for maker in MAKERS if name == "2-D" else ("per_example", "sketched"):
-        run = jax.jit(lambda w, x, make=MAKERS[maker]: _tree(make(loss)(w, x, KEY)))
+        run = jax.jit(lambda w, x, make=MAKERS[maker]: make(loss)(w, x, KEY))
         _, _, rows = run(w, x)
         for shape, spec in meshes.values():
             split = jax.device_put(x, NamedSharding(mesh_of(*shape), spec))
             _, mean, found = run(w, split)
             close(mean, expected.mean(0), tolerance)
             close(found, expected if maker in ("per_example", "in turn") else rows, tolerance)
-
-
-def _tree(found):
-    losses, mean, rows = found
-    return losses, mean, rows
 
 
 def test_jax_alone_is_still_wrong_of_a_batch_that_is_split():
@@ -149,7 +144,7 @@ def test_gradients_of_convolutions_inside_lift_with_split_batches(maker):
     mesh = mesh_of((2, 2), ("worker", "data"))
 
     def step(w, x):
-        _, mean, rows = _tree(MAKERS[maker](loss)(w, x, KEY))
+        _, mean, rows = MAKERS[maker](loss)(w, x, KEY)
         return mean, rows
 
     lifted = local_opt.lift(step, mesh, "owned split -> owned owned")
@@ -167,7 +162,7 @@ def test_a_batch_that_does_not_divide_over_the_devices(maker):
     split = NamedSharding(mesh_of(*MESHES["data"][0]), jax.P("data"))
 
     def run(w, x):
-        return _tree(MAKERS[maker](loss)(w, x, KEY))
+        return MAKERS[maker](loss)(w, x, KEY)
 
     whole = lambda w, x: run(w, jax.lax.with_sharding_constraint(x, split))  # noqa: E731
     _, mean, rows = jax.jit(whole)(w, x)
@@ -185,7 +180,7 @@ def test_a_batch_that_is_split_over_an_explicit_axis_is_refused(maker, jit):
         ({"x": x}, w), (jax.P("data"), jax.P()), strict=True
     ))  # fmt: skip
     of_dict = lambda w, batch, key: loss(w, batch["x"], key)  # noqa: E731
-    run = lambda w, x: _tree(MAKERS[maker](of_dict)(w, x, KEY))  # noqa: E731
+    run = lambda w, x: MAKERS[maker](of_dict)(w, x, KEY)  # noqa: E731
     with pytest.raises(ValueError, match=r"batch\['x'\] is split over \['data'\].*auto_axes"):
         (jax.jit(run) if jit else run)(whole, split)
     parts = jax.P("data"), jax.P(), jax.P("data")
