@@ -106,10 +106,10 @@ def tuned(records, arm: str, speed: float | None = None) -> dict[float, dict[int
     return {rate: runs for rate, runs in runs_of(records, arm, speed).items() if rate not in out}
 
 
-def finalists(records, arm: str, speed, criterion: Criterion, count: int | None) -> list[float]:
-    """The best learning rates of seed 0, at most `count` (None: all), best first."""
+def finalists(records, arm: str, speed, criterion: Criterion) -> list[float]:
+    """The learning rates of seed 0, the best first."""
     first = {rate: runs[0] for rate, runs in tuned(records, arm, speed).items() if 0 in runs}
-    return sorted(first, key=lambda rate: score([first[rate]], criterion))[:count]
+    return sorted(first, key=lambda rate: score([first[rate]], criterion))
 
 
 def best_rate(records, arm: str, speed, criterion: Criterion) -> float | None:

@@ -255,8 +255,6 @@ def check_used(values: flags.FlagValues, recipe: Recipe, arms: Iterable, *, stud
         unused["bound_every"] = "orders of each worker's own units, as cd_grab without --deal"
     if study is None or study.criterion.when != "target":
         unused |= {"target": "echoing and combined", "metric": "echoing and combined --target"}
-    if study is not None and values.widen and len(recipe.learning_rates) < 2:
-        unused["widen"] = "a grid of --learning_rates, and this is one"
     if "dry_run" in values and not values.dry_run:
         unused |= dict.fromkeys(OF_DRY_RUNS, "--dry_run")
     for name, by in unused.items():

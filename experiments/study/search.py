@@ -5,9 +5,8 @@ all seeds. A rate at which a seed diverges is replaced by the next best. With sl
 phase "tune", without the delay unless the arm's policy depends on it. In phase "report" all seeds
 run with the delay at the best rate.
 
-With `widen`, the grid of rates grows: while an arm's best rate of seed 0 is the smallest or the
-largest, the next rate beyond it is tried too. Where averaged weights are recorded, all this is done
-for them too, except for phase "report": that has the best rate of the last weights.
+Where averaged weights are recorded, all this is done for them too, except for phase "report": that
+has the best rate of the last weights.
 """
 
 import collections
@@ -109,7 +108,7 @@ def _search(study, task, recipe, folder, done, settings, values):
     processes.say(f"Compiling {len(study.arms)} arms", file=sys.stderr)
     with records.writing(folder, trackers=values.track, keep=kept) as write:
         found = search(
-            study, trains, seeds=values.seeds, widen=values.widen, done=kept, on_record=write,
+            study, trains, seeds=values.seeds, done=kept, on_record=write,
         )  # fmt: skip
     if trains.seconds:
         processes.say(f"The runs took {training_run.told(trains.seconds)}.", file=sys.stderr)
@@ -127,40 +126,23 @@ def go_on(values: absl_flags.FlagValues) -> str:
 
 
 def next_run(
-    study, arm: str, speed: float | None, rates: Sequence[float], records: Sequence[dict], *,
-    seeds: int, widen: int,
+    study, arm: str, speed: float | None, rates: Sequence[float], records: Sequence[dict],
+    seeds: int,
 ) -> Run | None:  # fmt: skip
-    """The next run that an arm needs at a speed; None if it is done.
-
-    Args:
-      rates: learning rates, with at most `widen` more at either end; records: of whole runs.
-      seeds: 0 .. seeds - 1.
-    """
+    """The next run that an arm needs at a speed, after these whole runs; None if it is done."""
     own = [r for r in records if (r["arm"], r["speed"]) == (arm, speed)]
     ended, phase = _by_run(own), "run" if speed is None else "tune"
-    criteria = statistics.criteria(study.criterion, own)
 
     def missing(rates, seeds, phase):
         runs = (Run(arm, speed, rate, seed, phase) for rate in rates for seed in seeds)
         return next((run for run in runs if run not in ended), None)
 
-    def finalists(criterion):  # records may be of further rates, that an earlier call asked for
-        found = statistics.finalists(own, arm, speed, criterion, None)
-        return [rate for rate in found if rate in rates]
-
-    rates, left = sorted(rates), {0: widen, -1: widen}
-    while not (first := missing(rates, [0], phase)) and len(rates) > 1:
-        ends = {rates[0]: 0, rates[-1]: -1}
-        best = [next(iter(finalists(c)), rates[0]) for c in criteria]  # all may diverge
-        end = next((ends[rate] for rate in best if rate in ends and left[ends[rate]]), None)
-        if end is None:
-            break
-        left[end] -= 1
-        beyond = rates[end] ** 2 / rates[1 if end == 0 else -2]
-        rates = sorted([*rates, float(f"{beyond:.6g}")])
-    if first:
+    if first := missing(sorted(rates), [0], phase):
         return first
-    best = dict.fromkeys(rate for c in criteria for rate in finalists(c)[: study.finalists])
+    best = {}  # in their order; records may be of further rates, that an earlier call asked for
+    for criterion in statistics.criteria(study.criterion, own):
+        found = statistics.finalists(own, arm, speed, criterion)
+        best |= dict.fromkeys([rate for rate in found if rate in rates][: study.finalists])
     others = missing(best, range(seeds), phase)
     if others or speed is None:
         return others
@@ -175,7 +157,7 @@ def planned(rates: int, seeds: int, finalists: int | None, speed: float | None) 
 
 
 def search(
-    study, trainer, *, seeds: int, widen: int = 0, done: Sequence[dict] = (),
+    study, trainer, *, seeds: int, done: Sequence[dict] = (),
     on_record: Callable[[dict], None] = lambda record: None,
 ) -> tuple[list[dict], int]:  # fmt: skip
     """Trains the runs that the protocol needs, of a study's arms at its speeds, by a `Trainer`.
@@ -186,18 +168,18 @@ def search(
     Returns:
       The records of whole runs, and the signal that stopped the search, or 0.
     """
-    asked, steps, protocol = [], 0, {"seeds": seeds, "widen": widen}
+    asked, steps = [], 0
     for speed in study.speeds or (None,):
         for arm in study.arms:
             rates = trainer.rates(arm, speed)
             asked.append((arm, speed, rates))
             steps += planned(len(rates), seeds, study.finalists, speed) * trainer.steps(arm, speed)
     records, stopped = list(done), 0
-    trainer.prepare(g[:2] for g in asked if next_run(study, *g, whole_runs(records), **protocol))
+    trainer.prepare(g[:2] for g in asked if next_run(study, *g, whole_runs(records), seeds))
     known = sum(r["step"] for r in done if r.get("ended") and _is_asked(r, asked, seeds))
     with progress.bar(total=steps, initial=known, unit="step", smoothing=0) as bar:
         for group in asked:
-            while not stopped and (run := next_run(study, *group, whole_runs(records), **protocol)):
+            while not stopped and (run := next_run(study, *group, whole_runs(records), seeds)):
                 new, stopped = _train(study, trainer, run, records, on_record, bar)
                 records += new
     return whole_runs(records), stopped

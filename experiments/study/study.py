@@ -14,7 +14,7 @@ from experiments.cluster import entry
 from experiments.results.statistics import Criterion
 from experiments.study import flags
 from experiments.study.arms import Arm, arm_of
-from experiments.tasks.base import COUNT, FROM_ZERO, SECONDS, SLOWNESS
+from experiments.tasks.base import COUNT, SECONDS, SLOWNESS
 from syncopate.refusals import UserError
 
 
@@ -47,8 +47,6 @@ def define_flags(study: Study, values: absl_flags.FlagValues) -> None:
     add(absl_flags.DEFINE_list, "arms", None, text)
     text = "runs per arm at its best rates"
     add(COUNT, "seeds", study.seeds, text)
-    text = "rates tried beyond a best one at the end of those given, at most so many at either end"
-    add(FROM_ZERO, "widen", 0, text)
     if study.speeds:
         add([SLOWNESS], "speeds", [*study.speeds], "R, a load's time in steps")
         text = "behind the delays; measured if unset; 0: no delay, for loads and steps alone"

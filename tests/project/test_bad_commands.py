@@ -50,7 +50,7 @@ WRONG = {
     },
     "train --dry_run": {"device_teraflops": "0 nan inf", "gigabits": "nan 0", "width": "8"},
     f"cd_grab {TINY}": {
-        "arms": ", cats rr+cats rr+dealt+dealt", "seeds": "0 1e9 text", "widen": "-1",
+        "arms": ", cats rr+cats rr+dealt+dealt", "seeds": "0 1e9 text",
         "learning_rates": "0 '' 0.5,x", "output_dir": "file",
     },
     f"qsr {TINY}": {"arms": "streaming:fragments=0 accumulate+int8 '+'", "growth": "0"},

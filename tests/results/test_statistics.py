@@ -156,8 +156,7 @@ def test_seed_0_chooses_finalists_and_the_mean_over_most_seeds_decides():
     last = Criterion("valid/accuracy", lower=False)
     first = [r for rate, loss in ((0.1, 0.3), (0.2, 0.1), (0.4, 0.2)) for r in
              run("rr", rate, 0, [1, loss])]  # fmt: skip
-    assert statistics.finalists(first, "rr", None, last, 2) == [0.2, 0.4]
-    assert statistics.finalists(first, "rr", None, last, None) == [0.2, 0.4, 0.1]
+    assert statistics.finalists(first, "rr", None, last) == [0.2, 0.4, 0.1]
     assert statistics.best_rate(first, "rr", None, last) == 0.2
     more = run("rr", 0.2, 1, [1, 0.9]) + run("rr", 0.4, 1, [1, 0.2])
     assert statistics.best_rate(first + more, "rr", None, last) == 0.4
@@ -202,7 +201,7 @@ def test_a_rate_with_a_diverging_seed_is_dropped():
     last = Criterion()
     kept = both("rr", 0.1, [3, 2]) + both("rr", 0.2, [3, 1]) + both("rr", 0.4, [3, 1.5])
     kept += run("rr", 0.2, 2, [3], diverged="loss is nan")
-    assert statistics.finalists(kept, "rr", None, last, 2) == [0.4, 0.1]
+    assert statistics.finalists(kept, "rr", None, last) == [0.4, 0.1]
     assert statistics.best_rate(kept, "rr", None, last) == 0.4
     assert "diverged" in tables.sweep(compare(kept, {"rr": "D-RR"}, last))
     lost = run("cd_grab", 0.2, 0, [3], diverged="loss is nan")
@@ -226,7 +225,7 @@ def test_the_arm_with_most_arriving_seeds_and_fewest_steps_is_chosen():
         *run("rr", 0.2, 0, [1, 0.4], phase="tune", speed=2.0),
         *run("rr", 0.4, 0, [1, 1, 1], phase="tune", speed=2.0),
     ]
-    assert statistics.finalists(first, "rr", 2.0, goal, 2) == [0.2, 0.1]
+    assert statistics.finalists(first, "rr", 2.0, goal) == [0.2, 0.1, 0.4]
     late = run("rr", 0.2, 1, [1, 1], phase="tune", speed=2.0)
     late += run("rr", 0.1, 1, [1, 1, 1, 0.4], phase="tune", speed=2.0)
     assert statistics.best_rate(first + late, "rr", 2.0, goal) == 0.1

@@ -41,7 +41,6 @@ UNUSED = {
     "train --epochs=2 --total_steps=9": "--total_steps is 9 and --epochs is 2: pass only one",
     "train --evaluations=2 --evaluate_every=9": "--evaluate_every is 9 and --evaluations is 2",
     "cd_grab --h_base=9": "--h_base is 9 and changes nothing",
-    "cd_grab --widen=1 --learning_rates=0.1": "--widen is 1 .* a grid of --learning_rates",
     "cd_grab --long --task=hmda": "--long is for --task=digits",
     "qsr --target=0.9": "--target is 0.9 and changes nothing",
     "echoing --echo_factor=3": "--echo_factor is 3 and changes nothing",
