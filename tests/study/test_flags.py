@@ -1,22 +1,30 @@
-"""Flags: from a command line to a task, its recipe, and a folder's settings."""
+"""Flags: a task, its recipe and settings, plans of any of them, and those that change nothing."""
 
+import functools
 import importlib
+import re
 import sys
 
+import numpy as np
 import pytest
 from absl import flags as absl_flags
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from experiments import cd_grab, combined, echoing, qsr, train
-from experiments.study import flags, recipes
+from experiments.study import flags, one_run, recipes, search
+from experiments.study.arms import OPTIONS, TABLES, arm_from_flags, plans_of
 from experiments.tasks import TASKS, Recipe, base
 from experiments.tasks.base import check_recipe
-from experiments.training import optimizers
+from experiments.training import config, measure, optimizers, timeline
 from experiments.training.averages import AVERAGES
-from experiments.training.config import num_params, sizes_of, total_steps_of
+from experiments.training.config import sizes_of, total_steps_of
 from local_opt import resize
 from syncopate import command
+from tests.cases import times
 from tests.commands import flags_of, parsed
 from tests.refused import refuses
+from tests.words import each
 
 
 def setting(*arguments):
@@ -136,19 +144,6 @@ def test_settings_name_tasks_choices_and_fields_that_exist():
         assert task.name == recipes.RECIPES[name].task
 
 
-def test_digits_is_embedded():
-    task = TASKS["digits"]()
-    assert task.train["x"].shape == (1536, 64) and task.test["y"].shape == (261,)
-    assert task.optimum and not TASKS["digits"](model="mlp").optimum
-    assert num_params(TASKS["digits"](model="mlp", width=8, depth=2).model) == 65 * 8 + 9 * 8 + 90
-
-
-test_digits_without_such_a_model_or_so_many_examples = refuses({
-    "model": (lambda: TASKS["digits"](model="lenet"), "model is 'lenet'"),
-    "examples": (lambda: TASKS["digits"](num_train=1797), "num_train is 1797"),
-})  # fmt: skip
-
-
 # Every number that a command takes has a range, which its help tells and its parser keeps.
 
 
@@ -182,3 +177,139 @@ def test_no_flag_takes_a_number_outside_its_range(name):
         assert signed == ("(-inf" in flag.parser.syntactic_help), flag.name
         if isinstance(flag.value, list):
             assert accepted(flag, "1,nan") is None
+
+
+# Any flags give the requested plans, or an error that names one of them.
+
+WHOLE = st.one_of(st.integers(-1, 12), st.sampled_from([40, 2000, 10**12, -(10**9)]))
+REAL = st.one_of(
+    st.floats(0, 2), st.floats(), st.sampled_from([0.0, -1.0, 1.0, 1e-300, 1e300, np.inf, np.nan])
+)
+ANY = {
+    "workers": WHOLE, "units_per_step": WHOLE, "unit_size": WHOLE, "num_train": WHOLE,
+    "total_steps": WHOLE, "epochs": st.integers(-1, 30), "warmup_steps": WHOLE,
+    "h_base": WHOLE, "echo_factor": WHOLE, "horizon": WHOLE,
+    "evaluations": WHOLE, "evaluate_every": WHOLE, "bound_every": WHOLE, "seed": WHOLE,
+    "growth": REAL, "floor": REAL, "decay_every": REAL, "decay_factor": REAL, "momentum": REAL,
+    "weight_decay": REAL, "learning_rate": REAL,
+    **{kind: st.sampled_from([*table, *each(kind), "cats"]) for kind, table in TABLES.items()},
+    **{flag: WHOLE if isinstance(option.words, str) else st.sampled_from([*option.words, "cats"])
+       for flag, option in OPTIONS.items()},
+    "ema_epochs": REAL, "average": st.sampled_from(["epoch", "ema,epoch", "", "cats"]),
+    "schedule": st.sampled_from(["constant", "cosine", "linear", "step", "cats"]),
+    "task": st.sampled_from(["digits", "digits_cosine", "digits_mlp", "hmda", "cats"]),
+}  # fmt: skip
+
+
+def decided(arguments):
+    """What `train` decides before anything is compiled: sizes, plans, evaluations, segments."""
+    values = parsed(train, "--dry_run", *arguments)
+    task, recipe = flags.setting_from_flags(values)
+    rates = recipe.learning_rates
+    rate = rates[0] if values.learning_rate is None else values.learning_rate
+    recipe = recipe._replace(learning_rates=(rate,))
+    check_recipe(recipe)
+    arm = arm_from_flags(values)
+    sizes = config.sizes_of(task, recipe, deals=arm.rows[0].deals)
+    plans = plans_of(task, recipe, arm, rate=rate, seed=values.seed)
+    plans.check()
+    return sizes, plans, measure.evaluation_steps(recipe, sizes, plans.total_steps)
+
+
+# What little data are called.
+ALSO = dict.fromkeys(("num_train", "unit_size"), ("training_set",))
+
+
+def names(message, name):
+    """Whether a message names a flag, or the field or argument that it sets."""
+    plain = re.sub(r"[\s-]+", "_", message.lower())
+    return any(said in plain for said in (name, name.removesuffix("s"), *ALSO.get(name, ())))
+
+
+@settings(max_examples=times(60))
+@given(
+    st.dictionaries(st.sampled_from([*ANY]), st.none(), min_size=1, max_size=6).flatmap(
+        lambda chosen: st.fixed_dictionaries({name: ANY[name] for name in chosen})
+    )
+)
+def test_any_flags_give_plans_or_an_error_that_names_one_of_them(chosen):
+    arguments = [f"--{name}={value}" for name, value in chosen.items()]
+    try:
+        sizes, plans, evaluated = decided(arguments)
+    except (ValueError, absl_flags.Error) as error:
+        assert any(names(str(error), name) for name in chosen), (arguments, str(error))
+        return
+    total = plans.total_steps
+    assert sizes.workers >= 1 and 1 <= sizes.units_per_step <= sizes.num_units
+    assert plans.rates.shape == (total,) and np.isfinite(plans.rates).all()
+    assert evaluated[-1] == total and 0 <= evaluated[0] and len(set(evaluated)) == len(evaluated)
+    if not plans.echo.online:
+        ends = timeline.timeline(plans, sizes).ends
+        assert ends[-1] == total and (np.diff(ends, prepend=0) > 0).all()
+
+
+# Flags that would change nothing are refused, and told who uses them.
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_forecast(monkeypatch):
+    for module in (search, one_run):
+        monkeypatch.setattr(module, "dry_run", lambda *args: "")
+
+
+def run(name, *arguments):
+    """What `python -m experiments.NAME` does once its flags are parsed."""
+    module = importlib.import_module(f"experiments.{name}")
+    values = parsed(module, *arguments)
+    if hasattr(module, "STUDY"):
+        return search.run(module.STUDY, values)
+    return (getattr(module, "run", None) if name in ("train", "advise") else module.main)(values)
+
+
+UNUSED = {
+    "train --sync=parallel --h_base=9": "--h_base is 9 and changes nothing: it is for --sync=const",
+    "train --sync=constant --growth=3": "--growth is 3.0 and changes nothing: it is for --sync=qsr",
+    "train --echo_factor=3": "--echo_factor is 3 .* it is for --echo=fixed",
+    "train --echo=diffusion --horizon=3": "--horizon is 3 .* it is for --p. Leave it out",
+    "train --schedule=constant --floor=0.1": "--floor is 0.1 .* --schedule=cosine and linear",
+    "train --decay_every=3": "--decay_every is 3.0 .* --schedule=step",
+    "train --decay_factor=0.3": "--decay_factor is 0.3 .* --schedule=step",
+    "train --deal=dealt --bound_every=3": "--bound_every is 3 .* orders of each worker's own",
+    "train --average=epoch --ema_epochs=2": "--ema_epochs is .2.0. .* it is for --average=ema",
+    "train --target=0.9": "--target is 0.9 .* for echoing and combined",
+    "train --metric=loss": "--metric is loss .* for echoing and combined --target",
+    "train --learning_rate=1 --learning_rates=1,2": "--learning_rate is 1.0 and --learning_rates",
+    "train --epochs=2 --total_steps=9": "--total_steps is 9 and --epochs is 2: pass only one",
+    "train --evaluations=2 --evaluate_every=9": "--evaluate_every is 9 and --evaluations is 2",
+    "cd_grab --h_base=9": "--h_base is 9 and changes nothing",
+    "cd_grab --long --task=hmda": "--long is for --task=digits",
+    "qsr --target=0.9": "--target is 0.9 and changes nothing",
+    "echoing --echo_factor=3": "--echo_factor is 3 and changes nothing",
+    "combined --arms=rr --order=id_pair": "--order is id_pair and is a level of no --arms",
+    "cd_grab --arms=rr,qr": "--arms has 'qr'",
+    "echoing --task=digits": "has no target",
+    "combined --order=rr": "that is the first level",
+    "combined --echo=measured": "--echo is measured",
+    "forecast --arms=qsr,often": "--arms has .'often'",
+    "herding --num_vectors=3": "--workers has 100, and --num_vectors is 3: each worker needs two",
+}
+# A dry run stands for the command without it; --data_dir and what a folder is for are accepted.
+DRY = ("train", "cd_grab", "qsr", "echoing", "combined")
+GIVEN = {f"{c} --dry_run" if c.split()[0] in DRY else c: told for c, told in UNUSED.items()}
+for flag in ("--gigabits=3", "--device_teraflops=3", "--nocompile"):
+    GIVEN[f"train {flag}"] = "changes nothing: it is for --dry_run"
+test_a_flag_that_changes_nothing_is_refused = refuses({
+    command: (functools.partial(run, *command.split()), told) for command, told in GIVEN.items()
+})  # fmt: skip
+
+
+@pytest.mark.parametrize("command", [
+    "cd_grab --arms=rr+constant --h_base=9", "qsr --arms=parallel --growth=3", "qsr --floor=0.001",
+    "qsr --schedule=step --floor=0.1 --decay_every=3", "qsr --epochs=2 --total_steps=200",
+    "cd_grab --task=hmda --data_dir=DIR", "train --sync=parallel --h_base=4 --bound_every=0",
+    "combined --arms=rr+constant", "combined --target=0.1 --metric=loss", "train --h_base=9",
+    "train --average=ema --ema_epochs=2",
+    "train --output_dir=x --track=wandb --checkpoint_every=3 --overwrite",
+])  # fmt: skip
+def test_what_a_preset_may_give_and_another_flag_override_is_accepted(command):
+    run(*command.split(), "--dry_run")
