@@ -145,7 +145,7 @@ def parameters_table(gradients, scale):
 def main(argv):
     del argv
     values = flags.FLAGS
-    task = wikitext.load(values.data_dir, values.model, corpus="wikitext2_small")
+    task = wikitext.load("wikitext2_small", values.data_dir, values.model)
     units = len(task.train["x"]) // WORKERS
     data = {name: jnp.asarray(x[: WORKERS * units]) for name, x in task.train.items()}
     params, state = trained(task.model, data, units, values.epochs)

@@ -32,6 +32,13 @@ TWO_DEVICES = ["--workers=2", "--run=mesh"]
 LAUNCH_TWO = ["experiments.launch", "--processes=2", "--"]
 
 
+def start_two(module, *arguments, folder=ROOT, **options):
+    """The exit code of two processes that run a module of the tests, or one of `folder`."""
+    own = environment() | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-m", *LAUNCH_TWO, module, *arguments]
+    return subprocess.call(command, env=own, cwd=folder, **options)
+
+
 def flags_of(module):
     """All flags of a command, unparsed."""
     values = absl_flags.FlagValues()

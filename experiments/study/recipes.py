@@ -83,6 +83,9 @@ RECIPES = {
         COSINE._replace(units_per_step=16, learning_rates=(0.05, 0.1, 0.2, 0.4, 0.8)),
     ),
     "mnist_mlp": Setting("mnist", {"model": "mlp"}, COSINE),
+    "cifar10_small": Setting(  # to compare orders on a CPU in minutes
+        "cifar10", {"model": "lenet", "size": 32, "num_train": 4_096, "num_test": 2_000}
+    ),
     "cifar10_resnet8": Setting(
         "cifar10", {"model": "resnet8", "num_test": 8_000, **SMALL_CIFAR},
         COSINE._replace(

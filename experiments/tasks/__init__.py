@@ -12,7 +12,6 @@ from experiments.tasks.base import Recipe, Task
 
 TASKS = {
     "cifar10": functools.partial(images.cifar, images.CIFAR10),
-    "cifar10_small": images.cifar10_small,
     "cifar100": functools.partial(images.cifar, images.CIFAR100),
     "digits": images.digits,
     "hmda": tabular.hmda,
@@ -21,9 +20,9 @@ TASKS = {
     "mnist": images.mnist,
     "sst2": text.sst2,
     "tinyshakespeare": text.tinyshakespeare,
-    "wikitext103": functools.partial(wikitext.load, corpus="wikitext103"),
-    "wikitext2": functools.partial(wikitext.load, corpus="wikitext2"),
-    "wikitext2_small": functools.partial(wikitext.load, corpus="wikitext2_small"),
+    "wikitext103": functools.partial(wikitext.load, "wikitext103"),
+    "wikitext2": functools.partial(wikitext.load, "wikitext2"),
+    "wikitext2_small": functools.partial(wikitext.load, "wikitext2_small"),
 }
 
 __all__ = ["TASKS", "Recipe", "Task"]

@@ -231,21 +231,6 @@ def cifar(
     return Task(images.name, built, train, test, choice.recipe)
 
 
-def cifar10_small(
-    data_dir: str | None = None,
-    model: str = "lenet",
-    *,
-    abstract: bool = False,
-    size: int = SIDE,
-    num_train: int = 4_096,
-    num_test: int = 2_000,
-) -> Task:
-    """4,096 training images of CIFAR-10, to compare orders on a CPU in minutes."""
-    numbers = {"num_train": num_train, "num_test": num_test}
-    task = cifar(CIFAR10, data_dir, model, abstract=abstract, size=size, **numbers)
-    return task._replace(name="cifar10_small")
-
-
 def read(images: Images, examples, number: int, size: int, *, name: str = "number") -> dict:
     """A seeded subset as {"x": float32[number, size, size, 3], "y": int32[number]}."""
     chosen = subset(examples, number, name=name)

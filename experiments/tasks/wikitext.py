@@ -99,10 +99,10 @@ BPE_WORDS = 50_257  # GPT-2's own tokens, as in the paper for WikiText-103
 
 
 def load(
+    corpus: str,
     data_dir: str | None = None,
     model: str = "lstm",
     *,
-    corpus: str = "wikitext2",
     length: int | None = None,
     abstract: bool = False,
 ) -> Task:
@@ -121,13 +121,11 @@ def load(
     Args:
       data_dir: folder of train.txt, valid.txt and test.txt; or of wiki.train.tokens and so on, as
         in the published archive; or of train.npy and test.npy, which "wikitext2_small" ignores.
-      model, corpus: of `CORPORA`, with the sizes of `PUBLISHED` or `SMALL`.
+      corpus: of `CORPORA`; model: one of its sizes.
       length: L >= 1, tokens of a window, instead of the model's.
       abstract: of the whole published text; of GPT-2 on "wikitext103" with the paper's byte pairs,
         though its number of windows is still counted in words, an assumption.
     """
-    if corpus not in CORPORA:
-        raise UserError(f"corpus is {corpus!r}: pass one of {sorted(CORPORA)}.")
     chosen = CORPORA[corpus]
     check_model(corpus, model, chosen.sizes)
     size, recut = chosen.sizes[model], None

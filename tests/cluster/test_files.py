@@ -126,13 +126,13 @@ slowly = [p if p in OFTEN else pytest.param(p, marks=pytest.mark.slow) for p in 
 
 
 @pytest.mark.parametrize("what", slowly)
-def test_a_run_continues_once_there_is_room(tmp_path, monkeypatch, whole, what):
+def test_a_run_continues_once_there_is_room(tmp_path, monkeypatch, finished, what):
     with monkeypatch.context() as patch:
         refusing(patch, *WRITES[what], errno.ENOSPC)
         with pytest.raises(OSError, match=rf"'{tmp_path}.*' cannot be used .*: make room"):
             train_run(SAVED, tmp_path)
     train_run(SAVED, tmp_path)
-    assert records(tmp_path) == whole
+    assert records(tmp_path) == records(finished)
 
 
 FULL_FOR_ONE = """
@@ -163,7 +163,7 @@ def test_a_disk_that_is_full_for_one_process_is_told_once_and_ends_all(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["checkpoints", pytest.param("", marks=pytest.mark.slow)])
-def test_what_is_in_the_place_of_a_folder_is_named(tmp_path, whole, name):
+def test_what_is_in_the_place_of_a_folder_is_named(tmp_path, finished, name):
     folder = tmp_path / "run"
     path = folder / name
     path.parent.mkdir(exist_ok=True)
@@ -172,4 +172,4 @@ def test_what_is_in_the_place_of_a_folder_is_named(tmp_path, whole, name):
         train_run([*SAVED, "--overwrite"], folder)
     path.unlink()
     train_run(SAVED, folder)
-    assert records(folder) == whole
+    assert records(folder) == records(finished)

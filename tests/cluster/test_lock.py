@@ -92,7 +92,7 @@ def noted(monkeypatch, act):
     "act,told,every", [(deleted, "is gone", 7), (taken, "belongs to .* on elsewhere", 0)]
 )
 def test_a_run_whose_lock_is_lost_writes_nothing_more(
-    tmp_path, monkeypatch, whole, act, told, every
+    tmp_path, monkeypatch, finished, act, told, every
 ):
     """No checkpoint where one comes first, and no record; the next run ends as any other."""
     path, command = tmp_path / lock.NAME, [*SHORT, f"--checkpoint_every={every}"]
@@ -101,11 +101,11 @@ def test_a_run_whose_lock_is_lost_writes_nothing_more(
         with pytest.raises(OSError, match=f"lock.json', the lock of this run, {told}.* ends here"):
             train_run(command, tmp_path)
     assert checkpoint.steps_of(tmp_path / "checkpoints") == [7] * bool(every)
-    assert records(tmp_path) == whole[:2]
+    assert records(tmp_path) == records(finished)[:2]
     assert path.exists() == (act is taken), "another run's lock stays"
     path.unlink(missing_ok=True)
     train_run(command, tmp_path)
-    assert records(tmp_path) == whole
+    assert records(tmp_path) == records(finished)
 
 
 def test_one_of_many_concurrent_runs_gets_the_folder(tmp_path, capsys):

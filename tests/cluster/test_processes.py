@@ -14,8 +14,7 @@ import experiments.study.flags
 from experiments.cluster import processes
 from experiments.cluster.devices import worker_mesh
 from tests import pair
-from tests.commands import environment
-from tests.two_processes import start_two
+from tests.commands import environment, start_two
 
 
 @pytest.fixture(scope="module")

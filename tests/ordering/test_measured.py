@@ -12,9 +12,9 @@ from ordering import echo, input
 from ordering.echo import echo_batches, measured, stream
 from syncopate.unstable import multihost_utils
 from tests import reference
+from tests.commands import start_two
 from tests.echo_source import Source, assert_same, batch
 from tests.refused import refuses
-from tests.two_processes import start_two
 from tests.waiting import wait_for
 
 

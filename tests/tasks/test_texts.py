@@ -156,7 +156,6 @@ def test_slowrun_trains_on_windows_that_are_cut_anew(words, tmp_path, monkeypatc
 
 REFUSED = {  # {message: (task, keywords of its loader)}
     r"\['gpt2', 'gpt2_small', 'lstm', 'slowrun'\]": ("wikitext2", {"model": "vit"}),
-    "'enwik8': pass one of .*wikitext103": ("wikitext2", {"corpus": "enwik8"}),
     "length is 0": ("wikitext2", {"length": 0}),
     "has 8 tokens": ("wikitext2", {"length": 8}),
     r"models \['gpt2'\]": ("tinyshakespeare", {"model": "vit"}),
