@@ -27,14 +27,13 @@ def shuffled(records, seeds):
     return [records[i] for i in sorted(range(len(records)), key=lambda i: (numbers[i], i))]
 
 
-def window_of(units, own, *, batch_size, seed, epoch, shuffle=True):
+def window_of(units, own, *, batch_size, seed, epoch):
     """The batches [T][b] of a worker's window: a record and the place of its unit, or (None, -1).
 
     The largest unit of all decides how many batches there are.
     """
     found = [(record, place) for place, unit in enumerate(own) for record in units[unit]]
-    if shuffle:
-        found = shuffled(found, (seed, epoch, own[0]))
+    found = shuffled(found, (seed, epoch, own[0]))
     count = -(-len(own) * max(map(len, units)) // batch_size)
     found += [(None, -1)] * (count * batch_size - len(found))
     return [found[t * batch_size : (t + 1) * batch_size] for t in range(count)]

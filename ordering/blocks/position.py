@@ -45,15 +45,11 @@ def checked(
             f"{len(digests)}: pass the same files in the same sequence."
         )
     for part, saved, given in zip(blocks.parts, files, digests, strict=True):
-        if saved[0] != given[0]:
-            raise ValueError(
-                f"{part.name} has {given[0]} records, and had {saved[0]} when the position was "
-                "saved: restore the file."
-            )
         if (saved != given).any():
             raise ValueError(
-                f"{part.name} is not the file with which the position was saved: its bytes differ. "
-                "Restore the file, or begin anew without a position."
+                f"{part.name} is not the file with which the position was saved: it has {given[0]} "
+                f"records, and had {saved[0]}, or its bytes differ. Restore the file, or begin "
+                "anew without a position."
             )
     if not 0 <= found["step"] < steps or found["epoch"] < 0:
         raise ValueError(
@@ -153,8 +149,6 @@ def resize(
             f"fresh is a {type(fresh).__name__} and the position's orders are a "
             f"{type(state).__name__}: pass the first state of all new workers of the same order."
         )
-    if not isinstance(order, Ordering):
-        raise ValueError(f"order is {order!r}: pass the Ordering of which fresh is a state.")
     old, new = len(state.current), len(fresh.current)
     unit_size, window, batch_size, step = (
         int(position[name]) for name in ("unit_size", "window", "batch_size", "step")

@@ -69,7 +69,6 @@ def read_blocks(
     batch_size: int,
     seed: int = 0,
     dealt: bool = True,
-    shuffle: bool = True,
     num_epochs: int | None = None,
     position: dict[str, Any] | None = None,
     readers: int | Callable[[Windows], Iterable] = 4,
@@ -92,7 +91,6 @@ def read_blocks(
       seed: >= 0, for the shuffles within windows.
       dealt: whether the order names blocks of all workers, as `dealt` and `dealt_reshuffling` do
         and the order of a single worker; False for fixed shards.
-      shuffle: whether records of a window are shuffled.
       num_epochs: number of epochs; None for no end.
       position: where to go on, as `BlockEpochs.position` gave it; the beginning if None.
       readers: >= 1, threads that read blocks; or a function `windows -> iterable of windows`, which
@@ -130,7 +128,7 @@ def read_blocks(
         current = np.asarray(state.current)
     num_units = current.shape[-1]
     settings: dict[str, Any] = {"window": window, "batch_size": batch_size, "seed": seed}
-    words = settings | {"shuffle": shuffle, "dealt": dealt, "num_units": num_units}
+    words = settings | {"dealt": dealt, "num_units": num_units}
     whole = windows(blocks, current, epoch=0, **words)  # refuses wrong sizes
     window, batch_size = whole.window, whole.batch_size
     batches, last = (num_batches(blocks, n, batch_size) for n in (window, num_units % window))

@@ -103,12 +103,6 @@ def _kind(records):
     return f"{structure}"[10:-1], tuple((f"{x.dtype}", x.shape[1:]) for x in leaves)
 
 
-def check_blocks(blocks: Any) -> None:
-    """Raises ValueError unless these are blocks."""
-    if not isinstance(blocks, Blocks):
-        raise ValueError(f"blocks is a {type(blocks).__name__}: pass what split returns.")
-
-
 def _take(records, places):
     if isinstance(records, list):
         return [records[i] for i in places.tolist()]

@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Int, PyTree
 
-from ordering.blocks.split import Blocks, check_blocks
+from ordering.blocks.split import Blocks
 from ordering.input.loader import check_batches
 from ordering.input.sources import never_ends, step_indices
 from syncopate import plans
@@ -32,7 +32,7 @@ class Windows(Sequence):
 
     def __init__(self, blocks: Blocks, units: np.ndarray, sizes: tuple, seeds: tuple, axes: tuple):
         self._blocks, self._units, self._seeds, self._axes = blocks, units, seeds, axes
-        self.window, self.batch_size, self._shuffle = sizes
+        self.window, self.batch_size = sizes
 
     def __len__(self) -> int:
         return -(-self._units.shape[1] // self.window)
@@ -85,8 +85,6 @@ class Windows(Sequence):
 
     def _shuffled(self, to: np.ndarray, unit: int) -> np.ndarray:
         """Where the records of blocks that were read one after the other belong."""
-        if not self._shuffle:
-            return to
         found = np.empty_like(to)
         found[permutation((*self._seeds, unit), len(to))] = to
         return found
@@ -148,11 +146,12 @@ def permutation(seeds: tuple[int, ...], size: int) -> Int[np.ndarray, "n"]:
 
 def windows(
     blocks: Blocks, orders: Int[ArrayLike, "*W M"], *, window: int, batch_size: int, epoch: int,
-    seed: int, num_units: int, dealt: bool, shuffle: bool,
+    seed: int, num_units: int, dealt: bool,
 ) -> Windows:  # fmt: skip
     """One epoch of blocks in the sequence of their orders, or of slices of them that start at a
     window; the arguments are as of `read_blocks`, which hands their errors on."""
-    check_blocks(blocks)
+    if not isinstance(blocks, Blocks):
+        raise ValueError(f"blocks is a {type(blocks).__name__}: pass what split returns.")
     batch_size = plans.check_whole("batch_size", batch_size, 1)
     seed = plans.check_whole("seed", seed, 0, 2**63 - 1)  # a position holds it in 64 bits
     window = plans.check_whole("window", window, 1, num_units)
@@ -168,7 +167,7 @@ def windows(
         )
     axes = (workers, batch_size) if np.ndim(orders) == 2 else (batch_size,)
     units = indices.reshape(-1, workers).T
-    return Windows(blocks, units, (window, batch_size, shuffle), (seed, epoch), axes)
+    return Windows(blocks, units, (window, batch_size), (seed, epoch), axes)
 
 
 def batches_of(loaded: Iterable, first_batch: int) -> Iterator[tuple[PyTree, Any]]:

@@ -287,12 +287,3 @@ def measured(
             "...] of the run's first steps, a list of bools that begins with True."
         )
     return Measured(int(total_steps), at_least, int(max_factor), known.astype(bool))
-
-
-def check_policy(policy: object) -> None:
-    """Raises ValueError unless it is an echo plan or policy."""
-    if isinstance(policy, type) or not hasattr(policy, "decide"):
-        raise ValueError(
-            f"policy is a {type(policy).__name__}: make an EchoPlan, such as "
-            "ordering.echo.fixed(4, total_steps=T), or ordering.echo.measured(...)."
-        )

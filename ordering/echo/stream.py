@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from ordering.echo.plans import EchoPlan, Measured, check_policy
+from ordering.echo.plans import EchoPlan, Measured
 from ordering.input.loader import LoadError, check_batches, on_device, said
 from syncopate import plans
 from syncopate.unstable import multihost_utils
@@ -80,7 +80,11 @@ def echo_batches(
       Choi, Passos, Shallue, Dahl, Faster Neural Network Training with Data Echoing, 2019,
       https://arxiv.org/abs/1907.05550
     """
-    check_policy(policy)
+    if not isinstance(policy, EchoPlan | Measured):
+        raise ValueError(
+            f"policy is a {type(policy).__name__}: make an EchoPlan, such as "
+            "ordering.echo.fixed(4, total_steps=T), or ordering.echo.measured(...)."
+        )
     check_batches("loads", loads)
     if policy.online and not hasattr(loads, "ready"):
         raise ValueError("measured asks whether a batch is ready: pass loads=load_ahead(...).")

@@ -216,18 +216,9 @@ def on_device(batch: PyTree, sharding: PyTree = None) -> PyTree[jax.Array]:
 
 
 def representable(batch: PyTree) -> PyTree:
-    """The batch in the types that JAX has, with the same values.
+    """The batch in the types that it has on the device; ValueError where those do not hold it.
 
     JAX would cut integers to 32 bits while its x64 mode is off, and make large floats infinite.
-
-    Args:
-      batch: a tree of arrays and numbers. JAX arrays are left as they are.
-
-    Returns:
-      The tree, whose arrays have the types that they will have on the device.
-
-    Raises:
-      ValueError: for a value that the type does not hold, and for what is no array of numbers.
     """
     return jax.tree_util.tree_map_with_path(_representable, batch)
 

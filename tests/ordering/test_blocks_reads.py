@@ -33,7 +33,7 @@ def cases(draw, workers=(None, 1, 2, 3, 4), dealt=(True, False), epochs=2):
     orders = np.stack(orders) if workers else np.stack(orders)[:, 0]
     options = {
         "window": draw(st.integers(1, own)), "batch_size": draw(st.integers(1, 7)),
-        "seed": draw(st.integers(0, 3)), "dealt": dealt, "shuffle": draw(st.booleans()),
+        "seed": draw(st.integers(0, 3)), "dealt": dealt,
     }  # fmt: skip
     return Case(sizes, unit_size, kept, orders, draw(st.integers(0, own)), options)
 

@@ -18,7 +18,7 @@ BLOCKS = ordering.blocks.split(
 UNITS = reference_blocks.blocks_of(SIZES, UNIT_SIZE, WORKERS)
 ORDERS = np.random.default_rng(0).permutation(16).reshape(4, 4)
 SIZES_OF = {"window": 3, "batch_size": 2, "epoch": 5, "seed": 7}
-SETTINGS = SIZES_OF | {"num_units": 4, "dealt": True, "shuffle": True}
+SETTINGS = SIZES_OF | {"num_units": 4, "dealt": True}
 EXPECTED = reference_blocks.epoch_of(UNITS, ORDERS.tolist(), **SIZES_OF)
 EPOCH = windows(BLOCKS, ORDERS, **SETTINGS)
 
@@ -65,7 +65,7 @@ def test_a_slice_of_orders_gives_the_rest_of_the_windows(workers, window, batch_
     }
     expected = reference_blocks.epoch_of(units, orders.tolist(), **options)
     first = data.draw(st.integers(0, -(-orders.shape[1] // options["window"]) - 1))
-    options |= {"num_units": orders.shape[1], "dealt": True, "shuffle": True}
+    options |= {"num_units": orders.shape[1], "dealt": True}
     slice_ = windows(blocks, orders[:, first * options["window"] :], **options)
     batches = -(-options["window"] * UNIT_SIZE // batch_size)
     assert [as_lists(batch) for batch in batches_of(slice_, 0)] == expected[first * batches :]
