@@ -60,7 +60,7 @@ CALLS = {
     "bernoulli": call(echo.bernoulli, p=0.5, total_steps=T, key=KEY),
     "error_diffusion": call(echo.error_diffusion, p=0.5, total_steps=T),
     "measured": call(
-        lambda **args: echo.measured(**args)[1:], max_factor=2, floor=0.5, total_steps=T,
+        lambda **args: echo.measured(**args)[1:], max_factor=2, total_steps=T,
         decided=Arg(DECIDED, [None, np.ones(T + 1, bool), *NOT_FRESH])),
     "echo_batches": call(
         echoed, policy=Arg(PLAN, [*POLICIES, echo.measured(total_steps=T, max_factor=2)]),

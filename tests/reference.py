@@ -278,19 +278,16 @@ def loads_used(fresh):
     return used
 
 
-def load_if_ready(ready, max_factor, floor):
+def load_if_ready(ready, max_factor):
     """The steps that load, and those that had to ask; ready[t] is the answer in step t."""
-    due = error_diffusion(floor)
-    fresh, asked, loads, uses = [], [], 0, 0
-    for t in range(len(floor)):
-        if t == 0 or uses == max_factor or loads < sum(due[: t + 1]):
+    fresh, asked, uses = [], [], 0
+    for t in range(len(ready)):
+        if t == 0 or uses == max_factor:
             load = True
         else:
             asked.append(t)
             load = ready[t]
-        if load:
-            loads, uses = loads + 1, 0
-        uses += 1
+        uses = 1 if load else uses + 1
         fresh.append(load)
     return fresh, asked
 

@@ -175,9 +175,7 @@ def _online(program, plans, at, stops, pace, ready) -> Iterator[Segment]:
 
     for step in range(at.step, plans.total_steps):
         uses = step - last_load
-        fresh = plans.echo.decide(
-            step, loads=loads, uses=uses, ready=lambda: ready_everywhere(ready())
-        )
+        fresh = plans.echo.decide(step, uses=uses, ready=lambda: ready_everywhere(ready()))
         if fresh and loads:  # the sync and epoch end after the previous batch, which ends now
             by_loads, ended = plans.sync is None, loads % sizes.loads_per_epoch == 0
             if by_loads or ended:

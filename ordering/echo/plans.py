@@ -216,7 +216,6 @@ class Measured(NamedTuple):
     """A policy whose decisions depend on time; see `measured`."""
 
     total_steps: int
-    at_least: np.ndarray  # int64[T], loads that the floor demands up to and including each step
     max_factor: int
     decided: np.ndarray  # bool[k], the decisions of an earlier part of the run
 
@@ -227,25 +226,19 @@ class Measured(NamedTuple):
         """The decisions that were given; without any, that the first step loads."""
         return EchoPlan(self.decided if len(self.decided) else np.ones(1, bool), "measured")
 
-    def decide(self, step: int, *, loads: int, uses: int, ready: Callable[[], bool]) -> bool:
-        """Whether a step loads, after so many loads and uses of the last; may call `ready`."""
+    def decide(self, step: int, *, uses: int, ready: Callable[[], bool]) -> bool:
+        """Whether a step loads, after so many uses of the last load; may call `ready`."""
         if step < len(self.decided):
             return bool(self.decided[step])
-        forced = step == 0 or uses >= self.max_factor or loads < self.at_least[step]
-        return bool(forced or ready())
+        return bool(step == 0 or uses >= self.max_factor or ready())
 
 
 def measured(
-    *,
-    total_steps: int,
-    max_factor: int,
-    floor: optax.Schedule | float | np.ndarray | None = None,
-    decided: Bool[ArrayLike, "k"] | Sequence[bool] = (),
+    *, total_steps: int, max_factor: int, decided: Bool[ArrayLike, "k"] | Sequence[bool] = ()
 ) -> Measured:
     """Loads when a batch is ready, and uses the last one again otherwise.
 
-    fresh_t = ready_t, or uses of the batch = e_max, or loads < sum of floor over the steps 0 .. t
-    (as `error_diffusion` counts it); in the last two cases the step waits for its batch.
+    fresh_t = ready_t, or uses of the batch = e_max, where the step waits for its batch.
 
     It needs no p, and does not stall if loading times vary. Record its decisions,
     `[use.fresh for use in ...]`: an `EchoPlan` of them replays the run exactly.
@@ -253,8 +246,6 @@ def measured(
     Args:
       total_steps: T in 1 .. 10^7.
       max_factor: e_max >= 1, the most uses of a batch.
-      floor: the fewest loads per step, in (0, 1]: a number, a schedule, or float[T]; None for
-        1 / e_max, which the cap implies.
       decided: bool[k], the decisions of the first k steps, of a run that resumes.
 
     Returns:
@@ -275,10 +266,6 @@ def measured(
     """
     plans.check_total_steps(total_steps)
     plans.check_whole("max_factor", max_factor, 1)
-    floor = (
-        1 / max_factor if floor is None else schedules.probabilities(floor, total_steps, "floor")
-    )
-    at_least = np.cumsum(error_diffusion(floor, total_steps=total_steps).fresh)
     known, kind = plans.as_array(decided)
     is_list = known.ndim == 1 and (not len(known) or (known.dtype == bool and known[0]))
     if not is_list or len(known) > total_steps:
@@ -286,4 +273,4 @@ def measured(
             f"decided is {kind}, and the run has {total_steps} steps: pass [use.fresh for use in "
             "...] of the run's first steps, a list of bools that begins with True."
         )
-    return Measured(int(total_steps), at_least, int(max_factor), known.astype(bool))
+    return Measured(int(total_steps), int(max_factor), known.astype(bool))

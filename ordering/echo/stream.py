@@ -115,9 +115,8 @@ class _Stream(Iterator):
         if step == policy.total_steps:
             raise StopIteration
         fresh = policy.decide(
-            step, loads=self._count, uses=self._uses,
-            ready=lambda: ready_everywhere(self._loads.ready()),
-        )  # fmt: skip
+            step, uses=self._uses, ready=lambda: ready_everywhere(self._loads.ready())
+        )
         if fresh:
             self._batch = self._fetch(self._count, may_end=self._stop_with_loads)
             self._count, self._uses = self._count + 1, 0

@@ -1,7 +1,5 @@
 """The measured policy: decisions that depend on time, and runs that repeat them."""
 
-from fractions import Fraction
-
 import jax
 import numpy as np
 import pytest
@@ -43,19 +41,9 @@ class Scripted(Source):
 def test_measured_decides_like_the_reference(data):
     total_steps, max_factor = data.draw(st.integers(1, 30)), data.draw(st.integers(1, 5))
     answers = data.draw(st.lists(st.booleans(), min_size=total_steps, max_size=total_steps))
-    kind = data.draw(st.sampled_from(["none", "number", "array"]))
-    twelfths = st.integers(1, 12)
-    if kind == "none":
-        floor, exact = None, [Fraction(1, max_factor)] * total_steps
-    elif kind == "number":
-        n = data.draw(twelfths)
-        floor, exact = n / 12, [Fraction(n, 12)] * total_steps
-    else:
-        numbers = data.draw(st.lists(twelfths, min_size=total_steps, max_size=total_steps))
-        floor, exact = np.array(numbers) / 12, [Fraction(n, 12) for n in numbers]
-    fresh, asked = reference.load_if_ready(answers, max_factor, exact)
+    fresh, asked = reference.load_if_ready(answers, max_factor)
     loader = Scripted(answers)
-    uses = loader.run(measured(total_steps=total_steps, max_factor=max_factor, floor=floor))
+    uses = loader.run(measured(total_steps=total_steps, max_factor=max_factor))
     assert [use.fresh for use in uses] == fresh
     assert loader.asked_in == asked  # only if the decision depends on it
     plan = echo.EchoPlan(fresh)
@@ -87,8 +75,8 @@ def test_measured_resumes_at_any_step():
 def test_a_step_loads_only_if_all_processes_are_ready(monkeypatch):
     other = [t % 3 != 0 for t in range(24)]
     both = [a and b for a, b in zip(ANSWERS, other, strict=True)]
-    fresh, asked = reference.load_if_ready(both, 4, [Fraction(1, 4)] * 24)
-    assert fresh != reference.load_if_ready(ANSWERS, 4, [Fraction(1, 4)] * 24)[0]
+    fresh, asked = reference.load_if_ready(both, 4)
+    assert fresh != reference.load_if_ready(ANSWERS, 4)[0]
     loader, heard = Scripted(ANSWERS), []
 
     def agree(ready):

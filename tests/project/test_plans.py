@@ -185,11 +185,11 @@ def test_plans_and_the_measured_policy_decide_through_one_method(data):
     fresh = [True, *data.draw(st.lists(st.booleans(), min_size=total_steps - 1,
                                        max_size=total_steps - 1))]  # fmt: skip
     plan = EchoPlan(fresh)
-    policy = echo.measured(total_steps=total_steps, max_factor=99, floor=1e-3, decided=fresh)
+    policy = echo.measured(total_steps=total_steps, max_factor=99, decided=fresh)
     assert (plan.online, policy.online) == (False, True)
     assert plan.total_steps == policy.total_steps and plan.known == policy.known == plan
     for step in range(total_steps):  # decided already: `ready` is not needed
-        asked = dict(loads=sum(fresh[:step]), uses=1, ready=None)
+        asked = dict(uses=1, ready=None)
         assert plan.decide(step, **asked) is policy.decide(step, **asked) is fresh[step]
     with pytest.raises(ValueError, match="policy is a SyncPlan: make an EchoPlan"):
         echo.echo_batches([], local_opt.constant(1, total_steps=3))
