@@ -94,9 +94,29 @@ class Docstrings(griffe.Extension):
             obj.docstring.value = shown(obj.docstring.value)
 
 
+SECTION = re.compile(r"^(?:Args|Attributes|Example|Fields|Raises|References|Returns):", re.M)
+SIGNS = {  # of an equation, as help() shows it: as a page does
+    r"\bx_bar\b": "x̄", r"\bsum(?=_)": "Σ", r"<-": "←", r"<=": "≤", r">=": "≥",
+    r"_\{([^}]*)\}": r"<sub>\1</sub>",
+    r"(?<=[\w)|])\^(\w+|\([^)]*\))": r"<sup>\1</sup>",
+    r"\b(\w|Σ|max|eta|fresh|ready|order|loss|lr)_(\w+|\([^)]*\))": r"\1<sub>\2</sub>",
+    r"\balpha\b": "α", r"\beta\b": "η", r"\bgamma\b": "γ", r"\bmu\b": "μ",
+}  # fmt: skip
+
+
+def equations(text: str) -> str:
+    """With subscripts, powers and signs, except in code."""
+    parts = re.split(r"(`[^`]*`|^ {4}.*$)", text, flags=re.M)
+    for plain, sign in SIGNS.items():
+        parts[::2] = [re.sub(plain, sign, part) for part in parts[::2]]
+    return "".join(parts)
+
+
 def shown(docstring: str) -> str:
-    """With links, products in brackets that are no tags, and no type before Returns' colons."""
+    """With equations, links, brackets that are no tags, and no type before Returns' colons."""
     docstring = re.sub(r"<([^\s=<>-][^<>]{0,30}[^\s=<>-])>", r"⟨\1⟩", docstring)
+    end = found.start() if (found := SECTION.search(docstring)) else len(docstring)
+    docstring = equations(docstring[:end]) + docstring[end:]
     docstring = re.sub(r"^(Returns:\n +)", r"\1: ", docstring, flags=re.M)
     docstring = re.sub(r"\bdocs/(\w+/\w+)\.md", r"[\1](../\1.md)", docstring)
     return re.sub(r"https://[^\s,;)]+[^\s,;).]", r"<\g<0>>", docstring)
