@@ -292,27 +292,6 @@ def load_if_ready(ready, max_factor):
     return fresh, asked
 
 
-def echoed_local_sgd(params, gradient, p, coins, p_sync, sync_coins, rate):
-    """Algorithm 2 of the echoing paper, coins shared by all workers; the last step averages too.
-
-    gradient(worker, load, x) -> [D]. Returns the parameters [T, W, D] after every step, and the
-    numbers of loads and averages.
-    """
-    x = [np.array(params, np.float64) for _ in range(gradient.workers)]
-    history, load, averages = [], -1, 0
-    for t in range(len(coins)):
-        if t == 0 or coins[t] < p(t):
-            load += 1
-        for w in range(gradient.workers):
-            x[w] = x[w] - rate * gradient(w, load, x[w])
-        if sync_coins[t] < p_sync(t) or t == len(coins) - 1:
-            mean = sum(x) / gradient.workers
-            x = [mean.copy() for _ in range(gradient.workers)]
-            averages += 1
-        history.append(np.array(x))
-    return np.array(history), load + 1, averages
-
-
 def hash_signs(seed, places):
     """The signs of `ordering.sketches.linear.hash_signs`, in integers of 64 bits."""
     x = np.uint64(places) * np.uint64(0x9E3779B1) & np.uint64(0xFFFFFFFF) ^ np.uint64(seed)
