@@ -28,24 +28,17 @@ import numpy as np
 from absl import flags as absl_flags
 
 from experiments.cluster import entry
-from experiments.results import plots, statistics
+from experiments.results import plots, statistics, tables
 from experiments.results.frame import column, frame, measured, paired
 from experiments.results.statistics import Comparison, Criterion, interval, last, spent
-from experiments.results.tables import (
-    COMBINED_COLUMNS,
-    late,
-    markdown,
-    name_of,
-    target_line,
-    times,
-)  # fmt: skip
 from experiments.study import flags, study
 from experiments.study.arms import (
     ECHO_POLICIES,
     TABLES,
     arm_from_flags,
+    arm_of,
     define_decisions,
-    part_from_flag,
+    parsed,
 )
 from experiments.study.study import Arm, Study
 from experiments.tasks.base import SECONDS, STEPS
@@ -59,9 +52,8 @@ LEVELS = ("baseline", *TABLES)  # flags
 
 def arms_of(first: Arm, second: Arm) -> dict[str, Arm]:
     """The eight arms of a factorial, of the decisions of two arms; those of the first one first."""
-    levels = zip(first.parts.values(), second.parts.values(), strict=True)
-    arms = [Arm(**order, **sync, **echo) for order, sync, echo in itertools.product(*levels)]
-    return {"+".join(arm.words.values()): arm for arm in arms}
+    levels = zip(first.words.values(), second.words.values(), strict=True)
+    return {name: arm_of(name) for name in map("+".join, itertools.product(*levels))}
 
 
 class Response(NamedTuple):
@@ -106,7 +98,7 @@ def effects_of(comparison: Comparison) -> list[Response]:
 
     test = f"{METRICS[metric].label} / points" if accuracy else METRICS[metric].label
     return [
-        response(f"last {name_of(scalar)}", scalar),
+        response(f"last {tables.name_of(scalar)}", scalar),
         response(test, f"test/{metric}", not accuracy, 100 if accuracy else 1),
         *(response(f"{text} to the target", f"to {name}") for name, text in COSTS.items()),
     ]
@@ -121,7 +113,7 @@ def no_effects(comparison: Comparison) -> str:
     whole = [len(of) for of in factors] == [2, 2, 2] and [*itertools.product(*factors)] == levels
     if not whole or len({tuple(own.runs) for own in arms}) > 1:
         return "they are of the eight arms of two levels, with the same seeds at their best rates"
-    if lost := late(comparison):
+    if lost := tables.late(comparison):
         return f"{', '.join(lost)} never arrive with some seed"
     names = comparison.criterion.scalar, f"test/{statistics.metric_of(comparison)}"
     found = [last(run, name) for own in arms for run in own.runs.values() for name in names]
@@ -151,7 +143,7 @@ def effects_table(comparison: Comparison) -> tuple[str, str]:
         "Effects from the first level to the second, with 95 % intervals; × marks factors, and "
         "bold excludes no effect."
     )
-    return "table_effects.md", f"{text}\n\n{markdown(rows)}"
+    return "table_effects.md", f"{text}\n\n{tables.markdown(rows)}"
 
 
 def effects_picture(comparison: Comparison) -> tuple[str, Callable | str]:
@@ -178,7 +170,7 @@ def priced_table(machines: Sequence) -> Callable:
         if not (before and taken) or math.inf in (*before.values(), *taken.values()):
             return "-"
         both = measured({"base": before, "own": taken})
-        return times(paired(both, "own", "base", "value", ratio=True), exact=True)
+        return tables.times(paired(both, "own", "base", "value", ratio=True), exact=True)
 
     def section(comparison):
         arms = comparison.at(comparison.speeds[0])
@@ -187,7 +179,7 @@ def priced_table(machines: Sequence) -> Callable:
             for own in arms
         ]
         text = "Priced speed-up to the target over the first arm."
-        return "table_priced.md", f"{text}\n\n{markdown(rows)}"
+        return "table_priced.md", f"{text}\n\n{tables.markdown(rows)}"
 
     return section
 
@@ -212,7 +204,7 @@ def fit(study, task, recipe, values):
     if recipe.target is not None:
         criterion = criterion._replace(when="target", target=recipe.target)
     # The first level of every factor is that of usual data-parallel training.
-    first = Arm(**part_from_flag(values, "baseline", "order"))
+    first = Arm(**parsed(values.baseline, ("order",)))
     second = arm_from_flags(values)
     if same := {*first.words.values()} & {*second.words.values()}:
         raise UserError(f"--order, --sync, --echo name {same}: that is the first level.")
@@ -242,9 +234,9 @@ STUDY = Study(
     arms_of(Arm(order="rr"), Arm(order="cd_grab", sync="qsr", echo="diffusion", p="cosine")),
     recipe="digits_cosine",
     criterion=Criterion("train/loss"),
-    columns=COMBINED_COLUMNS,
+    columns=tables.COMBINED_COLUMNS,
     panels=plots.COMBINED_PANELS,
-    sections=(target_line, effects_table, effects_picture),
+    sections=(tables.target_line, effects_table, effects_picture),
     define=define_flags,
     fit=fit,
 )

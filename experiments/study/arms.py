@@ -461,13 +461,11 @@ class Arm:
             raise UserError(f"an arm has no {strange}: its options are {', '.join(OPTIONS)}.")
         if order is None:
             order, options = "rr", {"deal": "dealt"} | options
-        self.parts, decided = {}, []  # by table, the arguments that say its row
+        decided = []
         for kind, name in {"order": order, "sync": sync, "echo": echo}.items():
             own = {flag: v for flag, v in options.items() if OPTIONS[flag].of == kind}
-            self.parts[kind] = {kind: name, **own}
             decided.append(_decided(kind, name, tuple(own.items())))
         words, self.rows = zip(*decided, strict=True)
-        self.order, self.sync, self.echo = words
         self.words = dict(zip(TABLES, words, strict=True))
         self.label = " + ".join(row.label for row in self.rows) if label is None else label
         self.rate_factor = rate_factor
@@ -551,21 +549,13 @@ def arm_from_flags(values: flags.FlagValues, label: str | None = None) -> Arm:
     """The arm that the flags of `define_decisions` say."""
     found: dict[str, Any] = {}
     for kind in TABLES:
-        found |= part_from_flag(values, kind, kind)
+        found |= parsed(values[kind].value, (kind,))
     for flag in OPTIONS:
         if values[flag].value is not None:
             if flag in found:
                 raise UserError(f"--{flag} is {values[flag].value}, and {found[flag]}: leave one.")
             found[flag] = values[flag].value
     return Arm(label, **found)
-
-
-def part_from_flag(values: flags.FlagValues, name: str, kind: str) -> dict[str, Any]:
-    """Arguments of an `Arm`, as the words of a flag say that are of one table."""
-    try:
-        return parsed(values[name].value, (kind,))
-    except UserError as error:
-        raise UserError(f"--{name} is {values[name].value}: {error}") from error
 
 
 def rows_from_flag(values: flags.FlagValues, name: str, kind: str) -> dict[str, Any]:

@@ -128,11 +128,8 @@ def _train(task, recipe, arm, built, plans, values, folder, settings, begun, don
     processes.say(f"Compiling {labels}: {left}", file=sys.stderr)
     with (
         progress.bar(total=plans.total_steps, initial=at, unit="step") as bar,
-        records.writing(
-            folder, trackers=values.track, keep=kept,
-            console=None if bar.disable else bar.write,
-        ) as write,
-    ):  # fmt: skip
+        records.writing(folder, trackers=values.track, keep=kept, console=bar.write) as write,
+    ):
 
         def on_record(record):
             write(identity | record)

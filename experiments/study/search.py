@@ -168,29 +168,25 @@ def search(
     Returns:
       The records of whole runs, and the signal that stopped the search, or 0.
     """
-    asked, steps = [], 0
-    for speed in study.speeds or (None,):
-        for arm in study.arms:
-            rates = trainer.rates(arm, speed)
-            asked.append((arm, speed, rates))
-            steps += planned(len(rates), seeds, study.finalists, speed) * trainer.steps(arm, speed)
-    records, stopped = list(done), 0
+    asked = [
+        (arm, speed, trainer.rates(arm, speed))
+        for speed in study.speeds or (None,) for arm in study.arms
+    ]  # fmt: skip
+    records, stopped, steps, known = list(done), 0, 0, 0
+    for arm, speed, rates in asked:
+        steps += planned(len(rates), seeds, study.finalists, speed) * trainer.steps(arm, speed)
+        known += sum(  # an earlier call may have asked for others
+            r["step"] for r in done
+            if r.get("ended") and (r["arm"], r["speed"]) == (arm, speed)
+            and r["learning_rate"] in rates and r["seed"] < seeds
+        )  # fmt: skip
     trainer.prepare(g[:2] for g in asked if next_run(study, *g, whole_runs(records), seeds))
-    known = sum(r["step"] for r in done if r.get("ended") and _is_asked(r, asked, seeds))
     with progress.bar(total=steps, initial=known, unit="step", smoothing=0) as bar:
         for group in asked:
             while not stopped and (run := next_run(study, *group, whole_runs(records), seeds)):
                 new, stopped = _train(study, trainer, run, records, on_record, bar)
                 records += new
     return whole_runs(records), stopped
-
-
-def _is_asked(record, asked, seeds: int) -> bool:
-    """Whether a record of an earlier call, which may have asked for others, counts in this one."""
-    return record["seed"] < seeds and any(
-        (record["arm"], record["speed"]) == (arm, speed) and record["learning_rate"] in rates
-        for arm, speed, rates in asked
-    )
 
 
 def _train(study, trainer, run: Run, records, on_record, bar) -> tuple[list[dict], int]:

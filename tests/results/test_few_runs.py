@@ -50,7 +50,7 @@ def records(study, *, seeds=(0, 1), rates=(0.1, 0.2), ends=(10, 20, 30), only=No
             found |= {f"{k}/averaged": v and averaged and averaged * v for k, v in found.items()}
         yield {
             "study": study.name, "arm": name, "speed": phases.get("speed"), "learning_rate": rate,
-            "seed": seed, "phase": phase, "order": arm.order, "sync": arm.sync, "echo": arm.echo,
+            "seed": seed, "phase": phase, **arm.words,
             "step": step, "epoch": step / 10, "loads": step, "rounds": step, "allreduces": step,
             "seconds": step / 10 + i, "ended": step == ends[-1], "diverged": "x" if out else None,
             **({} if out else found),

@@ -62,6 +62,8 @@ def test_abstract_cifar_has_the_published_shapes_and_reads_nothing(name, numbers
     [
         ("cifar10", {"model": "alexnet"}, "'alexnet'.*'mobilenet'"),
         ("cifar10", {"size": 8}, "side 32"),
+        ("digits", {"model": "lenet"}, "model is 'lenet'"),
+        ("digits", {"num_train": 1797}, "num_train is 1797"),
         ("cifar10", {"model": "lenet", "size": 16}, "16, 16, 3"),  # before any image is read
         ("imagenet2012", {"model": "alexnet"}, "'alexnet'.*'resnet50'"),
     ],
