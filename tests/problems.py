@@ -59,8 +59,12 @@ def distance(tree, other):
 
 
 def assert_bitwise_equal(tree, other):
+    """Of the same structure, types and numbers, keys included."""
+    assert jax.tree.structure(tree) == jax.tree.structure(other)
     for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True):
         assert a.dtype == b.dtype
+        if jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
         np.testing.assert_array_equal(a, b)
 
 

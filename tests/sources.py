@@ -4,6 +4,7 @@ import jax
 import numpy as np
 
 from tests import tables
+from tests.problems import assert_bitwise_equal
 
 
 class Examples:
@@ -25,12 +26,8 @@ class Examples:
 
 def assert_same(found, expected):
     found = list(found)
-    assert len(found) == len(expected)
-    for a, b in zip(found, expected, strict=True):
-        assert jax.tree.structure(a) == jax.tree.structure(b)
-        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-            assert isinstance(x, np.ndarray) and x.dtype == y.dtype
-            np.testing.assert_array_equal(x, y)
+    assert_bitwise_equal(found, expected)
+    assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(found))
 
 
 # (workers or None for one order without an axis, units, units per step, unit size)

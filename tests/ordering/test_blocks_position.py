@@ -10,6 +10,7 @@ import pytest
 from ordering.blocks import read_blocks, split
 from tests import block_cases
 from tests.block_cases import as_lists
+from tests.problems import assert_bitwise_equal
 from tests.refused import refuses
 
 WORKERS, UNITS, WINDOW = 2, 8, 3
@@ -34,15 +35,6 @@ def rest(position):
         return [as_lists(batch) for batch in reads]
 
 
-def assert_same(position, other):
-    assert jax.tree.structure(position) == jax.tree.structure(other)
-    for a, b in zip(jax.tree.leaves(position), jax.tree.leaves(other), strict=True):
-        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
-            a, b = jax.random.key_data(a), jax.random.key_data(b)
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(a, b)
-
-
 @pytest.mark.parametrize("name", ["dealt_reshuffling", "dealt"])
 def test_a_position_goes_through_orbax(name, tmp_path):
     """With a template, and without one."""
@@ -58,7 +50,7 @@ def test_a_position_goes_through_orbax(name, tmp_path):
         read_blocks(BLOCKS, lambda: state, position=without, **SETTINGS)
     without["orders"] = flax.serialization.from_state_dict(state, without["orders"])
     for restored in (with_template, without):
-        assert_same(restored, position)
+        assert_bitwise_equal(restored, position)
         assert rest(restored) == expected
 
 
@@ -67,7 +59,7 @@ def test_a_position_of_arrays_of_jax_is_one_of_numpy():
     state, position, expected = begun("dealt_reshuffling")
     for saved in (position, jax.tree.map(jnp.asarray, position)):
         with read_blocks(BLOCKS, lambda: state, position=saved, **SETTINGS) as reads:
-            assert_same(reads.position(), position)
+            assert_bitwise_equal(reads.position(), position)
     assert all(isinstance(x, np.ndarray) for name, x in position.items() if name != "orders")
     assert rest(jax.tree.map(jnp.asarray, position)) == expected
 
@@ -87,7 +79,7 @@ def test_hosts_save_the_orders_of_all():
     own = block_cases.rows_of(state, 0, 1)
     with read_blocks(BLOCKS, lambda: own, **SETTINGS) as reads:
         next(reads), next(reads)
-        assert_same(reads.position(state), begun("dealt_reshuffling")[1])
+        assert_bitwise_equal(reads.position(state), begun("dealt_reshuffling")[1])
 
 
 def at(position, blocks=BLOCKS, **settings):
