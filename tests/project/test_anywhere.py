@@ -77,12 +77,7 @@ def of_steps(make):
         params = PARAMS + 0 * rows[0]  # of a worker, as whatever has been trained
         return params, opt.init(params)
 
-    return Subject(
-        make,
-        init,
-        step,
-        value=lambda carry: carry[0],
-    )
+    return Subject(make, init, step, value=lambda carry: carry[0])
 
 
 def of_rounds(make):
@@ -154,12 +149,6 @@ def scanned(subject, made, key, rows):
     return subject.value(jax.lax.scan(body, state, None, length=2)[0])
 
 
-def looped(subject, made, key, rows):
-    state = subject.init(made, key, rows)
-    body = lambda _, state: epoch(subject, made, state, rows)  # noqa: E731
-    return subject.value(jax.lax.fori_loop(0, 2, body, state))
-
-
 def differentiated(subject, made, key, rows):
     """Inside a function whose gradient somebody takes, of the rows among others."""
 
@@ -174,9 +163,7 @@ def differentiated(subject, made, key, rows):
 
 INSIDE = {
     "plain": plain,
-    "jit": lambda *a: jax.jit(functools.partial(plain, *a[:2]))(*a[2:]),
     "scan": scanned,
-    "fori_loop": looped,
     "checkpoint": functools.partial(plain, wrap=jax.checkpoint),
     "grad": differentiated,
     "made there": lambda subject, made, *a: plain(subject, subject.make(), *a),

@@ -162,7 +162,8 @@ def test_two_hundred_command_lines_end_without_a_traceback(tmp_path, monkeypatch
     lines += [(shlex.split(line), [text]) for line, text in TOGETHER.items()]
     lines += [(shlex.split(line), []) for line in RIGHT]
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    modules = [f"experiments.{name}" for name in command.experiments()]
+    context.set_forkserver_preload([__name__, *modules])
     with ThreadPoolExecutor(2) as pool:
         folders = [tmp_path / f"{i}" for i in range(len(lines))]
         words = [line for line, _ in lines]
