@@ -89,29 +89,25 @@ def main():
         return jax.jit(jax.vmap(f, in_axes=axes, axis_name="worker"))
 
     step, repeat = workers(fresh, (0, 0, 0, 0, None)), workers(again, (0, 0, 0, None))
-    meet, next_epoch = workers(sync), workers(ORDER.next_epoch)
+    meet, key = workers(sync), jax.random.key(1)
     data, held_out = np.split(windows(WORKERS * UNITS + 256), [WORKERS * UNITS])
-    data, rows = data.reshape(WORKERS, UNITS, -1), np.arange(WORKERS)[:, None]
     params = local_opt.owned(init(jax.random.key(0)), WORKERS)
     state = workers(ROUNDS.init)(params)
-    keys = jax.random.split(jax.random.key(1), WORKERS)
-    orders, key, t = workers(ORDER.init, (0, None))(keys, jnp.zeros(SKETCH)), keys[0], 0
+    orders = workers(ORDER.init, (0, None))(jax.random.split(key, WORKERS), jnp.zeros(SKETCH))
     print(f"{SYNCS.rounds} syncs and {LOADS.loads} loads in {STEPS} steps")
-    while t < STEPS:
-        order = np.asarray(orders.current).reshape(WORKERS, -1, BATCH).swapaxes(0, 1)
-        epoch = ordering.input.load_ahead(data[rows, i] for i in order)
-        for use in ordering.echo.echo_batches(epoch, LOADS, first_step=t, stop_with_loads=True):
-            if use.fresh:
-                params, state, orders, loss = step(params, state, orders, use.batch, key)
-            else:
-                params, state = repeat(params, state, use.batch, key)
-            if SYNCS.syncs_after(use.step):
-                params, state, orders = meet(params, state, orders)
-        orders, t = next_epoch(orders), use.step + 1
-        mean = local_opt.consolidate(params)
-        test = losses(mean, held_out, key).mean()
-        print(f"step {t}: train {loss.mean():.3f}, held out {test:.3f}", flush=True)
-    return mean
+    reads = ordering.input.read_epochs(data, lambda: orders, units_per_step=BATCH)
+    for use in ordering.echo.echo_batches(reads, LOADS):
+        if use.fresh:
+            params, state, orders, loss = step(params, state, orders, use.batch, key)
+        else:
+            params, state = repeat(params, state, use.batch, key)
+        if SYNCS.syncs_after(use.step):
+            params, state, orders = meet(params, state, orders)
+        orders = reads.after(ORDER, orders)
+        if (use.step + 1) % 64 == 0:
+            test = losses(local_opt.consolidate(params), held_out, key).mean()
+            print(f"step {use.step + 1}: train {loss.mean():.3f}, held out {test:.3f}", flush=True)
+    return local_opt.consolidate(params)
 
 
 if __name__ == "__main__":
