@@ -227,7 +227,8 @@ def first_epoch_of(state: State, units: int, first_load: int, num_epochs: int | 
         position, read = np.unique(getattr(state, "position", 0)), step * units
         # None where orders rest, and all where workers were resized.
         is_part = (position > 0) & (position < num_units)
-        if not is_over and ((found != epoch).any() or (position != read)[is_part].any()):
+        other = is_part & (position != read) & (position != read + units)  # read to be used again
+        if not is_over and ((found != epoch).any() or other.any()):
             raise ValueError(
                 f"first_load is {first_load}, unit {read} of epoch {epoch} with {units} "
                 f"units per step, and live gives the orders of epoch {found[0]}, of which "

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import ordering
+from ordering import echo
 from ordering.input import LoadError, read_epochs
 from tests import tables
 from tests.refused import refuses
@@ -87,6 +88,30 @@ def test_batches_follow_every_epochs_order_and_resume_at_every_step(name, num_un
         found, _ = train(name, num_units, size, state=state, first_load=done)
         jax.tree.map(np.testing.assert_array_equal, found, expected[done:])
     jax.tree.map(np.testing.assert_array_equal, whole, expected)
+
+
+def test_a_run_that_uses_batches_again_resumes_at_every_step():
+    """Also between two uses, whose batch is read again; epochs end where the next step loads."""
+    plan, (start, observe, next_epoch) = echo.fixed(2, total_steps=20), order_of("grab", 13, 3)
+
+    def run(state, step, stop):
+        found, first = [], plan.first_load(step)
+        with read_epochs(source_of(), lambda: state, units_per_step=3, first_load=first) as reads:
+            for use in echo.echo_batches(reads, plan, first_step=step):
+                found.append(np.asarray(use.batch))
+                if use.fresh:
+                    state = observe(state, reads.step - 1)
+                if reads.epoch_ended and not use.fresh:
+                    state = next_epoch(state)
+                if use.step + 1 == stop:
+                    return found, state
+
+    whole, _ = run(start, 0, 20)
+    jax.tree.map(np.testing.assert_array_equal, whole[::2], by_hand("grab", epochs=2))
+    for stop in range(1, 20):
+        found, state = run(start, 0, stop)
+        found += run(state, stop, 20)[0]
+        jax.tree.map(np.testing.assert_array_equal, found, whole)
 
 
 def test_the_next_epoch_is_read_ahead_as_far_as_it_is_known():
