@@ -128,17 +128,16 @@ RULES = [3, "greedy", ordering.greedy, ordering.self_balancing_walk, THING, {}, 
 KINDS = {
     name: values for names, values in (
         ("units_per_step block_size factor max_factor depth unit_size batch_size ahead "
-         "prefetch period h_base num_params num_workers workers size num_features lags horizon "
+         "period h_base num_params num_workers workers size num_features lags horizon "
          "width heads patch mlp_ratio stem_channels head_channels stem_stride context", whole()),
         ("num_units total_steps", [*whole(), 2**31, 2**63]),
         ("num_classes vocab_size", whole(2)), ("num_pairs", at_least(1)),
-        ("num_prefixes", at_least(2)),
-        ("step offset first_step first_load seed first_batch delay start switch_step warmup_steps",
+        ("step offset first_step first_load seed delay start warmup_steps",
          whole(0)),
-        ("total h_max num_parallel_calls team_size", but_none(whole())),
-        ("strength latency_seconds l2", real()),
-        ("bound alpha power step_seconds gigabits_per_second learning_rate", real(0)),
-        ("error delta", real(0.0, 1.0, 7)), ("momentum mixing", real(1.0, 7)),
+        ("total h_max team_size", but_none(whole())),
+        ("strength l2", real()),
+        ("bound alpha power learning_rate", real(0)),
+        ("delta", real(0.0, 1.0, 7)), ("momentum mixing", real(1.0, 7)),
         ("timeout", [v for v in real(0) if v is not None and v is not INF]),
         ("key", KEYS), ("axis_name", AXES), ("params", PARAMS), ("lr", SCHEDULES),
         ("p", [2.0, 0.0, lambda t: 0.0, *SCHEDULES]),
@@ -146,7 +145,7 @@ KINDS = {
         ("inner", [None, *OPTIMIZERS]), ("outer", OPTIMIZERS), ("wire", WIRES), ("specs", SPECS),
         ("correction", CORRECTIONS), ("grads update_params", LIKE_PARAMS),
         ("how", word()), ("gathers keys", but_none(word())), ("fresh", NOT_FRESH),
-        ("pool gelu norm stem variant", word()), ("dtype", word(jnp.float16, "float64")),
+        ("pool gelu norm stem", word()), ("dtype", word(jnp.float16, "float64")),
     ) for name in names.split()
 }  # fmt: skip
 # What else a message may call an argument.
@@ -154,7 +153,7 @@ NAMES = {"rows": "gradient", "grads": "gradient updates", "update_params": "para
          "x": "shape y", "params": "leaves leaf", "batches": "load batch", "loads": "source",
          "batch": "gradient loss", "tree": "leaf rows params", "indices": "index",
          "gradients": "gradient",
-         "function": "results words", "content": "plan", "plans_of": "plan", "inputs": "key leaf",
+         "function": "results words", "plans_of": "plan",
          "to_sketch": "rows key", "vectors": "array"}  # fmt: skip
 
 
