@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from syncopate.mesh import typed_key
 from syncopate.refusals import inside
@@ -59,7 +60,7 @@ def check_number(name: str, value: Any, interval: str) -> float:
 
 def if_traced(value: Any) -> str:
     """What a message adds for a number that is only known when a compiled program runs."""
-    traced = isinstance(value, jax.core.Tracer)
+    traced = isinstance(value, Tracer)
     return ", outside of jax.jit and jax.lax.scan, or as a static argument" if traced else ""
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Key
 
@@ -62,7 +63,7 @@ def bernoulli_draws(p: Callable | ArrayLike, total_steps: int, key: Key[Array, "
     chances = probabilities(p, total_steps, "p")
     with mesh.at_once(), jax.transfer_guard("allow"):
         key = plans.check_key(key)
-        if isinstance(key, jax.core.Tracer):
+        if isinstance(key, Tracer):
             raise ValueError(
                 f"key is {key}, traced: make it before jax.jit, as a plan is made now."
             )
