@@ -98,7 +98,7 @@ def resize(
     if not isinstance(state, LocalState):
         raise ValueError(
             f"{type(state).__name__} is not a state of local or accumulated rounds, which alone "
-            "can be resized: resume with as many workers as before."
+            "can be resized: pass one of a Rounds, or resume with as many workers as before."
         )
     resized = lambda x: jax.ShapeDtypeStruct((workers, *np.shape(x)[1:]), x.dtype)  # noqa: E731
     check_like("inner", jax.tree.map(resized, state.inner), fresh.inner, "the fresh state")

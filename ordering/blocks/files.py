@@ -289,7 +289,7 @@ def _column(column):
         return _column(column.storage)
     is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
     has_size = types.is_fixed_size_binary(kind)
-    if column.null_count and (is_list or has_size or types.is_primitive(kind)):
+    if column.null_count and (types.is_nested(kind) or has_size or types.is_primitive(kind)):
         present = np.flatnonzero(column.is_valid().to_numpy(zero_copy_only=False))
         return _objects(len(column), present, _column(column.drop_null()))
     if is_list:
