@@ -1,8 +1,4 @@
-"""Corrections that keep workers together between syncs, without further communication.
-
-A worker that steps alone drifts towards the optimum of its own data. A correction reduces that
-drift by what the worker learned of the others at the last sync.
-"""
+"""Corrections of a worker's drift between syncs, by what it learned of the others at the last."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

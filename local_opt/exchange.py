@@ -39,14 +39,8 @@ def synchronize_changes(
     worker averages one slice of the blocks, with its own changes unrounded, and keeps W times what
     the second rounding loses. With a wire that `gathers`, every worker averages everything, and
     there is no second rounding. With specs each device exchanges its shards alone.
-
-    Args:
-      anchor: a, equal on all workers: `tree` after the last sync.
-      lost: e_w of the last call; `nothing_lost` at first.
-      share: s_w, as `averaged` finds it; None is 1.
-
-    Returns:
-      (tree, lost): x, bitwise equal on all workers, and e_w.
+    `lost` is `nothing_lost` at first, and `share` as of `averaged`. Returns x, bitwise equal on all
+    workers, and e_w.
 
     References:
       Tang et al., DoubleSqueeze: Parallel Stochastic Gradient Descent with Double-pass

@@ -290,16 +290,11 @@ def _entered(given, mesh, count, axis_name):
                     "pass one typed key, as of jax.random.key(0), or keys of all workers as owned."
                 )
             x = folded(jnp.broadcast_to(x, (count,)))
-        if word == "owned" and not shape:
-            raise ValueError(
-                f"{name} is owned, a single number, and there are {count} workers: owned leaves "
-                "numbers of Python as they are, and jax.jit makes arrays of them. Make it an "
-                "array, by jnp.asarray, before local_opt.owned, or share it."
-            )
         if word == "owned" and shape[:1] != (count,):
             raise ValueError(
-                f"{name} is owned and has the shape {shape}, and there are {count} workers: "
-                "make it by local_opt.owned(tree, workers), or say that it is shared or split."
+                f"{name} is owned and has the shape {shape}, and there are {count} workers: make "
+                "it by local_opt.owned(tree, workers), where numbers of Python must be arrays, by "
+                "jnp.asarray, or say that it is shared or split."
             )
         if word == "split":
             if not shape or not shape[0] or shape[0] % count:

@@ -141,10 +141,9 @@ def pieces_of(rows: Array, like: Iterable) -> list[Array]:
 
 
 def checked_weight(weight: Any) -> Float[Array, ""]:
-    """The weight as a floating number, NaN if it is below zero or not finite.
+    """The weight as a floating number; NaN, and so every mean, if it is < 0 or not finite.
 
-    Raises ValueError for anything but one number, and for a number out of range that is known while
-    a program is traced. Others cannot be refused there: their NaN makes every mean NaN.
+    Raises ValueError for anything but one number, or one out of range that is known in a trace.
     """
     check_scalar("weight", weight, jnp.bool_, jnp.integer, jnp.floating, interval="[0, inf)")
     floating = jnp.issubdtype(jnp.result_type(weight), jnp.floating)
@@ -183,10 +182,7 @@ def if_counted(tree: PyTree, other: PyTree, weight: Float[Array, ""] | None) -> 
 
 
 def check_scalar(name: str, value: Any, *kinds: Any, interval: str = "") -> None:
-    """Raises ValueError unless a value is one number of these kinds.
-
-    While it is traced, nobody knows whether it is in the interval.
-    """
+    """Raises ValueError unless a value is one number of these kinds, in the interval if known."""
     try:
         kind = jax.typeof(value)
         fits = not kind.shape and any(jnp.issubdtype(kind.dtype, k) for k in kinds)

@@ -46,10 +46,7 @@ TAKES = {
 def checked(
     optimizer: optax.GradientTransformation, name: str = "inner"
 ) -> optax.GradientTransformationExtraArgs:
-    """The optimizer, which takes extra arguments; raises ValueError for anything else.
-
-    Its init raises ValueError for the state of an optimizer of TAKES.
-    """
+    """The optimizer, which takes extra arguments; its init refuses the states of TAKES."""
     if not all(callable(getattr(optimizer, part, None)) for part in ("init", "update")):
         raise ValueError(f"{name} is {optimizer!r}: pass an optimizer, as optax.sgd(0.1).")
     update = optax.with_extra_args_support(optimizer).update
@@ -68,10 +65,7 @@ def checked(
 
 
 def check_call(init: Callable, state: PyTree, params: PyTree, grads: PyTree) -> None:
-    """Raises ValueError unless gradients are like the parameters, and the state as init makes it.
-
-    Without parameters (None) the gradients stand in for them.
-    """
+    """Raises ValueError unless gradients (or None) are like params, and the state as of init."""
     if params is not None:
         check_like("gradient", grads, params, "the parameters")
     try:
@@ -171,8 +165,7 @@ def _undoing(tree):
 def apart(tree: PyTree, *others: PyTree) -> PyTree:
     """The tree, with copies of arrays that occur in it twice or in the others.
 
-    Optimizers start some fields as the parameters themselves; donating both would donate one buffer
-    twice.
+    Some optimizers start with the parameters themselves: one buffer cannot be donated twice.
     """
     seen = {id(x) for x in jax.tree.leaves(others)}
 

@@ -224,9 +224,8 @@ def _mean_of_all(workers, axis_name):
 def from_function(period: Callable[[int], int], *, total_steps: int, rule: str = "") -> SyncPlan:
     """A plan from any function of the round's first step.
 
-    H(t) = period(t), cut at the end of the run. Post-local SGD synchronises in every step until t0
-    and then has rounds of H steps, `lambda t: 1 if t < t0 else H`; SWAP has rounds of H steps until
-    t0 and then a single one, `lambda t: H if t < t0 else T`.
+    H(t) = period(t), cut at the end of the run. Post-local SGD is `lambda t: 1 if t < t0 else H`,
+    SWAP `lambda t: H if t < t0 else T`.
 
     Args:
       period: from the first step of a round, in 0 .. T - 1, to its number of steps >= 1.
@@ -266,12 +265,11 @@ def from_function(period: Callable[[int], int], *, total_steps: int, rule: str =
 def _loads(fresh, total_steps) -> np.ndarray:
     """int64[n], the steps that load."""
     fresh, found = plans.as_array(fresh)
-    if fresh.dtype != bool or fresh.shape != (total_steps,):
+    if fresh.dtype != bool or fresh.shape != (total_steps,) or not fresh[0]:
         raise ValueError(
-            f"fresh is {found}: it must hold one bool for each of the plan's {total_steps} steps."
+            f"fresh is {found}: pass one bool for each of the plan's {total_steps} steps, True for "
+            "those that load, as the first must."
         )
-    if fresh.size and not fresh[0]:
-        raise ValueError("fresh[0] is False: the first step must load, pass True for it.")
     return np.flatnonzero(fresh)
 
 

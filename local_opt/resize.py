@@ -71,15 +71,6 @@ def resize(
 
     Raises:
       ValueError: for a state of other rounds, or an unknown policy.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp, optax
-      >>> from syncopate import local_opt
-      >>> from local_opt.resize import resize
-      >>> rounds = local_opt.local_rounds(optax.sgd(0.1, momentum=0.9), axis_name="worker")
-      >>> state, fresh = (jax.vmap(rounds.init)(jnp.zeros((w, 3))) for w in (4, 2))
-      >>> resize(state, fresh, 2, "mean").since.shape
-      (2,)
     """
     if policy not in POLICIES:
         raise ValueError(f"policy is {policy!r}: it must be one of {', '.join(POLICIES)}.")

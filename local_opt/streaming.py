@@ -333,9 +333,12 @@ def check_turns(plans_of: Mapping[Any, SyncPlan], delay: int) -> int:
             f"the plans are {plans_of!r}: pass one SyncPlan for each fragment, as {{0: plan}}."
         )
     check_whole("delay", delay, 0)
-    total_steps = next(iter(plans_of.values())).total_steps
+    total_steps, *others = {plan.total_steps: None for plan in named}
+    if others:
+        raise ValueError(
+            f"the plans have {total_steps} and {others[0]} steps: make all for the steps of the run."
+        )
     for name, plan in plans_of.items():
-        plan.check_run(total_steps)
         between = plan.periods[1:-1]  # the first round may be shorter, and the last
         if len(between) and between.min() < delay:
             raise ValueError(

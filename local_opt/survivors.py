@@ -1,7 +1,6 @@
 """Local steps that outlive a process: those that live agree who lives before a sync, and average.
 
-Between two syncs no process waits for another. So a death is noticed at the next sync, which waits
-for the heartbeat and then goes on over the devices of the living.
+Between two syncs no process waits for another: a death is noticed at the next one.
 """
 
 import concurrent.futures
@@ -188,11 +187,7 @@ class Survivors:
 
 
 def taken_over(trees: PyTree, new: list[bool], axis_name: str = AXIS) -> PyTree:
-    """The trees of one worker; of a new one those of the first that is not, with keys of its own.
-
-    Args:
-      new: of every worker of the axis.
-    """
+    """One worker's trees; a new one's (`new` is of all) are another's, with keys of its own."""
     mine = jax.lax.axis_index(axis_name)
     is_new = jnp.asarray(new)[mine]
 

@@ -1,7 +1,6 @@
 """The console command: `syncopate NAME ...` runs an experiment, whatever the current folder holds.
 
-In the root of a clone it does the same as `python -m experiments.NAME ...`. `--preset=NAME` stands
-for the flags in the file experiments/presets/NAME.flags.
+`--preset=NAME` stands for the flags in the file experiments/presets/NAME.flags.
 """
 
 import ast
@@ -29,15 +28,7 @@ INCLUDED = "--flagfile=experiments/presets/"  # the first line of a preset that 
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs the experiment that the first argument names.
-
-    Args:
-      argv: the name of an experiment and its flags; those of the process by default.
-
-    Raises:
-      SystemExit: if the name is unknown, with the known ones, or if the experiments' dependencies
-        are not installed.
-    """
+    """Runs the experiment that the first argument names; exits with the known names, or extras."""
     argv = sys.argv[1:] if argv is None else argv
     name, *flags = argv or ["--help"]
     if name not in (known := experiments()):

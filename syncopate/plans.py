@@ -205,14 +205,6 @@ class Plan:
         count = f"{len(self.marked)} {self.stretches} in {self.total_steps} steps"
         return f"{type(self).__name__}({self.rule}: {count})"
 
-    def check_run(self, total_steps: int) -> None:
-        """Raises ValueError unless the plan was made for a run of `total_steps`."""
-        if not is_whole(total_steps) or total_steps != self.total_steps:
-            raise ValueError(
-                f"the plan ({self.rule}) has {self.total_steps} steps and the run {total_steps}: "
-                "make the plan with the run's total_steps."
-            )
-
     def describe(self) -> str:
         """A summary that fits one screen: rule, sizes, hash, and changes over the run."""
         sizes, table = self._summary()

@@ -55,7 +55,6 @@ CALLS = {
     "EchoPlan": call(echo.EchoPlan, fresh=Arg(FRESH, [None, [], *NOT_FRESH])),
     "EchoPlan.loads_before": call(PLAN.loads_before, step=Arg(2, [T + 1, *one_number(whole(0))])),
     "EchoPlan.first_load": call(PLAN.first_load, step=also("step", 2, T + 1)),
-    "EchoPlan.check_run": call(PLAN.check_run, total_steps=also("total_steps", T, T + 1)),
     "fixed": call(echo.fixed, factor=2, total_steps=T),
     "bernoulli": call(echo.bernoulli, p=0.5, total_steps=T, key=KEY),
     "error_diffusion": call(echo.error_diffusion, p=0.5, total_steps=T),

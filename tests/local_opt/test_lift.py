@@ -158,7 +158,7 @@ test_arguments_and_words_that_do_not_fit_are_refused = refuses({
     ),
     "a number": (
         lambda: jax.jit(lifted)(local_opt.owned({"rate": 0.5}, W)),
-        r"argument 0\['rate'\] is owned, a single number, .*by jnp.asarray, before",
+        r"argument 0\['rate'\] is owned and has the shape \(\), .*must be arrays, by jnp.asarray",
     ),
     "legacy keys": (
         lambda: lifted(jax.random.split(jax.random.PRNGKey(0)), roles="key -> owned"),

@@ -263,8 +263,6 @@ BAD = {
     "fresh of another run": (
         lambda: local_opt.constant(1, total_steps=5).aligned(every=2, fresh=[True] * 4),
         r"fresh is bool\[4\]: .*each of the plan's 5 steps"),
-    "run longer": (lambda: local_opt.constant(2, total_steps=5).check_run(6),
-        r"constant, H = 2\) has 5 steps and the run 6: make the plan with the run's"),
 }  # fmt: skip
 
 test_bad_plans_are_refused = refuses(BAD)

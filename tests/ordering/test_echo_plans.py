@@ -112,6 +112,4 @@ test_bad_input = refuses({
        for name, make in tables.ECHO_PLANS.items() if name != "given steps"},
     "first not fresh": (plan([False, True]), r"fresh\[0\] is False: .*must load"),
     "step T + 1": (fixed(2, lambda plan: plan.first_load(6)), r"step 6 is outside .0, 5."),
-    "run longer": (fixed(2, lambda plan: plan.check_run(6)),
-                   r"fixed, e = 2\) has 5 steps and the run 6: make the plan with the run's"),
 })  # fmt: skip
