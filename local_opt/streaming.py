@@ -336,7 +336,7 @@ def check_turns(plans_of: Mapping[Any, SyncPlan], delay: int) -> int:
     total_steps, *others = {plan.total_steps: None for plan in named}
     if others:
         raise ValueError(
-            f"the plans have {total_steps} and {others[0]} steps: make all for the steps of the run."
+            f"the plans have {total_steps} and {others[0]} steps: make all for the same run."
         )
     for name, plan in plans_of.items():
         between = plan.periods[1:-1]  # the first round may be shorter, and the last

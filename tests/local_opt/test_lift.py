@@ -15,7 +15,6 @@ from flax import nnx
 from jax.sharding import AxisType
 
 import local_opt
-import ordering
 from tests.refused import refuses
 
 W = 4
@@ -117,13 +116,6 @@ def test_owned_arrays_lie_on_their_workers_and_share_no_memory(way):
         assert own["a"].sharding.spec[0] == "worker"
     keep = jax.jit(lambda t: jax.tree.map(jnp.positive, t), donate_argnums=0)
     jax.block_until_ready(keep(own))
-
-
-@pytest.mark.parametrize("way", ["Auto 2", "Explicit 2"])
-def test_arrays_that_are_split_inside_a_worker_stay_split(way):
-    mesh = WAYS[way]("worker")
-    x = jax.device_put(jnp.arange(8.0), jax.NamedSharding(mesh, jax.P("model")))
-    assert local_opt.owned(x, mesh).sharding.spec == jax.P("worker", "model")
 
 
 def lifted(*args, workers=W, roles="owned -> owned"):
@@ -502,19 +494,6 @@ def test_legacy_keys_in_a_state_are_copied_with_a_warning():
     np.testing.assert_array_equal(own["rng"], np.tile(key, (W, 1)))
     one = local_opt.consolidate(own)["rng"]
     np.testing.assert_array_equal(jax.random.normal(one), jax.random.normal(key))
-
-
-@pytest.mark.parametrize("way", ["vmap", "Explicit", "Explicit 2"])
-def test_an_order_starts_and_a_count_is_read_outside_of_jit(way):
-    """JAX refuses x[0] along an explicit axis, which `jax.make_mesh` makes."""
-    workers, order = WAYS[way]("worker"), ordering.grab(8)
-    start = local_opt.lift(order.init, workers, "key shared -> owned")
-    state = start(jax.random.key(0), jnp.zeros(4))
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jnp.arange(W))
-    alone = jax.vmap(order.init, (0, None), axis_name="worker")(keys, jnp.zeros(4))
-    np.testing.assert_array_equal(state.current, alone.current)
-    assert int(local_opt.consolidate(local_opt.owned({"step": 7}, workers))["step"]) == 7
-    assert int(local_opt.consolidate(state.epoch)) == 0
 
 
 @by_kind

@@ -45,10 +45,6 @@ def qsr(offset):
 TWO = {  # (plans, delay)
     "constant": ({f: local_opt.constant(4, total_steps=13, offset=2 * f) for f in range(2)}, 2),
     "qsr": ({f: qsr(f) for f in range(2)}, 2),
-    "other plans": (
-        dict(enumerate(local_opt.SyncPlan(s, 13) for s in (range(13), [0, 5, 8]))),
-        1,
-    ),
 }
 
 
@@ -66,18 +62,22 @@ def expected(plans, mixing, outer, weights=None):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name,run", [("qsr", "vmap"), ("qsr", "shard_map"), ("other plans", "vmap")]
-)
-def test_fragments_equal_the_reference(name, run):
+STEPPED = np.float32(np.random.default_rng(5).choice([0, 1, 2, 1e-3, 50], size=(13, W)))
+STEPPED[:, 0] = 1
+
+
+@pytest.mark.parametrize("run", ["vmap", "shard_map"])
+@pytest.mark.parametrize("name,weights", [("qsr", None), ("constant", STEPPED)])
+def test_fragments_equal_the_reference(name, weights, run):
+    """Every fragment with the weights of its own sync."""
     outer = optax.sgd(0.7, momentum=0.5, nesterov=True)
     stream = local_opt.streaming_rounds(
         optax.sgd(RATE), axis_name="worker", fragments=2, mixing=0.25, outer=outer
     )
-    found, params, _ = run_segments(stream, segments_of(TWO[name]), run)
-    right = expected(TWO[name], 0.25, (0.7, 0.5))
+    found, params, _ = run_segments(stream, segments_of(TWO[name]), run, weights)
+    right = expected(TWO[name], 0.25, (0.7, 0.5), weights)
     assert distance(found, right) < 2e-6  # float32 against float64
-    assert distance(found, expected(TWO[name], 0.0, (0.7, 0.5))) > 1e-3
+    assert distance(found, expected(TWO[name], 0.0, (0.7, 0.5), weights)) > 1e-3
     assert_workers_bitwise_equal(params)
 
 
@@ -232,18 +232,6 @@ def test_outer_optimizers_see_the_names_of_the_leaves(name, run):
         ends.append(jax.jit(RUNS[run](one))(x, moved))
     for found in ends[1:]:
         assert distance(found, ends[0]) < 1e-6
-
-
-STEPPED = np.float32(np.random.default_rng(5).choice([0, 1, 2, 1e-3, 50], size=(13, W)))
-STEPPED[:, 0] = 1
-
-
-@pytest.mark.parametrize("run", ["vmap", "shard_map"])
-def test_every_fragment_is_weighed_at_its_own_sync(run):
-    outer = optax.sgd(0.7, momentum=0.5, nesterov=True)
-    stream = local_opt.streaming_rounds(optax.sgd(RATE), fragments=2, mixing=0.25, outer=outer)
-    found, *_ = run_segments(stream, segments_of(TWO["constant"]), run, STEPPED)
-    assert distance(found, expected(TWO["constant"], 0.25, (0.7, 0.5), STEPPED)) < 2e-6
 
 
 @pytest.mark.parametrize("wire", [None, "int8", "top_k"])
