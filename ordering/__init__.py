@@ -12,7 +12,7 @@ from ordering.gradients import check_separable, grouped, microbatch, per_example
 from ordering.herding import greedy_herding, herding_bound
 from ordering.pairs import cd_grab, pair_balance
 from ordering.resize import resize
-from ordering.shuffles import block_reshuffling, flip_flop, random_reshuffling, shuffle_once, unzip
+from ordering.shuffles import block_reshuffling, random_reshuffling, shuffle_once, unzip
 from ordering.signs import SignRule, greedy, kernel_halving, self_balancing_walk
 from ordering.sketches.backward import sketched, sketched_parameters
 from ordering.sketches.linear import sketch, sketch_rows
@@ -28,7 +28,6 @@ __all__ = [
     "dealt",
     "dealt_reshuffling",
     "echo",
-    "flip_flop",
     "grab",
     "greedy",
     "greedy_herding",

@@ -67,26 +67,6 @@ def shuffle_once(num_units: int) -> Ordering:
     return shuffled(num_units, lambda key, epoch, current: jnp.copy(current))
 
 
-def flip_flop(num_units: int) -> Ordering:
-    """FlipFlop: epochs 0, 2, 4, ... are reshuffled; each odd epoch reverses the one before it.
-
-    Args:
-      num_units: M >= 1.
-
-    Returns:
-      An `Ordering`; `observe` ignores the gradients.
-
-    Examples:
-      >>> from syncopate import ordering
-      >>> order = ordering.flip_flop(8)
-
-    References:
-      Rajput, Lee, Papailiopoulos, Permutation-Based SGD: Is Random Optimal?, 2021,
-      https://arxiv.org/abs/2102.09718
-    """
-    return block_reshuffling(num_units, block_size=1)
-
-
 def block_reshuffling(num_units: int, *, block_size: int) -> Ordering:
     """Block reshuffling: shuffles blocks of units, and reverses the order in odd epochs.
 
@@ -96,7 +76,7 @@ def block_reshuffling(num_units: int, *, block_size: int) -> Ordering:
 
     Args:
       num_units: M >= 1.
-      block_size: units per block, in [1, M]; 1 is `flip_flop`.
+      block_size: units per block, in [1, M]; 1 is FlipFlop.
 
     Returns:
       An `Ordering`; `observe` ignores the gradients.
@@ -107,7 +87,9 @@ def block_reshuffling(num_units: int, *, block_size: int) -> Ordering:
 
     References:
       Nguyen, Phan, Kalagnanam, Learning to Shuffle: Block Reshuffling and Reversal Schemes for
-      Stochastic Optimization, 2026, https://arxiv.org/abs/2604.00260
+      Stochastic Optimization, 2026, https://arxiv.org/abs/2604.00260; FlipFlop: Rajput, Lee,
+      Papailiopoulos, Permutation-Based SGD: Is Random Optimal?, 2021,
+      https://arxiv.org/abs/2102.09718
     """
     num_units, _ = base.check_units(num_units)
     block_size = plans.check_whole("block_size", block_size, 1, num_units)

@@ -81,7 +81,7 @@ OBSERVED = {"key": KEY, "params": Arg(X, SHAPELESS), "rows": Arg(rows_of(ROWS), 
 CLOSE = {**SIZES, **OBSERVED, "rows": Arg(rows_of(ROWS), BAD_ROWS + SHAPED)}
 AXIS = Arg("worker", but_none(KINDS["axis_name"]))  # None is the only one in scope
 COORDINATED = {**SIZES, **OBSERVED, "rule": None, "axis_name": AXIS}
-for name in ("random_reshuffling", "shuffle_once", "flip_flop", "unzip"):
+for name in ("random_reshuffling", "shuffle_once", "unzip"):
     CALLS[name] = call(epoch(getattr(ordering, name)), num_units=M, key=KEY)
 CALLS |= {
     "block_reshuffling": call(epoch(ordering.block_reshuffling), num_units=M, key=KEY,

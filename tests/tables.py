@@ -23,7 +23,6 @@ class Order(NamedTuple):
 ORDERS = {
     "random_reshuffling": Order(lambda m, b: ordering.random_reshuffling(m), observes=False),
     "shuffle_once": Order(lambda m, b: ordering.shuffle_once(m), observes=False),
-    "flip_flop": Order(lambda m, b: ordering.flip_flop(m), observes=False),
     "block_reshuffling": Order(
         lambda m, b: ordering.block_reshuffling(m, block_size=min(3, m)), observes=False
     ),

@@ -16,7 +16,7 @@ from tests.refused import refuses
 from tests.sources import Examples
 from tests.waiting import wait_for
 
-NAMES = ["cd_grab", "grab", "flip_flop", "shuffle_once"]
+NAMES = ["cd_grab", "grab", "block_reshuffling", "shuffle_once"]
 
 
 @functools.cache

@@ -41,7 +41,7 @@ DEALT = {  # 20 units, of which each epoch leaves out two
     ),
     "dealt_reshuffling": lambda m, b: ordering.dealt_reshuffling(m, total=20),
 }
-FIXED = ("flip_flop", "grab", "greedy_herding", "cd_grab_walk", "cd_grab, at syncs")
+FIXED = ("block_reshuffling", "grab", "greedy_herding", "cd_grab_walk", "cd_grab, at syncs")
 NAMED = {name: ORDERS[name] for name in (*FIXED, "kh")}
 NAMED |= {name: Order(make, name != "dealt_reshuffling") for name, make in DEALT.items()}
 # 18 units, 6 in a step: 3 workers with 6 each, or 2 with 9 each, where one has no partner.
