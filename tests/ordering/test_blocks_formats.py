@@ -154,6 +154,14 @@ def test_filters_and_other_readers(kind, tmp_path):
     assert record_files.ids(kind, read([3, 10])) == [[3], [10]]
 
 
+def test_structured_arrays_are_dicts(tmp_path):
+    array = np.zeros(5, [("id", ">i8"), ("of", [("a", "u1"), ("b", "f2", (2,))])])
+    array["id"], array["of"]["b"][:, 1] = np.arange(5), np.arange(5)
+    np.save(tmp_path / "x.npy", array)
+    found = split(files(tmp_path / "**" / "*.npy"), unit_size=3)[1]
+    assert found["id"].tolist() == [3, 4] and found["of"]["b"].tolist() == [[0, 3], [0, 4]]
+
+
 def test_patterns_are_read_in_the_sequence_of_the_list(tmp_path):
     for name, first in [("b1.npy", 10), ("a2.npy", 20), ("a1.NPY", 30), ("c.npy-1-of-2", 40)]:
         with open(tmp_path / name, "wb") as file:
