@@ -18,7 +18,6 @@ import pytest
 import ordering
 from ordering.blocks import files, read_blocks, split, tokens
 from ordering.blocks.files import OPEN, _opened
-from ordering.input import LoadError
 from tests import record_files
 from tests.record_files import KINDS, crc32c, opened
 
@@ -209,25 +208,6 @@ def test_a_file_is_what_it_was_when_it_was_indexed(kind, change, tmp_path):
     for unit, changed in ((0, unread), (0, blocks), (1, blocks)):
         with pytest.raises(ValueError, match=f"data.{kind}, records .*The file has changed since"):
             changed[unit]
-
-
-def test_a_change_is_seen_while_blocks_are_read(tmp_path):
-    """Of the one file that is written to; what was read before is of one state."""
-    path = saved(tmp_path / "x.npy", np.zeros(800, np.int32))
-    blocks = split(files(path), unit_size=4)
-    state = ordering.shuffle_once(200).init(jax.random.key(0), None)
-    found = []
-    with read_blocks(
-        blocks, lambda: state, window=1, batch_size=4, num_epochs=1, depth=1, readers=1
-    ) as reads:
-        with pytest.raises(LoadError, match="x.npy, records .*The file has changed since it was"):
-            for batch, _ in reads:
-                found.append(np.asarray(batch))
-                if len(found) == 20:
-                    with open(path, "r+b") as file:
-                        file.seek(128)
-                        file.write(np.ones(800, np.int32).tobytes())
-    assert len(found) >= 20 and not np.concatenate(found).any()
 
 
 def test_a_file_that_is_being_written_is_refused(tmp_path, monkeypatch):

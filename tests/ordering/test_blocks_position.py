@@ -54,16 +54,6 @@ def test_a_position_goes_through_orbax(name, tmp_path):
         assert rest(restored) == expected
 
 
-def test_a_position_of_arrays_of_jax_is_one_of_numpy():
-    """It is the same again before anything is read."""
-    state, position, expected = begun("dealt_reshuffling")
-    for saved in (position, jax.tree.map(jnp.asarray, position)):
-        with read_blocks(BLOCKS, lambda: state, position=saved, **SETTINGS) as reads:
-            assert_bitwise_equal(reads.position(), position)
-    assert all(isinstance(x, np.ndarray) for name, x in position.items() if name != "orders")
-    assert rest(jax.tree.map(jnp.asarray, position)) == expected
-
-
 def test_the_first_position_is_the_beginning():
     state, _, _ = begun("dealt_reshuffling")
     with read_blocks(BLOCKS, lambda: state, **SETTINGS) as reads:
@@ -107,7 +97,6 @@ def read_from(orders, **changes):
 OTHER = split(block_cases.parts_of([20, 12]), unit_size=2)
 MORE = split(block_cases.parts_of([20, 5, 6]), unit_size=2)
 test_bad_input = refuses({
-    "no dict": (at((3,)), r"position is a tuple: pass what position\(\) of read_blocks gave"),
     "block size": (
         used(split(block_cases.parts_of([30, 17]), unit_size=3)),
         "records in a block: the position was saved with 2, now it is 3",
@@ -123,7 +112,6 @@ test_bad_input = refuses({
     "files": (used(MORE), "saved with 2 files, now there are 3: pass the same files in the same"),
     "step": (changed(step=np.array(5)), "step 5 of epoch 0 is not one of an epoch of 5 steps"),
     "size": (changed(seed=np.arange(3)), r"position has int64\[3\] as 'seed': pass it as it was s"),
-    "fractions": (changed(step=np.array(0.5)), r"position has float64\[\] as 'step'"),
     "a fresh order": (
         lambda: read_from(np.arange(16).reshape(2, 8)),
         r"live gives other orders, of shape \(2, 8\), .*: begin with position.'orders'",

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -72,37 +71,6 @@ def test_a_run_goes_on_at_every_element_with_any_readers_and_hosts():
             assert found == expected[done:], (done, readers, hosts)
 
 
-def test_a_dealt_order_that_observes_goes_on_bitwise():
-    """Two epochs and a half; the state of the order is saved with the position."""
-    workers, units, window = 2, 8, 3
-    _, first, observe, next_epoch = block_cases.dealt_of("dealt", workers, units, window)
-    gradients = block_cases.vectors_of(workers * units)
-    blocks = ordering.blocks.split(block_cases.parts_of([20, 11]), unit_size=2)
-
-    def train(state, position, most):
-        found = []
-        options = {"window": window, "batch_size": 3, "position": position, "readers": 2}
-        with read_blocks(blocks, lambda: state, **options) as reads:
-            for batch in reads:
-                found.append(as_lists(batch))
-                if reads.window_ended:
-                    begin = (reads.step - 1) // 2 * window
-                    chosen = np.asarray(state.current)[:, begin : begin + reads.window_units]
-                    state = observe(state, gradients[chosen])
-                if reads.epoch_ended:
-                    state = next_epoch(state)
-                places.append(reads.position())
-                if len(found) == most:
-                    return found
-
-    places = []
-    whole = train(first, None, 16)
-    assert records_of(whole[:6]) == records_of(whole[6:12]) == list(range(31))
-    assert whole[:6] != whole[6:12]
-    for done, position in enumerate(places[:14], 1):
-        assert train(position["orders"], position, 16 - done) == whole[done:]
-
-
 def test_windows_end_where_the_reader_says():
     ends = []
     FIXED.read(after=lambda r: ends.append((r.step, r.window_ended, r.window_units)))
@@ -149,13 +117,3 @@ def test_a_run_goes_on_from_the_load_that_failed():
     with read_blocks(blocks, lambda: state, position=position, **options) as reads:
         found += [as_lists(batch) for batch in reads]
     assert records_of(found) == list(range(20)) and len(found) == 10
-
-
-def test_batches_are_laid_over_the_devices_of_the_workers():
-    sharding = jax.sharding.NamedSharding(jax.make_mesh((4,), ("worker",)), jax.P("worker"))
-    state = block_cases.given_states(FIXED.orders, 0)[0]
-    options = {**FIXED.settings, "sharding": sharding}
-    with read_blocks(FIXED.blocks(), lambda: state, **options) as reads:
-        records, places = next(reads)
-    assert records.sharding == places.sharding == sharding
-    assert as_lists((records, places)) == FIXED.expected()[0]

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from ordering.input import grain_dataset, step_indices
-from tests.refused import refuses
 from tests.sources import SIZES, Examples, assert_same, epoch_of
 
 grain = None  # imported where it is used: every process of the tests collects this file
@@ -63,30 +62,7 @@ def test_examples_of_a_grain_source_stay_as_they_are():
         list(ends)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("count", [0, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.filterwarnings("default")
-def test_lists_of_step_indices_are_a_batch_sampler(size, count):
-    data = pytest.importorskip("torch.utils.data", reason="pip install torch")
-    source, orders, sizes, wanted = epoch_of(size)
-    indices, per_step = step_indices(orders, **sizes)
-    lists = [indices[i : i + per_step].tolist() for i in range(0, len(indices), per_step)]
-    for done in (0, 1):
-        loader = data.DataLoader(source["y"], batch_sampler=lists[done:], num_workers=count)
-        assert_same([b.numpy() for b in loader], [b["y"].reshape(-1) for b in wanted[done:]])
-
-
-SIX = np.arange(6)
-test_wrong_inputs_are_refused = refuses({
-    "a larger order": (lambda: grain_dataset(SIX, range(8)), "index 6 is out of range: the source"),
-    "a stream": (
-        lambda: grain_dataset(grain.MapDataset.source(SIX).to_iter_dataset(), [0]),
-        "and an order needs source",
-    ),
-})  # fmt: skip
-
-
 def test_without_grain(monkeypatch):
     monkeypatch.setitem(sys.modules, "grain", None)
     with pytest.raises(ImportError, match="pip install grain"):
-        grain_dataset(SIX, [0])
+        grain_dataset(np.arange(6), [0])

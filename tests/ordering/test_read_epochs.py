@@ -13,7 +13,6 @@ from ordering import echo
 from ordering.input import LoadError, read_epochs
 from tests import tables
 from tests.refused import refuses
-from tests.sources import Examples
 from tests.waiting import wait_for
 
 NAMES = ["cd_grab", "grab", "block_reshuffling", "shuffle_once"]
@@ -138,25 +137,6 @@ def test_the_next_epoch_is_read_ahead_as_far_as_it_is_known():
     np.testing.assert_array_equal(np.concatenate(found, axis=-1), state.current)
 
 
-def test_a_source_is_read_ahead_of_the_next_epoch():
-    state, observe, next_epoch = order_of("cd_grab")
-    source, found = Examples(source_of()), []
-    with read_epochs(source, lambda: state, units_per_step=3, num_epochs=2) as reads:
-        for t in range(10):
-            if t == 3:  # this call opens the next epoch; nothing else is loading
-                wait_for(lambda: len(source.asked) >= 26)
-                source.asked.clear()
-            found.append(np.asarray(next(reads)).reshape(2, -1))
-            early = np.asarray(state.next)[:, :3] + 13 * np.arange(2)[:, None]
-            state = observe(state, reads.step - 1)
-            if reads.epoch_ended and not reads.epoch:
-                wait_for(lambda early=early: set(early.ravel().tolist()) <= set(source.asked))
-            if reads.epoch_ended:
-                state = next_epoch(state)
-    expected = by_hand("cd_grab", epochs=2)
-    np.testing.assert_array_equal(np.concatenate(found, 1), np.concatenate(expected, 1))
-
-
 def test_one_worker_with_a_donated_state_and_no_known_units():
     order = ordering.random_reshuffling(20)
     state = order.init(jax.random.key(0), None)
@@ -275,10 +255,6 @@ def test_after_ends_each_epoch_once_for_all_workers(name, axes):
     assert reads.load == 9
 
 
-def reads_of(live):
-    return lambda: read_epochs(source_of(), live, units_per_step=3)
-
-
 def reads_with(**options):
     start = order_of("random_reshuffling")[0]
     return read_epochs(source_of(), lambda: start, **{"units_per_step": 3} | options)
@@ -286,10 +262,6 @@ def reads_with(**options):
 
 test_wrong_inputs_are_refused = refuses({
     "a step longer than the epoch": (lambda: reads_with(units_per_step=14), "per_step is 14"),
-    "ahead": (lambda: reads_with(ahead=0), "ahead is 0"),
-    "a state": (reads_of(order_of("grab")[0]), r"live is a GrabState: pass a function of \(\)"),
-    "a function of it": (reads_of(lambda state: state), r"live is <.*a function of \(\)"),
-    "an order": (reads_of(lambda: np.arange(3)), "live gives a ndarray: pass lambda: state"),
     "a source of one argument": (
         lambda: read_epochs(lambda order: [], lambda: order_of("grab")[0], units_per_step=3),
         r"source is <.*: pass a function of \(indices, first_step, epoch\)",

@@ -12,7 +12,6 @@ import pytest
 
 import ordering
 from ordering.input import read_epochs, step_indices, tf_dataset
-from tests.refused import refuses
 from tests.sources import SIZES, Examples, assert_same, epoch_of
 
 tf = None  # imported where it is used: every process of the tests collects this file
@@ -82,31 +81,6 @@ def test_batches_are_the_steps_of_all_workers_and_go_on_from_any(size):
         found = list(dataset.batch(per_step).as_numpy_iterator())
         flat = [jax.tree.map(lambda x: x.reshape(-1, *x.shape[orders.ndim :]), b) for b in wanted]
         assert_same(found, flat[step:])
-
-
-def test_maps_of_examples_and_of_batches_stay_as_they_are():
-    images = np.random.default_rng(0).integers(0, 256, (90, 4, 4, 1), dtype=np.uint8)
-    encoded = [{"image": tf.io.encode_png(x).numpy(), "label": i} for i, x in enumerate(images)]
-    order = np.random.default_rng(1).permutation(90)
-
-    def decode(example):
-        return tf.io.decode_png(example["image"], channels=1), example["label"]
-
-    def augment(number, batch):
-        noise = tf.random.stateless_normal(tf.shape(batch[0]), [5, number])
-        return tf.cast(batch[0], tf.float32) + noise, batch[1]
-
-    def run(first_step):
-        examples = tf_dataset(encoded, order[8 * first_step :]).map(decode, tf.data.AUTOTUNE)
-        return list(examples.batch(8).enumerate(first_step).map(augment).as_numpy_iterator())
-
-    whole = run(0)
-    assert_same(run(3), whole[3:])
-    for t, (x, y) in enumerate(whole):
-        part = order[8 * t :][:8]
-        noise = tf.random.stateless_normal((len(part), 4, 4, 1), [5, t]).numpy()
-        np.testing.assert_array_equal(x, images[part].astype(np.float32) + noise)
-        np.testing.assert_array_equal(y, part)
 
 
 def test_text_keeps_its_zeros():
@@ -189,13 +163,6 @@ FAILING = {
 def test_examples_that_do_not_fit_together(source, indices, message):
     with pytest.raises(tf.errors.OpError, match=f"(?s)examples .*{message}"):
         list(tf_dataset(source, indices))
-
-
-test_bad_input = refuses({
-    "too large": (lambda: tf_dataset(np.arange(3), [0, 3]), "index 3 is out of range: the source"),
-    "of workers": (lambda: tf_dataset(np.arange(4), [[0, 1], [1, 0]]), r"step_indices\(...\)\[0\]"),
-    "a stream": (lambda: tf_dataset(tf.data.Dataset.range(3), [0]), "tfds.data_source"),
-})  # fmt: skip
 
 
 def test_without_tensorflow(monkeypatch):
