@@ -243,7 +243,7 @@ class Parquet(File):
 
     def index(self) -> int:
         file = self.open(self.name)
-        data, names = file.metadata, file.schema_arrow.names
+        data, schema, names = file.metadata, file.schema_arrow, file.schema_arrow.names
         chosen = names if self.columns is None else self.columns
         for name in chosen:
             count = names.count(name)
@@ -257,6 +257,7 @@ class Parquet(File):
             raise Unfit("it has no columns: leave it out")
         groups = [data.row_group(i) for i in range(data.num_row_groups)]
         self.starts = np.cumsum([0, *(group.num_rows for group in groups)])
+        _check_memory(groups, [schema.field(name).type for name in chosen])
         paths = [file.schema.column(i).path for i in range(data.num_columns)]
         flat = [i for i, path in enumerate(paths) if path in chosen]  # not those of lists
         for i, group in enumerate(groups):
@@ -272,6 +273,21 @@ class Parquet(File):
         table = handle.read_row_groups(groups, columns=self.columns, use_threads=False)
         table = table.slice(start - int(self.starts[first]), stop - start)
         return {name: _column(table[name].combine_chunks()) for name in table.column_names}
+
+
+def _check_memory(groups, types):
+    """Raises Unfit for a group that cannot be read, as its header says: groups are read whole."""
+    import pyarrow as pa
+
+    bits = sum(kind.bit_width for kind in types if pa.types.is_primitive(kind))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for number, group in enumerate(groups):
+        size = max(group.total_byte_size, group.num_rows * bits // 8)
+        if size > memory:
+            raise Unfit(
+                f"its row group {number} takes {size / 2**30:.0f} GiB of memory, of "
+                f"{memory / 2**30:.0f}: write it anew with smaller groups (row_group_size=)"
+            )
 
 
 def _column(column):

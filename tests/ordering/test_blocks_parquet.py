@@ -147,6 +147,17 @@ def test_columns_that_cannot_be_told_apart_and_files_without_any(tmp_path):
         files(tmp_path / "y.parquet")
 
 
+def test_a_group_larger_than_the_memory_is_refused_by_its_header(tmp_path, monkeypatch):
+    """A column of one number repeated takes a few bytes in the file, and 8 for each row."""
+    path = written(tmp_path / "x.parquet", {"x": np.zeros(2**20, np.int64)})
+    assert path.stat().st_size < 2**14
+    monkeypatch.setattr("os.sysconf", lambda name: 2**20 if name == "SC_PAGE_SIZE" else 7)
+    with pytest.raises(ValueError, match="its row group 0 takes .* write it anew with smaller gro"):
+        files(path)
+    monkeypatch.setattr("os.sysconf", lambda name: 2**20 if name == "SC_PAGE_SIZE" else 8)
+    assert len(files(path)[0]) == 2**20
+
+
 @pytest.mark.parametrize(
     "column, message",
     [
