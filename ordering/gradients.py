@@ -141,12 +141,10 @@ def checked_loss(loss: Callable, has_aux: bool) -> Callable:
         plans.check_function("loss", loss, "params", "batch", "key")
 
     def run(params, batch, key):
-        if key is None:
-            plans.check_function("without a key, the loss", loss, "params", "batch")
-            found = loss(params, batch)
-        else:
-            plans.check_function("with a key, the loss", loss, "params", "batch", "key")
-            found = loss(params, batch, key)
+        given = {"params": params, "batch": batch} | ({} if key is None else {"key": key})
+        what = "without a key" if key is None else "with a key"
+        plans.check_function(f"{what}, the loss", loss, *given)
+        found = loss(*given.values())
         if not has_aux:
             losses, aux = found, None
         elif isinstance(found, tuple | list) and len(found) == 2:

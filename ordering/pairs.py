@@ -155,6 +155,7 @@ def _pair_balance(num_units, units_per_step, rule, axis_name, *, coordinated) ->
     num_units, units_per_step = base.check_units(num_units, units_per_step)
     rule = signs.rule_of(rule)
     splits_pairs = units_per_step % 2 == 1
+    subtract = partial(jax.tree.map, trees.subtract)  # one pair, leaves [2, ...]
     derive = (lambda vector: vector) if coordinated or splits_pairs else subtract
 
     def init(key, params):
@@ -248,11 +249,6 @@ def _pair_balance(num_units, units_per_step, rule, axis_name, *, coordinated) ->
 
     order = Ordering(init, observe, next_epoch)
     return base.checked(order, num_units, PairBalanceState, rule=rule, pending=splits_pairs)
-
-
-def subtract(pair: PyTree) -> PyTree:
-    """The difference of a pair of gradients, leaves [2, ...], in float32."""
-    return jax.tree.map(trees.subtract, pair)
 
 
 def slice_size(entries: int, workers: int) -> int:

@@ -93,13 +93,9 @@ def sketched(
     @signed_as(loss)
     def gradients(params, batch, key=None, scale=None):
         if tree_size(params) <= size:
+            whole = None if scale is None else whole_scale(scale, params)
             kept = linear.sketch(sketch_key, size=size)
-
-            def to_sketch(g):
-                if scale is None:
-                    return kept(g)
-                return kept(jax.tree.map(times, g, whole_scale(scale, params)))
-
+            to_sketch = lambda g: kept(g if scale is None else jax.tree.map(times, g, whole))  # noqa: E731
             return per_example(loss, has_aux=has_aux, to_sketch=to_sketch)(params, batch, key)
         units, keys = units_of(params, batch, key)
         first = jax.tree.map(lambda x: x[0], (batch, keys))

@@ -18,12 +18,6 @@ from ordering.gradients import check_params
 from ordering.sketches.linear import Leaf, Map
 from syncopate import mesh, plans
 
-FLOOR = 1e-3
-BESIDE = (
-    "keep one beside the optimizer: moment = optax.scale_by_rms(), in every step _, state = "
-    "moment.update(mean_gradient, state), and pass that state."
-)
-
 
 class Factors(NamedTuple):
     """The scale of a parameter, rows * cols, as arrays that broadcast to its shape."""
@@ -39,7 +33,7 @@ def scale_of(
     leaves: Sequence[Leaf] | None = None,
     axis_name: str | tuple[str, ...] | None = None,
     power: float = 0.5,
-    floor: float = FLOOR,
+    floor: float = 1e-3,
 ) -> PyTree:
     """What to multiply gradients with so that an order balances what the optimizer applies.
 
@@ -152,7 +146,7 @@ def _moments(opt_state, params) -> list[Array]:
     check_params(params)
     if not trees.tree_size(params):
         raise ValueError(f"params holds no numbers ({params!r}): pass the model's parameters.")
-    found = {}
+    found, moments = {}, []
     of_states = lambda path, _: isinstance(path[-1], optax.tree_utils.NamedTupleKey)  # noqa: E731
     for _, moment in optax.tree_utils.tree_get_all_with_path(opt_state, "nu", of_states):
         for path, leaf in jax.tree_util.tree_leaves_with_path(moment):
@@ -163,10 +157,11 @@ def _moments(opt_state, params) -> list[Array]:
             told = f"second moments `nu` of the shapes {shapes}" if shapes else "no second moment"
             raise ValueError(
                 f"opt_state has {told} for params{jax.tree_util.keystr(path)} of shape "
-                f"{jnp.shape(leaf)}: {BESIDE}"
+                f"{jnp.shape(leaf)}: keep one beside the optimizer: moment = optax.scale_by_rms(), "
+                "in every step _, state = moment.update(mean_gradient, state), and pass that state."
             )
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    return [trees.as_float32(found[path][0]) for path in paths]
+        moments.append(trees.as_float32(found[path][0]))
+    return moments
 
 
 def _check_leaves(leaves, moments):
