@@ -9,10 +9,9 @@ import optax
 import pytest
 
 import ordering
-from ordering.sketches import scale as scale_lib
 from ordering.sketches.linear import Leaf
 from ordering.sketches.scale import whole_scale
-from tests import reference, tables
+from tests import reference
 
 KEY, SKETCH_KEY = jax.random.key(3), jax.random.key(7)
 assert_close = functools.partial(np.testing.assert_allclose, rtol=1e-5)
@@ -155,6 +154,3 @@ def test_a_scale_that_does_not_fit_is_refused():
         gradients(w, batch, jax.random.clone(KEY), w)
     with pytest.raises(ValueError, match="scale is real.60. and in one gradient real.60, 40."):
         gradients(w, batch, jax.random.clone(KEY), w[:, 0])
-    rows = tables.whole_numbers((2, 3)).astype(np.float32)
-    with pytest.raises(ValueError, match="scale is real.3. and in one gradient real.2."):
-        scale_lib.scaled(jnp.asarray(rows[:, :2]), rows[0])

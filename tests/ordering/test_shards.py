@@ -23,7 +23,6 @@ from tests.shards import (
     network,
     on_one,
     owned,
-    rounds_of,
     sharded,
     sketched,
 )
@@ -130,10 +129,3 @@ def test_rows_that_are_whole_are_gathered_on_any_mesh(specs, options):
     np.testing.assert_array_equal(
         observed(mesh_of(2), order, GRADIENTS, specs, **options), expected
     )
-
-
-def test_specs_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match=r"specs names \['worker'\], the workers' axis"):
-        rounds_of(P("worker", "model"))
-    with pytest.raises(ValueError, match="specs holds {}"):
-        ordering.sketch(jax.random.key(0), specs={})

@@ -61,22 +61,12 @@ def test_teams_on_a_mesh_equal_simulated_ones(gathers, rule):
     np.testing.assert_array_equal(vmapped, sharded)
 
 
-def test_teams_share_the_mean_of_their_sums_and_draw_their_own_numbers():
+def test_teams_draw_their_own_numbers():
     order = made(8, 4, "step", team_size=2, rule=ordering.self_balancing_walk())
-    gradients = jnp.asarray(gradients_of(8))
-
-    def one_step(key, gradients):
-        state = order.init(key, gradients[0])
-        return state, order.observe(state, gradients[state.current[:4]])
-
     keys = jax.random.split(jax.random.key(0), WORKERS)
-    first, state = tables.vmap_workers(one_step)(keys, gradients)
-    coins = jax.random.key_data(first.rule.key)
+    state = tables.vmap_workers(lambda key: order.init(key, jnp.zeros(5)))(keys)
+    coins = jax.random.key_data(state.rule.key)
     assert len(np.unique(coins, axis=0)) == WORKERS // 2
-    signs = np.asarray(state.next[:, :2] == state.current[:, :4:2]) * 2 - 1
-    seen = jnp.take_along_axis(gradients, state.current[:, :4, None], axis=1)
-    total = np.einsum("wp,wpd->d", signs, np.asarray(seen[:, ::2] - seen[:, 1::2]))
-    np.testing.assert_allclose(4 * state.running_sum, np.tile(total, (8, 1)), rtol=1e-5, atol=1e-5)
 
 
 def test_a_team_gathers_its_own_pairs_alone():
