@@ -1,7 +1,6 @@
 """What is damaged, exchanged or cut off between two calls is noticed, or the run is the same."""
 
 import collections
-import contextlib
 import functools
 import json
 import pathlib
@@ -17,8 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments import cd_grab, qsr
-from experiments.cluster import agree, processes
+from experiments.cluster import agree
 from experiments.cluster.agree import data_hash
 from experiments.results import records
 from experiments.tasks import TASKS
@@ -26,7 +24,7 @@ from experiments.tasks.base import first_of
 from experiments.tasks.text import Recut
 from experiments.training import checkpoint, run
 from tests.cases import times
-from tests.commands import LENGTH, SAVED, SMALL, study_run, train_run
+from tests.commands import SAVED, train_run
 from tests.little_run import STEPS, assert_same, built, plans_of, timeless, trained
 from tests.sources import EpochSource
 
@@ -183,16 +181,12 @@ def test_data_are_known_by_their_hash():
     turned = EpochSource({**task.train, "y": task.train["y"][::-1]})
     others = [data, first_of(task.train, 100), EpochSource(task.train), turned]
     tasks = [task, *(task._replace(train=x) for x in others), task._replace(test=data)]
+    # A text's windows are the same; what a later epoch cuts is not.
+    tokens, start = np.arange(41), np.array([0])
+    texts = [(tokens, start), (tokens, np.array([0, 9])), (np.append(tokens[:-1], 7), start)]
+    tasks += [task._replace(recut=Recut(*text, 4)) for text in texts]
     assert len({data_hash(one) for one in tasks}) == len(tasks)
     assert data_hash(TASKS["digits"](None)) == data_hash(task)
-
-
-def test_the_text_whose_windows_are_cut_anew_belongs_to_the_data():
-    """Its windows are the same; what a later epoch cuts is not."""
-    task, tokens = TASKS["digits"](None), np.arange(41)
-    cuts = [Recut(t, np.array(s), 4) for t, s in [(tokens, [0]), (tokens, [0, 9])]]
-    cuts.append(Recut(np.append(tokens[:-1], 7), np.array([0]), 4))
-    assert len({data_hash(task._replace(recut=cut)) for cut in [None, *cuts]}) == 4
 
 
 LINE = '{"step": 1}\n'
@@ -283,42 +277,19 @@ def test_conditions_hold_the_flags_of_xla_but_the_number_of_devices(monkeypatch)
     assert agree.conditions()["XLA_FLAGS"] == "--xla_a=2 --xla_b=1"
 
 
-@pytest.fixture
-def looked(monkeypatch):
-    """The checkpoints whose files were all read."""
-    found, real = [], checkpoint.damage
-    monkeypatch.setattr(checkpoint, "damage", lambda path: (found.append(path), real(path))[1])
-    return found
-
-
 def test_a_run_goes_on_as_it_was_and_is_told_of_other_conditions(
-    finished, tmp_path, capsys, monkeypatch, looked
+    finished, tmp_path, capsys, monkeypatch
 ):
     folder, now = shutil.copytree(finished, tmp_path / "run"), agree.conditions()
+    looked, real = [], checkpoint.damage
+    monkeypatch.setattr(checkpoint, "damage", lambda path: (looked.append(path), real(path))[1])
     train_run(SAVED, folder)
     assert "other conditions" not in capsys.readouterr().out
-    assert [pathlib.Path(path).name for path in looked] == ["24"], "read once"
+    assert [pathlib.Path(path).name for path in looked] == ["24"], "all files were read once"
     monkeypatch.setattr(agree, "conditions", lambda: now | {"cores": "1000", "jax": "9.9"})
     train_run(SAVED, folder)
     told = f"(cores: '{now['cores']}' there, '1000' here, jax: '{jax.__version__}' there, '9.9'"
     assert f"24 was written under other conditions {told} here)" in capsys.readouterr().out
-
-
-def test_a_study_goes_on_in_its_folder_and_reads_its_checkpoint_once(tmp_path, monkeypatch, looked):
-    @contextlib.contextmanager
-    def stopped_at_once():
-        yield lambda wants_to_save: (15, True)
-
-    flags = [*SMALL, *LENGTH[:2], "--task=digits", "--seeds=1", "--learning_rates=0.1", "--arms=rr"]
-    with monkeypatch.context() as patched, pytest.raises(SystemExit):
-        patched.setattr(processes, "interrupts", stopped_at_once)
-        study_run(cd_grab, flags, tmp_path)
-    assert not looked and len(list(tmp_path.glob("checkpoints/*/*"))) == 1
-    study_run(cd_grab, flags, tmp_path)
-    assert len(looked) == 1
-    # Another study ends its runs, and measures them, by other criteria.
-    with pytest.raises(ValueError, match="other settings .study: 'cd_grab' there, 'qsr' here"):
-        study_run(qsr, flags, tmp_path)
 
 
 def test_a_clock_that_is_set_forward_ends_no_save(tmp_path, monkeypatch):
