@@ -110,14 +110,13 @@ class ImageSource:
         return len(self.examples)
 
     def __getitem__(self, index: int) -> dict:
-        self._check(index)
-        return self._view(index, self.examples[index])
+        return self.__getitems__([index])[0]
 
     def __getitems__(self, indices) -> list[dict]:
-        indices = [int(index) for index in indices]
+        views, indices = [], [int(index) for index in indices]
         for index in indices:
-            self._check(index)
-        views = []
+            if not 0 <= index < len(self):
+                raise IndexError(f"index {index} is out of range: there are {len(self)} examples.")
         for start in range(0, len(indices), CHUNK):
             part = indices[start : start + CHUNK]
             rows = self.examples.__getitems__(part)
@@ -131,10 +130,6 @@ class ImageSource:
     def at_epoch(self, epoch: int) -> "ImageSource":
         """The source of another epoch, with other crops of the same images."""
         return dataclasses.replace(self, epoch=epoch)
-
-    def _check(self, index):
-        if not 0 <= index < len(self):
-            raise IndexError(f"index {index} is out of range: there are {len(self)} examples.")
 
     def _view(self, index, row):
         image, label = row["image"], row["label"]

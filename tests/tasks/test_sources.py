@@ -169,8 +169,6 @@ def test_a_source_refuses_invalid_arguments():
     for index in (-1, 6):
         with pytest.raises(IndexError, match=f"index {index}"):
             in_memory()[index]
-        with pytest.raises(IndexError, match=f"index {index}"):
-            in_memory().__getitems__([0, index])
     assert len(list(in_memory())) == 6
 
 
