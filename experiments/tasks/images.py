@@ -16,7 +16,7 @@ from experiments.tasks.base import COUNT, DECAY, Recipe, Task, abstract_sets, ch
 from experiments.tasks.sources import as_arrays, check_number, source, subset
 from syncopate.refusals import UserError
 
-DIGITS, DIGITS_FEATURES, DIGITS_SIDE = 1797, 64, 8
+DIGITS, DIGITS_FEATURES = 1797, 64
 DIGITS_RECIPE = Recipe(
     workers=32, units_per_step=2, unit_size=1, epochs=100, momentum=0.0, bound_every=10,
     learning_rates=(0.0625, 0.125, 0.25, 0.5, 1.0),
@@ -37,34 +37,30 @@ def digits(
 
     Args:
       data_dir: None, as nothing is read.
-      model: "softmax" (regression, whose optimum is computed), "mlp", or "resnet" (eight layers
-        with group normalisation).
+      model: "softmax" (regression, whose optimum is computed) or "mlp".
       num_train: 1 to 1,796.
       l2: weight of the penalty of "softmax": 0.05 is well conditioned, 1e-4 badly.
       width, depth: units per hidden layer of "mlp", and number of these layers.
     """
-    check_model("digits", model, ("softmax", "mlp", "resnet"))
+    check_model("digits", model, ("softmax", "mlp"))
     if data_dir is not None:
         raise UserError(
             f"--data_dir is {data_dir}: digits come with scikit-learn. Leave it out, or pass the "
             "--task whose data lie there."
         )
     check_number(num_train, DIGITS - 1, name="num_train")  # the others are the test set
-    shape = (DIGITS_SIDE, DIGITS_SIDE, 1) if model == "resnet" else (DIGITS_FEATURES,)
     if model == "mlp":
         hidden = (width,) * depth
         net = base.network("mlp", num_features=DIGITS_FEATURES, hidden=hidden, num_classes=10)
-    elif model == "resnet":
-        net = _resnet8(image_shape=shape, num_classes=10, width=8, norm="group")
     else:
         net = base.network(
             "softmax_regression", num_features=DIGITS_FEATURES, num_classes=10, l2=l2
         )
     if abstract:
-        train, test = abstract_sets((num_train, DIGITS - num_train), shape)
+        train, test = abstract_sets((num_train, DIGITS - num_train), (DIGITS_FEATURES,))
         return Task("digits", net, train, test, DIGITS_RECIPE)
     table = _digits_table()
-    x = (table[:, :-1] / 16).astype(np.float32).reshape(-1, *shape)
+    x = (table[:, :-1] / 16).astype(np.float32)
     train, test = split(x, table[:, -1].astype(np.int32), num_train=num_train)
     optimum = None if model != "softmax" else lambda: base.minimum(net, train)
     return Task("digits", net, train, test, DIGITS_RECIPE, optimum)
