@@ -164,8 +164,8 @@ def machines_of(task, recipe, values) -> list:
     mesh = processes.mesh_of(recipe.run, workers)
     if mesh is not None and values["gigabits"].present:
         raise UserError("--gigabits is unused, as --run=mesh measures the network: leave one out.")
-    here = timing.measure(task, recipe)
-    here = here._replace(ordered=order_ratio(task, recipe), parameters=size)
+    ratio = order_ratio(task, recipe)  # which refuses sizes that do not fit
+    here = timing.measure(task, recipe)._replace(ordered=ratio, parameters=size)
     if mesh is not None:
         syncs = {"measured": measured_sync(mesh, size)}
     else:

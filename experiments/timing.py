@@ -18,7 +18,6 @@ from experiments.training import loop
 from experiments.training.config import config_of, plans_of
 from experiments.training.program import build
 from models import Model
-from syncopate.refusals import UserError
 
 
 def in_turns(calls: dict[str, Callable], repeats: int) -> dict[str, list[float]]:
@@ -107,11 +106,6 @@ def measure(task: Task, recipe: Recipe, *, rounds: int = 7, per_round: int = 20)
     """
     count, read_batch = ordering.input.reader(task.train)
     size = recipe.units_per_step * recipe.unit_size
-    if not 1 <= size <= count:
-        raise UserError(
-            f"--units_per_step x --unit_size is {size}: {task.name} has {count} training examples; "
-            "pass numbers whose product is from 1 to that."
-        )
     generator, wanted = np.random.default_rng(0), size * per_round * (rounds + 1)
     order = np.concatenate([generator.permutation(count) for _ in range(-(-wanted // count))])
     indices = order[:wanted]

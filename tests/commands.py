@@ -114,6 +114,12 @@ def stop_in_the_middle(command, folder, number, devices=1):
     return process.returncode, output
 
 
+def rows_of(text):
+    """{head: cell} of every row of the Markdown table in a text."""
+    lines = [[c.strip() for c in x.strip("|").split("|")] for x in text.split("\n") if "|" in x]
+    return [dict(zip(lines[0], line, strict=True)) for line in lines[2:]]
+
+
 def records(folder):
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(x).items() if k != "seconds"} for x in lines]

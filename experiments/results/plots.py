@@ -363,7 +363,7 @@ def legend(figure) -> None:
     )
 
 
-def save(figure, path: str, title: str, **options) -> None:
-    figure.suptitle(title, **options)
+def save(figure, path: str, title: str) -> None:
+    figure.suptitle(title)
     figure.savefig(content := io.BytesIO(), dpi=110)
     files.write_whole(path, content.getvalue())

@@ -9,6 +9,7 @@ from experiments import combined
 from experiments.results import frame, statistics, tables
 from experiments.results.statistics import Criterion, compare
 from experiments.study import cost
+from tests.commands import rows_of
 
 ARMS = {"rr": "D-RR", "cd_grab": "CD-GraB", "unzip": "unzip control"}
 LOWEST = Criterion(when="lowest")
@@ -16,8 +17,7 @@ LOWEST = Criterion(when="lowest")
 
 def cells(text):
     """{first cell of a row: {head: cell}} of a Markdown table."""
-    lines = [[c.strip() for c in line.strip("|").split("|")] for line in text.splitlines()]
-    return {row[0]: dict(zip(lines[0], row, strict=True)) for row in lines[2:]}
+    return {next(iter(row.values())): row for row in rows_of(text)}
 
 
 def run(arm, rate, seed, losses, *, phase="run", speed=None, diverged=None, **fields):

@@ -40,7 +40,7 @@ from experiments.tasks import Recipe, Task
 from experiments.tasks.base import abstract_set
 from experiments.training.config import OrderSetting, Sizes
 from local_opt import sync_bytes
-from tests.commands import parsed
+from tests.commands import parsed, rows_of
 from tests.compiled_runs import CPU, compiled_by, donated, kinds, marks_of, operations, text_of
 
 pytestmark = pytest.mark.usefixtures("optimised")  # what users compile
@@ -394,14 +394,6 @@ def test_a_price_takes_the_slower_of_steps_and_loads():
     assert found == [100, 160 + 50, 100 + 20, 160 + 50 + 10]
 
 
-def rows_of(text):
-    """{head: cell} of the lines of the second table."""
-    lines = [
-        [c.strip() for c in x.strip("|").split("|")] for x in text.split("\n\n")[1].split("\n")
-    ]
-    return [dict(zip(lines[0], line, strict=True)) for line in lines[2:]]
-
-
 def test_a_dry_run_covers_every_arm():
     arms = {
         "rr": Arm("D-RR", "rr"),
@@ -412,7 +404,7 @@ def test_a_dry_run_covers_every_arm():
     text = dry_run(task(), RECIPE, study_of(arms), parsed(train, "--nocompile"))
     assert re.search(r"\| parameters +\| 650 \(2.6 kB\)", text)
     assert re.search(r"\| training examples +\| 322 ", text) and "| loss 0.5 " in text
-    rows = dict(zip(arms, rows_of(text), strict=True))
+    rows = dict(zip(arms, rows_of(text.split("\n\n")[1]), strict=True))
     assert {r["steps"] for r in rows.values()} == {"40"}
     assert [r["loads"] for r in rows.values()] == ["40", "40", "40", "10"]
     assert [r["rounds"] for r in rows.values()] == ["40", "40", "10", "10"]
@@ -433,7 +425,8 @@ def test_a_dry_run_has_a_row_per_speed():
         "diffusion": Arm("error diffusion", "rr", "every_load", "diffusion"),
         "measured": Arm("measured", "rr", "every_load", "measured"),
     }
-    rows = rows_of(dry_run(task(10_000), RECIPE, study_of(arms, (1.0, 4.0)), parsed(train)))
+    text = dry_run(task(10_000), RECIPE, study_of(arms, (1.0, 4.0)), parsed(train))
+    rows = rows_of(text.split("\n\n")[1])
     assert [r["R"] for r in rows] == ["1"] * 3 + ["4"] * 3
     slow = rows[3:]
     assert {r["steps"] for r in slow} == {"80"}
