@@ -6,7 +6,7 @@ from local_opt.formats import Wire, rounded_wire, top_k_wire
 from local_opt.lift import lift, owned
 from local_opt.mean import synchronize
 from local_opt.plans import SyncPlan, from_function
-from local_opt.presets import diloco, muloco, normalize_by_period, slowmo
+from local_opt.presets import diloco, normalize_by_period, slowmo
 from local_opt.rounds import Rounds, accumulated_rounds, local_rounds, local_steps, parallel_rounds
 from local_opt.rules import bernoulli, constant, qsr
 from local_opt.streaming import stream_segments, streaming_rounds
@@ -32,7 +32,6 @@ __all__ = [
     "lift",
     "local_rounds",
     "local_steps",
-    "muloco",
     "normalize_by_period",
     "owned",
     "parallel_rounds",

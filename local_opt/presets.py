@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +11,6 @@ import optax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int, PyTree
-from optax import contrib
 
 from local_opt.corrections import Correction
 from local_opt.formats import Wire
@@ -20,7 +19,7 @@ from local_opt.opt_state import LOCAL, checked
 from local_opt.plans import SyncPlan, check_plan
 from local_opt.rounds import local_steps
 from local_opt.workers import AxisName, wide_type
-from syncopate.plans import check_function, check_number, check_whole
+from syncopate.plans import check_number, check_whole
 from syncopate.workers import AXIS
 
 
@@ -42,8 +41,9 @@ def diloco(
     x_w <- x_w + inner(g_w) in a step; at a sync, with d = a - x_bar: v <- m v + d,
     a <- a - lr (d + m v), x_w <- a.
 
-    Outer momentum overshoots, and the oscillation falls as m^(R / 2) in R rounds, at worst. All
-    presets warn if more than a tenth may be left at the end.
+    Outer momentum overshoots, and the oscillation falls as m^(R / 2) in R rounds, at worst. Both
+    presets warn if more than a tenth may be left at the end. With Muon inside this is MuLoCo, whose
+    code has lr = 0.7 and m = 0.6 for one worker, 0.9 and 0.8 for two, 1 and 0.9 for 16.
 
     Args:
       inner: the workers' optimizer; `optax.adamw` in the paper.
@@ -62,10 +62,14 @@ def diloco(
       >>> from syncopate import local_opt
       >>> plan = local_opt.constant(50, total_steps=5000)
       >>> optimizer = local_opt.diloco(optax.adamw(4e-4), plan)
+      >>> muon = optax.contrib.muon(0.02, beta=0.9, nesterov=False, adam_b2=0.99)
+      >>> optimizer = local_opt.diloco(muon, plan, learning_rate=0.9, momentum=0.8)
 
     References:
       Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models, 2023,
       https://arxiv.org/abs/2311.08105
+      Thérien et al., MuLoCo: Muon is a Practical Inner Optimizer for DiLoCo, 2025,
+      https://arxiv.org/abs/2505.23725 and https://github.com/facebookresearch/MuLoCo
     """
     outer = outer_momentum("diloco", plan, learning_rate, momentum)
     return local_steps(
@@ -158,80 +162,6 @@ def _per_rate(outer, rate):
         return updates, PerRateState(count, own)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def muloco(
-    inner_rate: optax.ScalarOrSchedule,
-    plan: SyncPlan,
-    *,
-    axis_name: AxisName = AXIS,
-    learning_rate: float = 0.9,
-    momentum: float = 0.8,
-    weight_decay: float = 0.0,
-    hidden: Callable[[PyTree], PyTree[bool]] | None = None,
-    opt_state: str | Mapping[str, str] = LOCAL,
-    wire: Wire | None = None,
-    correction: Correction | None = None,
-    specs: PyTree[PartitionSpec] | None = None,
-    drift: bool = False,
-) -> optax.GradientTransformationExtraArgs:
-    """MuLoCo: DiLoCo with Muon inside for hidden matrices, and AdamW for the other parameters.
-
-    x_w <- x_w - lr_in Muon(g_w) in a step; at a sync as in `diloco`.
-
-    Muon is `optax.contrib.muon` with momentum 0.9, not Nesterov's, and AdamW has betas of 0.9 and
-    0.99, as in the authors' code, which scales by (out / in)^(1/2) also where that is below 1.
-
-    Args:
-      inner_rate: lr_in of both, a number or a schedule; around 0.02 in the paper, less for large
-        models.
-      plan: `constant(30, total_steps=T)` in the paper.
-      learning_rate, momentum: of the outer optimizer: lr > 0 and m in [0, 1). The authors' code has
-        0.7 and 0.6 for one worker, 0.9 and 0.8 for two, 1 and 0.9 for 16.
-      weight_decay: of both, >= 0 and decoupled.
-      hidden: `params -> tree of bool`, true for what Muon steps; None is every matrix, also
-        embeddings and heads, which AdamW steps in the paper.
-      axis_name, opt_state, wire, correction, specs, drift: see `local_rounds`; MuLoCo-1, of one
-        worker, has `axis_name=()`.
-
-    Returns:
-      A GradientTransformationExtraArgs, as `local_steps`.
-
-    Raises:
-      ValueError: for values out of range, and as `local_steps`.
-
-    Examples:
-      >>> import jax
-      >>> from syncopate import local_opt
-      >>> plan = local_opt.constant(30, total_steps=3000)
-      >>> inside = lambda params: {name: name.startswith("block") for name in params}
-      >>> optimizer = local_opt.muloco(0.02, plan, hidden=inside)
-
-    References:
-      Thérien et al., MuLoCo: Muon is a Practical Inner Optimizer for DiLoCo, 2025,
-      https://arxiv.org/abs/2505.23725 and https://github.com/facebookresearch/MuLoCo
-    """
-    if not callable(inner_rate):
-        check_number("inner_rate", inner_rate, "[0, inf)")
-    check_number("weight_decay", weight_decay, "[0, inf)")
-    if hidden is not None:
-        check_function("hidden", hidden, "params")
-    outer = outer_momentum("muloco", plan, learning_rate, momentum)
-
-    def matrices(params):
-        kinds = jax.tree.map(lambda x: x.ndim == 2, params) if hidden is None else hidden(params)
-        if jax.tree.structure(kinds) != jax.tree.structure(params):
-            raise ValueError(f"hidden returned {kinds!r}: return a bool for each parameter.")
-        return jax.tree.map(lambda yes: contrib.MuonDimensionNumbers() if yes else None, kinds)
-
-    inner = contrib.muon(
-        inner_rate, beta=0.9, nesterov=False, weight_decay=weight_decay, adam_b1=0.9, adam_b2=0.99,
-        adam_weight_decay=weight_decay, muon_weight_dimension_numbers=matrices,
-    )  # fmt: skip
-    return local_steps(
-        inner, plan, axis_name=axis_name, opt_state=opt_state, outer=outer, wire=wire,
-        correction=correction, specs=specs, drift=drift,
-    )  # fmt: skip
 
 
 def normalize_by_period(

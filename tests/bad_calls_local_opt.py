@@ -150,10 +150,6 @@ DUE = [3, "text", [3], [("begin", 0, False)], [("start", 1, False)], [("start", 
        [("start", 0)], THING, {0: 1}, [None]]  # fmt: skip
 
 
-def but(name):
-    return {key: value for key, value in OUTER.items() if key != name}
-
-
 OUTER = {"learning_rate": 0.5, "momentum": 0.0, "inner": SGD, "plan": Arg(PLAN, NO_PLANS),
          "axis_name": AXIS}  # fmt: skip
 CALLS |= {
@@ -163,9 +159,6 @@ CALLS |= {
         step=Arg(None, [NAN, 0.5, "3", THING, 1j, jnp.ones(2, int), -1, {}]), weight=WEIGHT),
     "diloco": call(transformed(local_opt.diloco), **OUTER),
     "slowmo": call(transformed(local_opt.slowmo), **OUTER, inner_rate=Arg(0.1, real(0))),
-    "muloco": call(transformed(local_opt.muloco), **but("inner"), inner_rate=Arg(0.1, real()),
-                   weight_decay=Arg(0.0, real()),
-                   hidden=Arg(None, wrong_functions(lambda params: 3))),
     "local_rounds": call(rounded(local_opt.local_rounds), **INNER, **OPTIONS, state=OWN,
                          weight=WEIGHT),
     "parallel_rounds": call(rounded(local_opt.parallel_rounds), **INNER, state=Arg(None, STATES),

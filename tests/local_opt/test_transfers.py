@@ -39,7 +39,6 @@ HOST = {
     "local_rounds": lambda: local_opt.local_rounds(SGD, wire=INT8).init(X),
     "top_k_wire": lambda: local_opt.top_k_wire(1 / 64, feedback=0.5),
     "local_steps": lambda: local_opt.local_steps(SGD, PLAN, outer=SGD).init(X),
-    "muloco": lambda: local_opt.muloco(FALL, PLAN).init(X),
     "normalize_by_period": lambda: local_opt.local_rounds(
         SGD, outer=local_opt.normalize_by_period(SGD, h_base=2)).init(X),
     "owned": lambda: local_opt.owned({"step": 0, "np": np.ones(3)} | X, MESH),
