@@ -94,11 +94,9 @@ class Case(NamedTuple):
 
     def expected(self):
         """The batches of all epochs but the last, of which nothing is read."""
-        options = {"seed": 0, **self.settings}
-        dealt, found = options.pop("dealt", True), []
+        options, found = {"seed": 0, **self.settings}, []
         for epoch, orders in enumerate(self.orders[:-1]):
             lanes = np.atleast_2d(orders).tolist()
-            lanes = lanes if dealt else reference_blocks.units_of_all(lanes)
             found += reference_blocks.epoch_of(self.units(), lanes, epoch=epoch, **options)
         return found
 

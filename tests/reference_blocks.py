@@ -16,11 +16,6 @@ def blocks_of(file_sizes, unit_size, multiple_of=1, kept=None):
     return units
 
 
-def units_of_all(orders):
-    """Orders [W][M] of the units that each worker owns, by the units' numbers among all."""
-    return [[w * len(order) + u for u in order] for w, order in enumerate(orders)]
-
-
 def shuffled(records, seeds):
     """The permutation of a window: its records by raw random numbers of 64 bits."""
     numbers = np.random.Philox(np.random.SeedSequence(seeds)).random_raw(len(records)).tolist()

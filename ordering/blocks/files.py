@@ -44,21 +44,15 @@ SIDES = ["end", "start"]
 class Part:
     """A function as a source of blocks.
 
-    Attributes:
-      name: of the source, for messages.
-      num_records: N >= 1.
-      digest: two numbers of 32 bits, which tell that the source has been exchanged.
-      read: `(start, stop) -> records`, a list of bytes or a tree of arrays [stop - start, ...]. It
-        can be called from several threads. An array in which values are missing, or whose lists
-        have several lengths, is one of objects, for `split(keep=)`.
-      incomplete: a range of records of which one lacks a value, where the source says so.
+    It may be called from several threads. An array in which values are missing, or whose lists have
+    several lengths, is one of objects, for `split(keep=)`.
     """
 
-    name: str
+    name: str  # for messages
     num_records: int
-    digest: tuple[int, int]
-    read: Callable[[int, int], PyTree]
-    incomplete: tuple[int, int] | None = None
+    digest: tuple[int, int]  # two numbers of 32 bits, which tell that it has been exchanged
+    read: Callable[[int, int], PyTree]  # a list of bytes, or a tree of arrays [stop - start, ...]
+    incomplete: tuple[int, int] | None = None  # records of which one is known to lack a value
 
     def __len__(self) -> int:
         return self.num_records
@@ -69,20 +63,14 @@ class Unfit(ValueError):
 
 
 class File:
-    """A file as a source of blocks: what it was when it was opened, or an error.
+    """A file as a source of blocks, as `Part`: what it was when it was opened, or an error.
 
     It can be sent to other processes. A kind of files is a subclass.
-
-    Attributes:
-      name, num_records, digest, incomplete: as in `Part`.
-      columns: names, of the kinds that have some.
-      index: `() -> num_records`, which keeps what `records` needs to know.
-      records: `(handle, start, stop) -> records`.
     """
 
     incomplete: tuple[int, int] | None = None
-    index: Callable[[], int]
-    records: Callable[[Any, int, int], PyTree]
+    index: Callable[[], int]  # num_records; keeps what `records` needs to know
+    records: Callable[[Any, int, int], PyTree]  # of (handle, start, stop)
 
     def __init__(self, path: str, columns: list[str] | None = None):
         self.name, self.columns, self.state = path, columns, _state(path)
@@ -335,13 +323,8 @@ def _objects(size, places, values):
 def plain(name: str, numbers: Int[np.ndarray, "n"], records: PyTree) -> PyTree:
     """Records whose objects are numbers, or lists of one length, become arrays of numbers.
 
-    Args:
-      name: of the file.
-      numbers: those of the records in the file.
-      records: as a source gives them, or some of them.
-
-    Raises:
-      ValueError: for a value that is missing, and lists of several lengths.
+    `numbers` are those of the records in the file of this name. Raises ValueError for a value that
+    is missing, and for lists of several lengths.
     """
     return jax.tree_util.tree_map_with_path(functools.partial(_plain, name, numbers), records)
 

@@ -68,7 +68,6 @@ def read_blocks(
     window: int,
     batch_size: int,
     seed: int = 0,
-    dealt: bool = True,
     num_epochs: int | None = None,
     position: dict[str, Any] | None = None,
     readers: int | Callable[[Windows], Iterable] = 4,
@@ -85,12 +84,11 @@ def read_blocks(
 
     Args:
       blocks: of `split`.
-      live: returns the newest state of the orders, of one worker or of those of this host.
+      live: returns the newest state of the orders, which name blocks of all workers (`dealt`,
+        `dealt_reshuffling`, any order of a single worker): of one worker, or of those of this host.
       window: K >= 1, blocks in a window; `units_per_step` of the order.
       batch_size: b >= 1, records of a worker in a batch.
       seed: >= 0, for the shuffles within windows.
-      dealt: whether the order names blocks of all workers, as `dealt` and `dealt_reshuffling` do
-        and the order of a single worker; False for fixed shards.
       num_epochs: number of epochs; None for no end.
       position: where to go on, as `BlockEpochs.position` gave it; the beginning if None.
       readers: >= 1, threads that read blocks; or a function `windows -> iterable of windows`, which
@@ -128,7 +126,7 @@ def read_blocks(
         current = np.asarray(state.current)
     num_units = current.shape[-1]
     settings: dict[str, Any] = {"window": window, "batch_size": batch_size, "seed": seed}
-    words = settings | {"dealt": dealt, "num_units": num_units}
+    words = settings | {"num_units": num_units}
     whole = windows(blocks, current, epoch=0, **words)  # refuses wrong sizes
     window, batch_size = whole.window, whole.batch_size
     batches, last = (num_batches(blocks, n, batch_size) for n in (window, num_units % window))

@@ -146,7 +146,7 @@ def permutation(seeds: tuple[int, ...], size: int) -> Int[np.ndarray, "n"]:
 
 def windows(
     blocks: Blocks, orders: Int[ArrayLike, "*W M"], *, window: int, batch_size: int, epoch: int,
-    seed: int, num_units: int, dealt: bool,
+    seed: int, num_units: int,
 ) -> Windows:  # fmt: skip
     """One epoch of blocks in the sequence of their orders, or of slices of them that start at a
     window; the arguments are as of `read_blocks`, which hands their errors on."""
@@ -155,16 +155,13 @@ def windows(
     batch_size = plans.check_whole("batch_size", batch_size, 1)
     seed = plans.check_whole("seed", seed, 0, 2**63 - 1)  # a position holds it in 64 bits
     window = plans.check_whole("window", window, 1, num_units)
-    total = len(blocks) if dealt else None
-    indices, _ = step_indices(orders, units_per_step=1, num_units=num_units, total=total)
-    workers = np.shape(orders)[0] if np.ndim(orders) == 2 else 1
-    # A row of a dealt order may be that of one worker among others, on other hosts.
-    if (not dealt or np.ndim(orders) == 1) and workers * num_units != len(blocks):
+    if np.ndim(orders) == 1 and num_units != len(blocks):  # rows may be those of some workers
         raise ValueError(
-            f"the orders name {workers} times {num_units} units, and there are {len(blocks)} "
-            "blocks: split the files with multiple_of=the number of workers, and make orders for "
-            "these units."
+            f"the order names {num_units} units, and there are {len(blocks)} blocks: make one for "
+            "as many, or pass int[W, M] of an order that deals them to W workers."
         )
+    indices, _ = step_indices(orders, units_per_step=1, num_units=num_units, total=len(blocks))
+    workers = np.shape(orders)[0] if np.ndim(orders) == 2 else 1
     axes = (workers, batch_size) if np.ndim(orders) == 2 else (batch_size,)
     units = indices.reshape(-1, workers).T
     return Windows(blocks, units, (window, batch_size), (seed, epoch), axes)

@@ -269,25 +269,17 @@ def check_examples(
     total: int | None = None,
 ) -> None:  # fmt: skip
     """Raises ValueError if orders of this shape name more examples than there are, or would never
-    read a whole step of them.
-
-    Less is left over where all steps are to have one size.
-    """
+    read a whole step of them; less is left over where all steps are to have one size."""
     workers, owned = (1, *shape)[-2:]
     unit_size = plans.check_whole("unit_size", unit_size, 1)
     units = workers * owned if total is None else plans.check_whole("total", total, 1)
     all_workers = units // owned  # of dealt orders, which may be on other hosts
     left_over = num_examples - units * unit_size
-    if left_over < 0:
+    if not 0 <= left_over < all_workers * units_per_step * unit_size:
         raise ValueError(
             f"the source has {num_examples} examples, and the orders name {units} units of "
-            f"{unit_size}: pass a source of the examples of all workers, or another unit_size."
-        )
-    if left_over >= all_workers * units_per_step * unit_size:
-        raise ValueError(
-            f"the source has {num_examples} examples, of which {left_over} would never be read, as "
-            f"the orders name {units} units of {unit_size}: make orders for all of them, or leave "
-            "them out of the source."
+            f"{unit_size}: make orders for all of them, pass a source of the examples of all "
+            "workers, or another unit_size; leave out of the source what is not to be read."
         )
 
 

@@ -17,7 +17,7 @@ from tests.waiting import wait_for
 
 
 @st.composite
-def cases(draw, workers=(None, 1, 2, 3, 4), dealt=(True, False), epochs=2):
+def cases(draw, workers=(None, 1, 2, 3, 4), epochs=2):
     sizes = draw(st.lists(st.integers(1, 12), min_size=1, max_size=4))
     unit_size, workers = draw(st.integers(1, 5)), draw(st.sampled_from(workers))
     units = len(reference_blocks.blocks_of(sizes, unit_size, workers or 1))
@@ -25,14 +25,12 @@ def cases(draw, workers=(None, 1, 2, 3, 4), dealt=(True, False), epochs=2):
     kept = rng.random(sum(sizes)) < 0.7 if draw(st.booleans()) else None
     if kept is not None:
         kept[-1] = True
-    own, dealt = units // (workers or 1), draw(st.sampled_from(dealt))
+    own = units // (workers or 1)
     orders = [rng.permutation(units).reshape(workers or 1, own) for _ in range(epochs + 1)]
-    if not dealt:
-        orders = [np.stack([rng.permutation(own) for _ in range(workers or 1)]) for _ in orders]
     orders = np.stack(orders) if workers else np.stack(orders)[:, 0]
     options = {
         "window": draw(st.integers(1, own)), "batch_size": draw(st.integers(1, 7)),
-        "seed": draw(st.integers(0, 3)), "dealt": dealt,
+        "seed": draw(st.integers(0, 3)),
     }  # fmt: skip
     return Case(sizes, unit_size, kept, orders, draw(st.integers(0, own)), options)
 

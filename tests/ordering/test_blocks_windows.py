@@ -18,7 +18,7 @@ BLOCKS = ordering.blocks.split(
 UNITS = reference_blocks.blocks_of(SIZES, UNIT_SIZE, WORKERS)
 ORDERS = np.random.default_rng(0).permutation(16).reshape(4, 4)
 SIZES_OF = {"window": 3, "batch_size": 2, "epoch": 5, "seed": 7}
-SETTINGS = SIZES_OF | {"num_units": 4, "dealt": True}
+SETTINGS = SIZES_OF | {"num_units": 4}
 EXPECTED = reference_blocks.epoch_of(UNITS, ORDERS.tolist(), **SIZES_OF)
 EPOCH = windows(BLOCKS, ORDERS, **SETTINGS)
 
@@ -65,7 +65,7 @@ def test_a_slice_of_orders_gives_the_rest_of_the_windows(workers, window, batch_
     }
     expected = reference_blocks.epoch_of(units, orders.tolist(), **options)
     first = data.draw(st.integers(0, -(-orders.shape[1] // options["window"]) - 1))
-    options |= {"num_units": orders.shape[1], "dealt": True}
+    options |= {"num_units": orders.shape[1]}
     slice_ = windows(blocks, orders[:, first * options["window"] :], **options)
     batches = -(-options["window"] * UNIT_SIZE // batch_size)
     assert [as_lists(batch) for batch in batches_of(slice_, 0)] == expected[first * batches :]
@@ -80,11 +80,8 @@ test_bad_input = refuses({
     "window": (of(window=5), r"window is 5: pass a whole number in 1 \.\. 4"),
     "a large seed": (of(seed=2**63), "seed is 9223372036854775808: pass a whole number in 0"),
     "other units": (of(ORDERS + 1), "name a unit twice, or outside 0 .. 15"),
-    "too many units": (of(np.arange(17), dealt=False), "name 1 times 17 units.* 16 blocks"),
-    "too few of a shard": (
-        of(np.array([[0], [0]]), dealt=False, window=1), "2 times 1 units.* 16"
-    ),
-    "too few": (of(np.arange(15)), "1 times 15 units, and there are 16 blocks: split the files"),
+    "a shard": (of(np.array([[0], [0]]), window=1), "name a unit twice"),
+    "too few": (of(np.arange(15)), "names 15 units, and there are 16 blocks: make one for as many"),
 })  # fmt: skip
 
 
