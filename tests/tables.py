@@ -20,6 +20,16 @@ class Order(NamedTuple):
     coordinated: bool = False
 
 
+def observing(make, **options):
+    return lambda m, b: make(m, units_per_step=b, **options)
+
+
+def halving(m, b):
+    rule = ordering.kernel_halving(num_epochs=4, num_pairs=max(1, m // 2))
+    return ordering.pair_balance(m, units_per_step=b, rule=rule)
+
+
+WALK = ordering.self_balancing_walk(bound=200.0)
 ORDERS = {
     "random_reshuffling": Order(lambda m, b: ordering.random_reshuffling(m), observes=False),
     "shuffle_once": Order(lambda m, b: ordering.shuffle_once(m), observes=False),
@@ -27,34 +37,15 @@ ORDERS = {
         lambda m, b: ordering.block_reshuffling(m, block_size=min(3, m)), observes=False
     ),
     "unzip": Order(lambda m, b: ordering.unzip(m), observes=False),
-    "grab": Order(lambda m, b: ordering.grab(m, units_per_step=b)),
-    "pair_balance": Order(lambda m, b: ordering.pair_balance(m, units_per_step=b)),
-    "pair_balance_walk": Order(
-        lambda m, b: ordering.pair_balance(
-            m, units_per_step=b, rule=ordering.self_balancing_walk(bound=200.0)
-        )
-    ),
-    "kh": Order(
-        lambda m, b: ordering.pair_balance(
-            m,
-            units_per_step=b,
-            rule=ordering.kernel_halving(num_epochs=4, num_pairs=max(1, m // 2)),
-        )
-    ),
-    "greedy_herding": Order(lambda m, b: ordering.greedy_herding(m, units_per_step=b)),
-    "cd_grab": Order(lambda m, b: ordering.cd_grab(m, units_per_step=b), coordinated=True),
-    "cd_grab, gathered": Order(
-        lambda m, b: ordering.cd_grab(m, units_per_step=b, gathers="step"), coordinated=True
-    ),
-    "cd_grab, at syncs": Order(
-        lambda m, b: ordering.cd_grab(m, units_per_step=b, gathers="sync"), coordinated=True
-    ),
-    "cd_grab_walk": Order(
-        lambda m, b: ordering.cd_grab(
-            m, units_per_step=b, rule=ordering.self_balancing_walk(bound=200.0)
-        ),
-        coordinated=True,
-    ),
+    "grab": Order(observing(ordering.grab)),
+    "pair_balance": Order(observing(ordering.pair_balance)),
+    "pair_balance_walk": Order(observing(ordering.pair_balance, rule=WALK)),
+    "kh": Order(halving),
+    "greedy_herding": Order(observing(ordering.greedy_herding)),
+    "cd_grab": Order(observing(ordering.cd_grab), coordinated=True),
+    "cd_grab, gathered": Order(observing(ordering.cd_grab, gathers="step"), coordinated=True),
+    "cd_grab, at syncs": Order(observing(ordering.cd_grab, gathers="sync"), coordinated=True),
+    "cd_grab_walk": Order(observing(ordering.cd_grab, rule=WALK), coordinated=True),
 }
 
 
