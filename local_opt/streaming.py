@@ -333,7 +333,7 @@ def check_turns(plans_of: Mapping[Any, SyncPlan], delay: int) -> int:
             f"the plans are {plans_of!r}: pass one SyncPlan for each fragment, as {{0: plan}}."
         )
     check_whole("delay", delay, 0)
-    total_steps, *others = {plan.total_steps: None for plan in named}
+    total_steps, *others = {plan.total_steps: None for plan in plans_of.values()}
     if others:
         raise ValueError(
             f"the plans have {total_steps} and {others[0]} steps: make all for the same run."

@@ -54,7 +54,7 @@ def adam_round(opt_state):
         ("mean", "mean", "mean", 2),
         ("reset", "reset", "reset", 2),
         ({"mu": "mean", "nu": "reset"}, "mean", "reset", 2),
-        ({"0.nu": "mean"}, "local", "mean", 2),
+        ({"nu": "reset", "0.nu": "mean"}, "local", "mean", 2),  # the longest name counts
         ({"nu.w": "reset"}, "local", "reset", 2),
         ({"count": "reset"}, "local", "local", 0),
     ],

@@ -3,9 +3,7 @@
 On meshes too: `pytest -m "" tests/local_opt/test_wrappers.py`.
 """
 
-import copy
 import functools
-import pickle
 
 import jax
 import jax.numpy as jnp
@@ -376,19 +374,8 @@ def test_optax_around_local_steps(name, run):
         local_opt.check_synced(last(history))
 
 
-def halved(opt):
-    """A chain of somebody's own."""
-
-    def update(grads, state, params, **extra):
-        updates, state = opt.update(grads, state, params, **extra)
-        return jax.tree.map(lambda u: 0.5 * u, updates), state
-
-    return optax.GradientTransformationExtraArgs(opt.init, update)
-
-
 WRONG = {
     "what follows": lambda opt: optax.chain(opt, optax.scale(0.5)),
-    "a chain of one's own": halved,
     "a skip of the sync": lambda opt: optax.conditionally_mask(opt, lambda step: step != STEPS - 1),
     "schedule_free around": lambda opt: contrib.schedule_free(opt, 0.1),
 }
@@ -456,9 +443,3 @@ def test_optax_sets_inner_fields():
         new = optax.tree_utils.tree_set(state, learning_rate=jnp.full(W, 0.5))
         assert optax.tree_utils.tree_get(new, "learning_rate").tolist() == [0.5] * W
         assert jax.tree.structure(new) == jax.tree.structure(state)
-
-
-def test_states_are_copied_and_pickled():
-    steps, *_ = states(optax.adam(0.1))
-    for copied in (copy.deepcopy(steps), pickle.loads(pickle.dumps(steps))):
-        jax.tree.map(np.testing.assert_array_equal, copied, steps)
