@@ -1,4 +1,4 @@
-"""Small problems for local steps: workers with their own least squares, and a little network."""
+"""A small problem for local steps: workers with their own least squares."""
 
 import functools
 import math
@@ -204,43 +204,3 @@ def expected_squares(plan=PLAN, clip=math.inf):
     return reference.local_sgd(
         flat(START), square_gradient, plan.periods, RATE, MOMENTUM, clip=clip
     )
-
-
-# A network of two layers with a softmax, for optimizers that no one writes in NumPy.
-
-IMAGES = jnp.asarray(RNG.normal(size=(12, W, 2, 3)), jnp.float32)
-LABELS = jnp.asarray(RNG.integers(0, 3, (12, W, 2)))
-NET = {
-    "w1": jnp.asarray(RNG.normal(size=(3, 4)), jnp.float32),
-    "b1": jnp.zeros(4),
-    "w2": jnp.asarray(RNG.normal(size=(4, 3)), jnp.float32),
-}
-
-
-def net_loss(params, x, y):
-    hidden = jnp.tanh(x @ params["w1"] + params["b1"][None])
-    logits = hidden @ params["w2"]
-    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
-
-
-def net_step(opt, x, y, params, state, mean=False, **options):
-    grads = jax.grad(net_loss)(params, x, y)
-    if mean:
-        grads = jax.lax.pmean(grads, "worker")
-    updates, state = opt.update(grads, state, params, **options)
-    return optax.apply_updates(params, updates), state
-
-
-def run_net(opt, workers=W, steps=100, **options):
-    """Parameters after all steps, in one compiled loop."""
-
-    @jax.jit
-    @vmap
-    def run(params, images, labels):
-        def body(carry, t):
-            return net_step(opt, images[t % 12], labels[t % 12], *carry, **options), None
-
-        return jax.lax.scan(body, (params, opt.init(params)), jnp.arange(steps))[0][0]
-
-    data = (jnp.moveaxis(a[:, :workers], 0, 1) for a in (IMAGES, LABELS))
-    return run(copies(NET, workers), *data)
