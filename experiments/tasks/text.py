@@ -255,8 +255,8 @@ def sentences(data_dir, part):
 def _embeddings(path):
     """Train and test set from an .npz file."""
     how = "Save it with np.savez."
-    with reading(path, how):
-        saved = np.load(path)  # an array, of another file
+    with reading(path, how), open(path, "rb") as file:
+        saved = np.load(file)  # an array, of another file
         if missing := {"x_train", "y_train", "x_test", "y_test"} - {*getattr(saved, "files", ())}:
             raise UserError(f"it lacks {sorted(missing)}")
         parts = [

@@ -14,7 +14,7 @@ import ordering
 from experiments.cluster.devices import worker_mesh
 from experiments.study.arms import row_of
 from experiments.tasks import Recipe, Task
-from experiments.training import config, measure, program, run
+from experiments.training import config, measure, program
 from experiments.training.config import Plans
 from ordering.echo import EchoPlan
 from tests import little_run, tables
@@ -58,15 +58,14 @@ def built(task, recipe, name, **options):
 
 def trained(prepared, recipe, scalars=lambda step, total, state: dict):
     """(outcome, records, orders at the end of every epoch)."""
-    found, orders, plans = [], [], every_step(prepared, recipe)
+    orders, plans = [], every_step(prepared, recipe)
     steps = measure.evaluation_steps(recipe, prepared.sizes, plans.total_steps)
 
     def look(step, state):
         orders.append(np.asarray(state.orders.current))
         return scalars(step, plans.total_steps, state)()
 
-    watch = run.Watch(found.append, little_run.scalars_of(look, steps))
-    return run.train(prepared, plans, watch, seed=0), found, orders
+    return *little_run.trained(prepared, plans, evaluate=look, evaluate_at=steps), orders
 
 
 @functools.cache
