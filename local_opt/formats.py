@@ -131,7 +131,8 @@ def top_k_wire(
     Q(x) = q(x) if |x| is among the k = density b largest of its block, else 0. With 16 bits, q
     rounds to bfloat16. With 2 bits, q(x) is the mean, in bfloat16, of the values of the same code
     c(x) = clip(round((x - m) / 1.5 s + 2), 0, 3), where m and s are the mean and the standard
-    deviation of the values of 64 blocks. A place in the block takes ceil(log2 b) bits.
+    deviation of the values of 64 blocks. A place in the block takes ceil(log2 b) bits. Leaves lie
+    one after the other in the blocks.
 
     Workers send different entries, so their changes are gathered: W - 1 messages, of
     k (bits + ceil(log2 b)) / 8 bytes per block, with 2 bits 8 more for 64 blocks.
