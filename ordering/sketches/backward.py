@@ -440,15 +440,10 @@ def _tap(sketch_of_cotangent: Callable, y, s, data):
     return y + s[0].astype(y.dtype)
 
 
-def _tap_forward(sketch_of_cotangent, y, s, data):
-    return _tap(sketch_of_cotangent, y, s, data), data
-
-
-def _tap_backward(sketch_of_cotangent, data, dy):
-    return dy, sketch_of_cotangent(dy, *data), None
-
-
-_tap.defvjp(_tap_forward, _tap_backward)
+_tap.defvjp(
+    lambda sketch_of_cotangent, y, s, data: (_tap(sketch_of_cotangent, y, s, data), data),
+    lambda sketch_of_cotangent, data, dy: (dy, sketch_of_cotangent(dy, *data), None),
+)
 
 
 def copied(plan: list[Leaf], maps: list[Map], zeros: Zeros, leaf: int, value: Array) -> Array:

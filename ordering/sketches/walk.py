@@ -531,15 +531,10 @@ def _look_up(equation, x, indices):
 CONVOLUTION, RULE = "conv_general_dilated", "custom_vjp_call"
 
 ALWAYS = (CONVOLUTION, "gather", "jit")
-
-RULES = {
-    "convert_element_type": _moved,
-    "copy": _moved,
-    "name": _moved,
-    "transpose": _moved,
-    "reshape": _moved,
-    "squeeze": _moved,
-    "broadcast_in_dim": _moved,
+MOVES = (
+    "broadcast_in_dim", "convert_element_type", "copy", "name", "reshape", "squeeze", "transpose"
+)  # fmt: skip
+RULES = dict.fromkeys(MOVES, _moved) | {
     "jit": _jit,
     "remat2": _remat,
     "scan": _scan,
