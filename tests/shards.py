@@ -18,7 +18,7 @@ import ordering
 from syncopate.mesh import like
 from tests.problems import copies, of_one
 
-UNITS, BATCH, EPOCHS = 10, 4, 4
+UNITS, BATCH, EPOCHS = 12, 4, 4
 IN, HIDDEN, OUT = 12, 16, 3
 SPECS = {"b1": P("model"), "b2": P(), "w1": P(None, "model"), "w2": P("model", None)}
 SYNC_EVERY = 5
@@ -113,9 +113,9 @@ class Programs:
         def init(params, key):
             return rounds.init(params), order.init(key, jnp.zeros(size))
 
-        def step(params, state, orders, data, start, *, size):
-            units = lax.dynamic_slice_in_dim(orders.current, start, size)
-            batch = jax.tree.map(lambda x: x[units], data)
+        def step(params, state, orders, data, start):
+            own = lax.dynamic_slice_in_dim(orders.current, start, units)
+            batch = jax.tree.map(lambda x: x[own], data)
             losses, mean, rows = gradients(params, batch, jax.random.key(0))
             updates, state = rounds.update(mean, state, params)
             params = optax.apply_updates(params, updates)
@@ -127,14 +127,7 @@ class Programs:
         state, orders = state_specs(rounds), P()
         self.places = state, orders  # of what `init` gives
         self.init = over(init, (SPECS, P()), (state, orders))
-        self.steps = {
-            size: over(
-                functools.partial(step, size=size),
-                (SPECS, state, orders, P(), P()),
-                (SPECS, state, orders, P()),
-            )  # fmt: skip
-            for size in {units, UNITS % units} - {0}
-        }
+        self.step = over(step, (SPECS, state, orders, P(), P()), (SPECS, state, orders, P()))
         self.sync = over(sync, (SPECS, state, orders), (SPECS, state, orders))
         self.next_epoch = over(order.next_epoch, (orders,), orders)
 
@@ -154,9 +147,8 @@ def trained(programs, params, data):
     losses, seen = [], []
     for _ in range(EPOCHS):
         for start in range(0, UNITS, BATCH):
-            step = programs.steps[min(BATCH, UNITS - start)]
             starts = jnp.full(workers, start)
-            params, state, orders, found = step(params, state, orders, data, starts)
+            params, state, orders, found = programs.step(params, state, orders, data, starts)
             losses.append(np.asarray(found))
             t += 1
             if t % SYNC_EVERY == 0:

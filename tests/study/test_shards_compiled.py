@@ -59,7 +59,7 @@ def compiled(programs, mesh, hidden=HIDDEN):
     found = jax.eval_shape(programs.init, params, jax.eval_shape(lambda: keys_of(workers)))
     held = params, *map(lambda x, specs: abstract(x, specs, mesh), found, programs.places)
     starts = jax.ShapeDtypeStruct((workers,), np.int32)
-    step = programs.steps[BATCH].lower(*held, abstract(data_of(workers), P(), mesh), starts)
+    step = programs.step.lower(*held, abstract(data_of(workers), P(), mesh), starts)
     with uncached():
         return step.compile(), programs.sync.lower(*held).compile()
 
@@ -170,7 +170,7 @@ def test_a_checkpoint_keeps_values_and_sharding(tmp_path):
     programs, mesh = sketched(WAYS[way](workers), units=3), mesh_of(workers)
     params = placed(copies(network(), workers), SPECS, mesh)
     data = placed(data_of(workers), P(), mesh)
-    step = lambda at, *owned: programs.steps[3](*owned, data, np.full(workers, at))[:3]  # noqa: E731
+    step = lambda at, *owned: programs.step(*owned, data, np.full(workers, at))[:3]  # noqa: E731
     saved = step(0, params, *programs.init(params, keys_of(workers)))
     assert np.abs(saved[2].pending).max() > 0
     with ocp.StandardCheckpointer() as checkpointer:
