@@ -217,12 +217,6 @@ def writing(
     Args:
       trackers: names of TRACKERS, which receive the numbers of every new record by step.
       console: receives every new record as one readable line, such as `print`.
-
-    Example:
-      >>> import tempfile
-      >>> with writing(tempfile.mkdtemp(), console=print) as write:
-      ...     write({"arm": "rr", "step": 12000, "train/loss": 0.912345, "diverged": None})
-      step 12,000  train/loss 0.9123
     """
     if not processes.is_first():
         yield lambda record: None

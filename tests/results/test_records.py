@@ -1,6 +1,5 @@
 """The file of a run and its trackers hold the same records, also after interruptions."""
 
-import doctest
 import importlib.util
 import json
 import struct
@@ -161,7 +160,3 @@ def test_unknown_and_missing_trackers_are_named(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"--track=wandb needs .* pip install 'syncopate.wandb.'"):
         write_all(tmp_path, RECORDS, trackers=["wandb"])
     assert not list(tmp_path.iterdir())
-
-
-def test_the_example_of_the_docstring_runs():
-    assert not doctest.testmod(records).failed
