@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 
 import ordering
 from ordering.blocks import read_blocks
+from ordering.blocks.windows import permutation
 from ordering.input import LoadError
 from tests import block_cases, reference_blocks
 from tests.block_cases import Case, as_lists, on_hosts, records_of
 from tests.cases import times
+from tests.refused import refuses
 from tests.waiting import wait_for
 
 
@@ -69,6 +71,24 @@ def test_a_run_goes_on_at_every_element_with_any_readers_and_hosts():
             assert found == expected[done:], (done, readers, hosts)
 
 
+def test_another_loader_gives_the_same_batches():
+    grain = pytest.importorskip("grain")
+    options = grain.ReadOptions(num_threads=2)
+
+    def by_grain(epoch):
+        assert len(epoch) == 2
+        return grain.MapDataset.source(epoch).to_iter_dataset(options)
+
+    assert FIXED.read(readers=by_grain) == FIXED.expected()
+    assert FIXED.read(readers=lambda epoch: epoch) == FIXED.expected()
+
+
+def test_a_permutation_is_the_same_in_every_version():
+    """A run that goes on with another NumPy must read the same batches."""
+    assert permutation((0, 0, 0), 10).tolist() == [0, 8, 9, 3, 7, 5, 1, 2, 6, 4]
+    assert permutation((7, 5, 11), 10).tolist() == [5, 9, 2, 7, 8, 6, 0, 4, 3, 1]
+
+
 def test_windows_end_where_the_reader_says():
     ends = []
     FIXED.read(after=lambda r: ends.append((r.step, r.window_ended, r.window_units)))
@@ -115,3 +135,17 @@ def test_a_run_goes_on_from_the_load_that_failed():
     with read_blocks(blocks, lambda: state, position=position, **options) as reads:
         found += [as_lists(batch) for batch in reads]
     assert records_of(found) == list(range(20)) and len(found) == 10
+
+
+def of(orders=FIXED.orders[0], **settings):
+    state = block_cases.given_states(np.stack([orders] * 2), 0)[0]
+    return lambda: read_blocks(FIXED.blocks(), lambda: state, **FIXED.settings | settings)
+
+
+test_bad_input = refuses({
+    "window": (of(window=5), r"window is 5: pass a whole number in 1 \.\. 4"),
+    "a large seed": (of(seed=2**63), "seed is 9223372036854775808: pass a whole number in 0"),
+    "other units": (of(FIXED.orders[0] + 1), "name a unit twice, or outside 0 .. 15"),
+    "a shard": (of(np.array([[0], [0]]), window=1), "name a unit twice"),
+    "too few": (of(np.arange(15)), "names 15 units, and there are 16 blocks: make one for as many"),
+})  # fmt: skip
