@@ -1,10 +1,6 @@
 """Resizes the state of an order from W workers to another number, also in the middle of an epoch.
 
-Runs on the host, in NumPy, on states with leaves [W, ...]. The number of epochs, the mean gradient
-of `grab` and the state of a sign rule are kept: a worker's are those of the workers whose units it
-takes over. The rest of the epoch is visited in the current order. What was observed in this epoch
-is dropped, running sums, pairs that wait and gradients: an order balances again from the next epoch
-on.
+Runs on the host, in NumPy, on states with leaves [W, ...].
 """
 
 import functools
@@ -35,7 +31,8 @@ def resize(
     epoch brings again. In the middle of an epoch they drop what they have observed of it, repeat
     the current order in the next epoch and observe it from the start; there, dealt pairs keep their
     order. Greedy herding already observes the rest of this epoch. The mean of `grab` and the
-    counters of a sign rule are kept in any case, the keys are those of `fresh`.
+    counters of a sign rule are kept in any case: those of the workers whose units one takes over.
+    The keys are those of `fresh`.
 
     Args:
       state: leaves [W, ...].

@@ -447,10 +447,8 @@ def files(
 
     Raises:
       ValueError: for a file that is missing, empty, damaged or of an unknown kind. A read verifies
-        the checksums of ArrayRecord and TFRecord, and of Parquet if it has some; there are none in
-        `.npy`.
-      ImportError: without `array_record`, `google_crc32c` or `pyarrow`, which read ArrayRecord,
-        TFRecord and Parquet, if such files are given.
+        checksums: `.npy` has none, and Parquet not always.
+      ImportError: without `array_record`, `google_crc32c` or `pyarrow`, for files that need them.
 
     Examples:
       >>> import numpy as np, pathlib, tempfile

@@ -275,23 +275,20 @@ def read_epochs(
       units_per_step: B in [1, M], units per worker and step.
       unit_size, total: as in `step_indices`.
       num_epochs: number of epochs; None for no end.
-      first_load: >= 0, for a run that resumes from an orders' state: the `load` that was saved with
-        it, counted from the first epoch of the orders. Save both behind `after`. With another
-        units_per_step go on where an epoch ended, or at the load before which as many units are
-        read: n A / B after n loads of A units.
+      first_load: >= 0, for a run that resumes: the `load` that was saved, behind `after`, with the
+        orders' state. With another units_per_step, the load before which as many units are read:
+        n A / B after n loads of A units.
       ahead: >= 1, steps before an epoch's end at which the next one begins to load.
       depth, timeout, sharding: as in `load_ahead`.
 
     Returns:
-      An `Epochs` iterator. `after(order, orders)` belongs behind every step, and makes the orders
-      of the next epoch where one has ended, as `epoch_ended` tells. `load` is the number of the
-      next batch over all epochs, `ready()` tells whether it is on the device, and `close()` ends
-      the threads. From a source, batches of several workers have leaves [W, B S, ...].
+      An `Epochs` iterator. `after(order, orders)` belongs behind every step. `load` is the number
+      of the next batch over all epochs, `ready()` tells whether it is on the device, and `close()`
+      ends the threads. From a source, batches of several workers have leaves [W, B S, ...].
 
     Raises:
-      ValueError: for a source or size that does not fit, a source of which a whole step or more
-        would never be read, or orders that are not at `first_load`; from `next`, if `after` was
-        not called, which an order of one's own shows by `epoch`.
+      ValueError: for a source or size that does not fit, or orders that are not at `first_load`;
+        from `next`, if `after` was not called, which an order of one's own shows by `epoch`.
       LoadError: from `next`, with the number of the load that failed, hangs or is missing.
 
     Examples:

@@ -310,10 +310,9 @@ def observed(name, size, steps, num_units=60):
     return state
 
 
-def gone_on(state, size, first, source=60):
-    return lambda: read_epochs(
-        np.arange(source), lambda: state, units_per_step=size, first_load=first
-    )
+def gone_on(state, size, first, source=60, **options):
+    options |= {"units_per_step": size, "first_load": first}
+    return lambda: read_epochs(np.arange(source), lambda: state, **options)
 
 
 ENDED = of_blocks(num_epochs=2)
@@ -333,21 +332,19 @@ test_what_would_not_be_read_is_refused = refuses({
 
 
 def test_less_than_a_step_may_be_left_over():
-    state = state_of(60)
-    with read_epochs(np.arange(64), lambda: state, units_per_step=5, num_epochs=1) as reads:
-        assert sorted(sum(map(numbers, reads), [])) == list(range(60))
+    found = list(gone_on(state_of(60), 5, 0, 64, num_epochs=1)())
+    assert sorted(sum(map(numbers, found), [])) == list(range(60))
 
 
 def test_a_program_that_forbids_transfers_reads_and_goes_on():
     order = ordering.random_reshuffling(12)
     state, found = order.init(jax.random.key(0), None), []
-    position, own = None, state_of(6)
+    blocks, own, position = blocks_of(), state_of(6), None
     with jax.transfer_guard("disallow"):
         reads = read_epochs(np.arange(12), lambda: state, units_per_step=5, num_epochs=3)
         for batch in reads:
             found.append(batch)
             state = reads.after(order, state)
-        blocks = blocks_of()
         for _ in range(2):
             options = {"window": 2, "batch_size": 2, "num_epochs": 1, "position": position}
             with ordering.blocks.read_blocks(blocks, lambda: own, **options) as read:
