@@ -22,9 +22,8 @@ import ordering
 from benchmarks.timing import compared, print_rows
 from experiments.timing import medians
 from ordering.kernel import balance_blocks
-from ordering.pairs import subtract
 from ordering.sketches.linear import SIZE
-from ordering.trees import split_pairs
+from ordering.trees import split_pairs, subtract
 
 # Units per call: enough to exceed the caches at every D, at most 1.3 GB.
 KERNEL_SIZES = {10**3: 4096, 10**5: 512, 10**6: 128, 10**7: 32}
