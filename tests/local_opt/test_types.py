@@ -1,5 +1,7 @@
 """What types say of workers: parameters that are shared by their type are no worker's own."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -83,33 +85,20 @@ def test_a_mean_of_what_is_equal_by_its_type_is_refused_and_beside_others_it_is_
     found = over(lambda x, t: local_opt.synchronize({"own": t, "rate": x, "n": 3}), jax.P())
     assert found["own"] == 2.5 and found["rate"]["w"] == 1 and found["n"] == 3
     rounds = local_opt.local_rounds(SGD)
-
-    def trained(x, target):  # the state is shared at first, and steps and syncs go on from there
-        state, x = rounds.init(x), jax.lax.pcast(x, "worker", to="varying")
-        for _ in range(2):
-            for _ in range(3):
-                updates, state = rounds.update(jax.grad(loss)(x, target), state, x)
-                x = optax.apply_updates(x, updates)
-            x, state = rounds.sync(x, state)
-        return x["w"][None]
-
-    assert over(trained, jax.P("worker")).tolist() == [1 - 6 * 2.5] * 4
-
-
-def test_streamed_parameters_keep_their_type():
-    """The next gradient is then the worker's own."""
     stream = local_opt.streaming_rounds(SGD, fragments=1, mixing=0.0)
 
-    def one(x, target):
-        state, x = stream.init(x), jax.lax.pcast(x, "worker", to="varying")
+    def streamed(x, state):
+        return stream.finish(x, stream.start(x, state, fragment=0), fragment=0)
+
+    def trained(x, target, made, sync):  # the state is shared at first, and steps go on from there
+        state, x = made.init(x), jax.lax.pcast(x, "worker", to="varying")
         for _ in range(2):
-            updates, state = stream.update(jax.grad(loss)(x, target), state, x)
-            x = optax.apply_updates(x, updates)
-            x, state = stream.finish(x, stream.start(x, state, fragment=0), fragment=0)
+            for _ in range(3):
+                updates, state = made.update(jax.grad(loss)(x, target), state, x)
+                x = optax.apply_updates(x, updates)
+            x, state = sync(x, state)
         return x["w"][None]
 
-    run = jax.shard_map(
-        one, mesh=workers_of(AxisType.Auto), in_specs=(jax.P(), jax.P("worker")),
-        out_specs=jax.P("worker"),
-    )  # fmt: skip
-    assert jax.jit(run)({"w": jnp.zeros(())}, jnp.arange(1.0, 5)).tolist() == [-5] * 4
+    for made, sync in ((rounds, rounds.sync), (stream, streamed)):
+        run = functools.partial(trained, made=made, sync=sync)
+        assert over(run, jax.P("worker")).tolist() == [1 - 6 * 2.5] * 4
