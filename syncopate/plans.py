@@ -142,16 +142,11 @@ class Plan:
       marked: int64[n], the marked steps: from 0 on, strictly increasing, below T.
       total_steps: T in 1 .. 10^7.
       rule: a description of how the plan was made.
-
-    Class attributes:
-      marks: the name of the marked steps, also in saved files.
-      stretches: what a marked step begins, in words: "rounds" or "loads".
-      online: whether decisions are made during the run; False for plans.
     """
 
-    marks: ClassVar[str]
-    stretches: ClassVar[str]
-    online: ClassVar[bool] = False
+    marks: ClassVar[str]  # the name of the marked steps, also in saved files
+    stretches: ClassVar[str]  # what a marked step begins: "rounds" or "loads"
+    online: ClassVar[bool] = False  # whether decisions are made during the run
 
     bounds: np.ndarray  # int64[n + 1], read-only: the marked steps and T
     rule: str

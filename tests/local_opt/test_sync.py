@@ -150,13 +150,6 @@ def test_a_sync_holds_the_mean_and_no_copy_of_what_is_donated(optimised, workers
     assert found.alias_size_in_bytes == found.argument_size_in_bytes
 
 
-def test_simulated_workers_may_have_two_axes(optimised):
-    x = jnp.arange(12.0).reshape(2, 3, 2)
-    over = functools.partial(local_opt.synchronize, axis_name=("a", "b"))
-    found = jax.jit(jax.vmap(jax.vmap(over, axis_name="b"), axis_name="a"))(x)
-    assert found.tolist() == [[[5.0, 6.0]] * 3] * 2
-
-
 @pytest.mark.parametrize(
     "weighs,sent", [(False, ["17xf32", "9xf32"]), (True, ["18xf32", "2xf32", "9xf32"])]
 )
