@@ -55,16 +55,8 @@ def several() -> bool:
     return jax.distributed.is_initialized() and jax.process_count() > 1
 
 
-def check_settings(values: flags.FlagValues) -> None:
-    """Compares flags, code and versions of all processes, right after they connect.
-
-    Raises ValueError on all of them, naming the processes that differ or do not answer, and how.
-    """
-    check("settings", facts_of(values), SETTINGS_SECONDS)
-
-
 def check_data(task) -> None:
-    """Compares size and hash of the task's training and test sets; raises as `check_settings`."""
+    """Compares size and hash of the task's training and test sets."""
     if several():
         facts = {}
         for part, data in {"train": task.train, "test": task.test}.items():
@@ -75,7 +67,10 @@ def check_data(task) -> None:
 
 
 def check(what: str, facts: Mapping[str, str], seconds: float) -> None:
-    """Compares facts of all processes, {name: description}; raises as `check_settings`."""
+    """Compares facts of all processes, {name: description}.
+
+    Raises ValueError on all of them, naming the processes that differ or do not answer, and how.
+    """
     found = exchanged(store(), jax.process_index(), jax.process_count(), what, facts, seconds)
     if found:
         raise UserError(
@@ -159,23 +154,18 @@ def limited(seconds: float, told: Callable[[], str]) -> Iterator[None]:
         timer.cancel()
 
 
-@contextlib.contextmanager
-def for_others(what: str) -> Iterator[None]:
+def for_others(what: str) -> contextlib.AbstractContextManager:
     """Puts a timeout on the body, which waits for `what` of other processes, if there are any."""
     if not several():
-        yield
-        return
-    with limited(patience, lambda: told(jax.process_index(), what, patience, _places())):
-        yield
+        return contextlib.nullcontext()
+    return limited(patience, lambda: told(jax.process_index(), what, patience, _places()))
 
 
-@contextlib.contextmanager
-def for_disk(what: str, path: str) -> Iterator[None]:
+def for_disk(what: str, path: str) -> contextlib.AbstractContextManager:
     """`for_others` for what the disk takes part in: a single process does not wait for ever."""
     alone = f"{what} has taken {patience:g} s in {path!r}: look at that disk. Then give the command"
     told_alone = f"{alone} again, or pass a longer --patience."
-    with for_others(what) if several() else limited(patience, lambda: told_alone):
-        yield
+    return for_others(what) if several() else limited(patience, lambda: told_alone)
 
 
 def check_new() -> None:

@@ -65,7 +65,7 @@ def start(values: flags.FlagValues = flags.FLAGS, survive: int | None = None) ->
         agree.check_new()
         sys.excepthook = functools.partial(_leave, sys.excepthook)
         agree.came_to(0)
-        agree.check_settings(values)
+        agree.check("settings", agree.facts_of(values), agree.SETTINGS_SECONDS)
 
 
 def _connect(address, count, number, **chosen):
