@@ -1,7 +1,5 @@
 """Columns of Parquet become arrays by their types: missing values are refused, never made up."""
 
-import decimal
-
 import jax
 import numpy as np
 import pytest
@@ -156,19 +154,3 @@ def test_a_group_larger_than_the_memory_is_refused_by_its_header(tmp_path, monke
         files(path)
     monkeypatch.setattr("os.sysconf", lambda name: 2**20 if name == "SC_PAGE_SIZE" else 8)
     assert len(files(path)[0]) == 2**20
-
-
-@pytest.mark.parametrize(
-    "column, message",
-    [
-        ([decimal.Decimal("1.50")], r"object, as Decimal\('1.50'\).*other objects out"),
-        (pa.array([1], pa.timestamp("s")), "datetime64.*pass times as numbers, such as the sec"),
-        (["text"], "object, as 'text'.*leave texts and other objects out"),
-    ],
-)
-def test_what_no_device_holds_is_named_with_its_column(column, message, tmp_path):
-    blocks = split(files(written(tmp_path / "x.parquet", {"x": column})), unit_size=1)
-    state = ordering.shuffle_once(1).init(jax.random.key(0), None)
-    with read_blocks(blocks, lambda: state, window=1, batch_size=1) as reads:
-        with pytest.raises(LoadError, match=r"the batch\[0\]\['x'\] is of " + message):
-            next(reads)

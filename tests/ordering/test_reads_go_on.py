@@ -218,28 +218,6 @@ def test_a_wait_raises_what_next_would_and_takes_no_batch():
     assert late >= 2 and found == expected
 
 
-RESTING = [(name, 9, 3) for name in ("shuffle_once", "grab", "kh", "greedy_herding", "cd_grab")]
-RESTING += [("cd_grab, at syncs", 8, 2), ("cd_grab, gathered", 16, 8), ("pair_balance", 1, 1)]
-
-
-@pytest.mark.parametrize("name,num_units,size", RESTING)
-def test_an_order_that_rests_is_read_epoch_after_epoch(name, num_units, size):
-    """Of equal gradients, or of the same ones in every epoch."""
-    order = tables.ORDERS[name].make(num_units, size)
-    init = tables.vmap_workers(lambda key: order.init(key, jnp.zeros(3)))
-    observe = tables.vmap_workers(order.observe)
-    state = init(jax.random.split(jax.random.key(0), 2))
-    found = []
-    with read_epochs(
-        np.arange(2 * num_units), lambda: state, units_per_step=size, num_epochs=5
-    ) as reads:
-        for batch in reads:
-            found.append(np.asarray(batch))
-            state = reads.after(order, observe(state, jnp.ones((2, batch.shape[1], 3))))
-    visited = np.concatenate(found, axis=1).reshape(2, 5, num_units).swapaxes(0, 1)
-    assert (np.sort(visited.reshape(5, -1)) == np.arange(2 * num_units)).all()
-
-
 @pytest.mark.parametrize(
     "name,calls",
     [("greedy_herding", 0), ("shuffle_once", 2), ("random_reshuffling", 0), ("grab", 2)],

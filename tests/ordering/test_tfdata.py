@@ -144,18 +144,10 @@ def test_a_source_that_fails(kind, error):
         next(stream)
 
 
-class Short(ManyExamples):
-    def __getitems__(self, indices):
-        return super().__getitems__(indices)[:1]
-
-
 RAGGED = [np.zeros(2), np.zeros(2), np.zeros(3)]
 FAILING = {
-    "shapes": (RAGGED, [0, 2], "one shape"),
     "shapes of others": (64 * RAGGED[:1] + RAGGED[2:], range(65), "not like the first in struct"),
     "types": (64 * [1] + [2.5], range(65), "not like the first in structure, shapes and types"),
-    "structures": ([(1, 2), {"a": 1}], [0, 1], "give all examples of the source the same keys"),
-    "too few": (Short(np.arange(4)), [0, 1], "gave 1 examples for 2"),
 }
 
 
