@@ -14,7 +14,7 @@ import numpy as np
 from experiments.cluster import files
 from experiments.results import statistics
 from experiments.results.statistics import AVERAGED, Comparison, interval, tested
-from experiments.results.tables import SCALARS, name_of
+from experiments.results.tables import LABELS, name_of
 
 # Okabe and Ito's colours, which stay apart for colour-blind readers.
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
@@ -34,6 +34,9 @@ METHODS = {
     "proximal_strong": (ORANGE, "D"),
 }  # fmt: skip
 CURVES = 5  # of one panel, at most
+LOGARITHMIC = (
+    "train/above_optimum", "bound/linf", "bound/l2", "drift", "loads", "rounds", "allreduces",
+)  # fmt: skip
 
 
 class Panel(NamedTuple):
@@ -63,7 +66,7 @@ def comparison(
     """Writes a PNG: a row per panel, each arm at its own best rate, mean and 95 % interval.
 
     Of many arms each of `groups` has a row of its own, of the same axes. Scalars without a row of
-    SCALARS get a panel over steps too; those that were not recorded are left out. Nothing is
+    LABELS get a panel over steps too; those that were not recorded are left out. Nothing is
     written if every run diverged.
     """
     rows, goal = _rows(compared, panels, speed), tested(compared.criterion)
@@ -151,8 +154,7 @@ def _share(block, panel: Panel):
 
 def _logarithmic(name: str) -> bool:
     """Whether curves or costs differ by factors."""
-    known = SCALARS.get(name.removesuffix(AVERAGED))
-    return known is not None and known.logarithmic
+    return name.removesuffix(AVERAGED) in LOGARITHMIC
 
 
 def _averaged(compared, scalar: str, shown, styles) -> list[tuple]:
@@ -176,7 +178,7 @@ def _rows(compared, panels, speed) -> list[Panel]:
     known = {k for run in runs for r in run for k, v in r.items() if v is not None}
     if any(len(statistics.timed(own.runs)) < len(own.runs) for own in compared.at(speed)):
         known.discard("seconds")
-    new = (k for k in known if re.match("(?!train|valid|test).+/", k) and k not in SCALARS)
+    new = (k for k in known if re.match("(?!train|valid|test).+/", k) and k not in LABELS)
     panels = [*panels, *(Panel(name, ("step",), panels[0].fastest) for name in sorted(new))]
     rows = [
         p._replace(scalar=names.get(p.scalar, p.scalar), x=tuple(n for n in p.x if n in known))

@@ -11,26 +11,19 @@ from experiments.results.frame import against, ends, measured, named, paired
 from experiments.results.statistics import Chosen, Comparison, fastest, interval, volume
 from experiments.tasks.metrics import METRICS
 
-
-class Scalar(NamedTuple):
-    """How a scalar or a cost of the records is shown; those without a row go by their name."""
-
-    label: str
-    logarithmic: bool = False  # in pictures
-
-
-SCALARS = {
-    "train/above_optimum": Scalar("train loss above the optimum", logarithmic=True),
-    "train/batch_loss": Scalar("loss of the batch"),
-    "bound/linf": Scalar("parallel herding bound, L∞", logarithmic=True),
-    "bound/l2": Scalar("parallel herding bound, L2", logarithmic=True),
-    "drift": Scalar("worker drift at syncs, |x_w - mean| / |mean|", logarithmic=True),
-    "step": Scalar("steps"),
-    "epoch": Scalar("epochs"),
-    "loads": Scalar("loads", logarithmic=True),
-    "rounds": Scalar("communication rounds", logarithmic=True),
-    "allreduces": Scalar("sent, in all-reduces", logarithmic=True),
-    "seconds": Scalar("seconds of training"),
+# Of scalars and costs of the records; those without a row go by their name.
+LABELS = {
+    "train/above_optimum": "train loss above the optimum",
+    "train/batch_loss": "loss of the batch",
+    "bound/linf": "parallel herding bound, L∞",
+    "bound/l2": "parallel herding bound, L2",
+    "drift": "worker drift at syncs, |x_w - mean| / |mean|",
+    "step": "steps",
+    "epoch": "epochs",
+    "loads": "loads",
+    "rounds": "communication rounds",
+    "allreduces": "sent, in all-reduces",
+    "seconds": "seconds of training",
 }
 
 
@@ -256,8 +249,8 @@ def rounded(mean: float, form: str) -> str:
 def name_of(scalar: str) -> str:
     """The name of a scalar in tables and pictures, whether of the last or averaged weights."""
     scalar = scalar.removesuffix(statistics.AVERAGED)
-    if scalar in SCALARS:
-        return SCALARS[scalar].label
+    if scalar in LABELS:
+        return LABELS[scalar]
     part, _, name = scalar.partition("/")
     part = "validation" if part == "valid" else part
     return METRICS[name].label.replace("test", part) if name in METRICS else f"{part} {name}"
