@@ -22,6 +22,7 @@ import ordering
 from benchmarks.timing import compared, print_rows
 from experiments.timing import medians
 from ordering.kernel import balance_blocks
+from ordering.signs import greedy
 from ordering.sketches.linear import SIZE
 from ordering.trees import split_pairs, subtract
 
@@ -39,7 +40,7 @@ READS = (
 def kernel(gradients, total):
     """`(gradients [n, D], r) -> (r, signs)` with the library's kernel."""
     pairs = split_pairs(gradients, gradients.shape[0] // 2)
-    return balance_blocks(ordering.greedy(), (), total, pairs, derive=subtract)[1:3]
+    return balance_blocks(greedy(), (), total, pairs, derive=subtract)[1:3]
 
 
 @jax.jit
@@ -121,7 +122,7 @@ def pair_rows(repeats: int) -> Iterator[dict]:
         pairs, total = jax.random.normal(jax.random.key(0), (count, SIZE)), jnp.zeros(SIZE)
 
         def sign(pairs, total, block):
-            signs = balance_blocks(ordering.greedy(), (), total, pairs, block_size=block)[2]
+            signs = balance_blocks(greedy(), (), total, pairs, block_size=block)[2]
             return signs > 0
 
         ways = {f"blocks of {n}" if n else "syncopate": n for n in (None, 16, 64)}

@@ -28,9 +28,10 @@ import ordering
 from benchmarks import host_loops, local_timing, single_examples, timing
 from models.gpt2 import SIZES as GPT2
 from ordering import kernel as sign_kernel
+from ordering.signs import greedy
 
 RULES = {
-    "greedy": ordering.greedy(),
+    "greedy": greedy(),
     "self_balancing_walk": ordering.self_balancing_walk(),
     "kernel_halving": ordering.kernel_halving(num_epochs=10, num_pairs=1000),
 }

@@ -22,9 +22,10 @@ import ordering
 from benchmarks import timing, torch_tasks
 from benchmarks.torch_tasks import MOMENTUM, Problem
 from experiments.timing import carry_on
+from ordering.signs import greedy
 
 SKETCH = 1024
-STRICT = ordering.greedy()._replace(  # the rule of grab-sampler: a product of zero is a minus
+STRICT = greedy()._replace(  # the rule of grab-sampler: a product of zero is a minus
     sign=lambda state, dot, norm2, coin: (state, jnp.where(dot < 0, 1.0, -1.0))
 )
 

@@ -13,7 +13,7 @@ from ordering.herding import greedy_herding, herding_bound
 from ordering.pairs import cd_grab, pair_balance
 from ordering.resize import resize
 from ordering.shuffles import block_reshuffling, random_reshuffling, shuffle_once, unzip
-from ordering.signs import SignRule, greedy, kernel_halving, self_balancing_walk
+from ordering.signs import SignRule, kernel_halving, self_balancing_walk
 from ordering.sketches.backward import sketched, sketched_parameters
 from ordering.sketches.linear import sketch, sketch_rows
 from ordering.sketches.scale import scale_of
@@ -29,7 +29,6 @@ __all__ = [
     "dealt_reshuffling",
     "echo",
     "grab",
-    "greedy",
     "greedy_herding",
     "grouped",
     "herding_bound",

@@ -40,7 +40,7 @@ def grab(
     Args:
       num_units: M >= 1.
       units_per_step: B in [1, M].
-      rule: the sign rule; `greedy()` by default.
+      rule: the sign rule; None for the sign that makes the sum smaller: + iff <r, c> <= 0.
 
     Returns:
       An `Ordering` with `GrabState`.

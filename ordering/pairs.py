@@ -54,7 +54,7 @@ def pair_balance(
     Args:
       num_units: M >= 1, units of this worker.
       units_per_step: B in [1, M], units of one step; the last step of an epoch has the rest.
-      rule: the sign rule; `greedy()` by default.
+      rule: the sign rule; None for the sign that makes the sum smaller, as in the equation.
 
     Returns:
       An `Ordering` with `PairBalanceState`.
@@ -109,7 +109,7 @@ def cd_grab(
       num_units: M >= 1, units of each worker.
       units_per_step: B in [1, M], as in `pair_balance`.
       axis_name: the workers' axis; None for the only named axis in scope.
-      rule: the sign rule; `greedy()` by default.
+      rule: the sign rule; None for the sign that makes the sum smaller, as in the equation.
       gathers: None to exchange slices of gradients; "step" to gather whole ones in every step;
         "sync" to gather them where `Ordering.sync` is called, and at the end of the epoch.
       team_size: W' >= 1, a divisor of W, with `gathers`; None for one team of all workers. "sync"

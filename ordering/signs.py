@@ -40,26 +40,14 @@ def rule_of(rule: SignRule | None) -> SignRule:
     """The sign rule of an order, `greedy()` for None; raises ValueError for what is no rule."""
     if rule is not None and not isinstance(rule, SignRule):
         raise ValueError(
-            f"rule is {rule!r}: pass a SignRule, as rule=ordering.greedy() with its parentheses."
+            f"rule is {rule!r}: pass a SignRule, as rule=ordering.self_balancing_walk() with its "
+            "parentheses, or None for the greedy one."
         )
     return greedy() if rule is None else rule
 
 
 def greedy() -> SignRule:
-    """The sign that makes the running sum smaller: + iff <r, c> <= 0.
-
-    Returns:
-      A deterministic `SignRule` without state.
-
-    Examples:
-      >>> from syncopate import ordering
-      >>> float(ordering.greedy().sign((), 0.5, 1.0, 0.0)[1])
-      -1.0
-
-    References:
-      Cooper et al., Coordinating Distributed Example Orders for Provably Accelerated Training,
-      2023, https://arxiv.org/abs/2302.00845
-    """
+    """The sign that makes the running sum smaller: + iff <r, c> <= 0."""
     return SignRule(
         init=lambda key: (),
         sign=lambda state, dot, norm2, coin: (state, _plus_iff(dot <= 0)),

@@ -121,7 +121,7 @@ SPECS = [3, "worker", THING, jax.P("worker"), {"w": 3}]
 WIRES = [3, "int8", THING, {}, local_opt.rounded_wire, jnp.int8, ("int8",)]
 CORRECTIONS = [3, "scaffold", local_opt.control_variates, local_opt.proximal, THING, {},
                optax.sgd(0.1)]  # fmt: skip
-RULES = [3, "greedy", ordering.greedy, ordering.self_balancing_walk, THING, {}, (),
+RULES = [3, "greedy", ordering.self_balancing_walk, THING, {}, (),
          ordering.grab(4)]  # fmt: skip
 
 # By the name of the argument.

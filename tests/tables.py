@@ -10,6 +10,7 @@ import optax
 
 import local_opt
 import ordering
+from ordering.signs import greedy
 from tests import reference
 from tests.problems import on_mesh
 
@@ -50,7 +51,7 @@ ORDERS = {
 
 
 RULES = {
-    "greedy": ordering.greedy,
+    "greedy": greedy,
     "self_balancing_walk": ordering.self_balancing_walk,
     "kernel_halving": lambda: ordering.kernel_halving(num_epochs=3, num_pairs=8),
 }

@@ -15,12 +15,13 @@ from jax.sharding import NamedSharding
 import ordering
 from experiments.study.cost import CUDA, LIBTPU, slice_of, uncached
 from ordering import kernel as sign_kernel
+from ordering.signs import greedy
 from syncopate import mesh
 from tests import tables
 from tests.compiled_runs import compiled_by, marks_of, text_of
 
 RULES = {
-    "greedy": ordering.greedy(),
+    "greedy": greedy(),
     "walk": ordering.self_balancing_walk(bound=40.0),
     "halving": ordering.kernel_halving(num_epochs=7, num_pairs=30),
 }
@@ -94,7 +95,7 @@ def test_a_rule_with_arrays_in_its_state_is_signed_by_the_scan(monkeypatch):
     for platform in ("cpu", "gpu", "tpu"):
         monkeypatch.setattr(sign_kernel.mesh, "platform", lambda platform=platform: platform)
         sign_kernel.signs_of(RULES["walk"], RULES["walk"].init(jax.random.key(0)), *args)
-        sign_kernel.signs_of(ordering.greedy(), jnp.zeros(4), *args)
+        sign_kernel.signs_of(greedy(), jnp.zeros(4), *args)
     scan, kernel = ("signs_by_scan", {}), "signs_in_kernel"
     assert called == [
         scan, scan, (kernel, {"triton": True}), scan, (kernel, {"triton": False}), scan,
@@ -173,7 +174,7 @@ def test_a_kernel_is_lowered_under_axes_that_are_left_to_the_compiler(manual, mo
 
     def signs(dots, gram):
         valid = jnp.ones(dots.shape, bool)
-        return sign_kernel.signs_of(ordering.greedy(), (), dots, gram, valid)[1]
+        return sign_kernel.signs_of(greedy(), (), dots, gram, valid)[1]
 
     split = jax.P("worker")
     run = jax.shard_map(
