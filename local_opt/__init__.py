@@ -11,7 +11,7 @@ from local_opt.rounds import Rounds, accumulated_rounds, local_rounds, local_ste
 from local_opt.rules import bernoulli, constant, qsr
 from local_opt.streaming import stream_segments, streaming_rounds
 from local_opt.survivors import Survivors
-from local_opt.workers import check_same_plan, check_synced, consolidate
+from local_opt.workers import check_synced, consolidate
 
 __all__ = [
     "Correction",
@@ -21,7 +21,6 @@ __all__ = [
     "Wire",
     "accumulated_rounds",
     "bernoulli",
-    "check_same_plan",
     "check_synced",
     "consolidate",
     "constant",

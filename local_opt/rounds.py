@@ -387,7 +387,7 @@ def local_steps(
 
     Args:
       inner: any optax optimizer; it gets this worker's gradient.
-      plan: when to synchronise; equal on all workers (see `check_same_plan`). A state may go on
+      plan: when to synchronise; equal on all workers (`plan.check_same()`). A state may go on
         under another plan, which decides from that step on. A step beyond the plan's end is refused
         where its number is known; a compiled step cannot refuse it and synchronises.
       axis_name: the workers' axis, bound by `jax.vmap` or `jax.shard_map`; None for the only named

@@ -10,8 +10,8 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from syncopate.mesh import is_key, name_of
-from syncopate.plans import Plan, check_like, check_number
-from syncopate.unstable import axis_names, multihost_utils
+from syncopate.plans import check_like, check_number
+from syncopate.unstable import axis_names
 from syncopate.workers import axis_of
 
 AxisName = str | tuple[str, ...] | None  # None is the only one in scope
@@ -128,34 +128,6 @@ def _apart(tree, before):
         return jnp.max(apart), jnp.argmax(apart), largest, eps * (largest + moved)
 
     return jax.tree.map(distance, tree, before)
-
-
-def check_same_plan(plan: Plan) -> None:
-    """Raises ValueError unless all processes have made the same plan.
-
-    Processes with different plans would wait for each other for ever.
-
-    Args:
-      plan: this process's `SyncPlan` or `ordering.echo.EchoPlan`.
-
-    Raises:
-      ValueError: with the processes whose plan differs from that of process 0.
-
-    Examples:
-      >>> from syncopate import local_opt
-      >>> local_opt.check_same_plan(local_opt.constant(4, total_steps=100))
-    """
-    if not isinstance(plan, Plan):
-        raise ValueError(f"plan is a {type(plan).__name__}: pass a SyncPlan or an EchoPlan.")
-    own = np.frombuffer(bytes.fromhex(plan.digest()), np.uint8)
-    digests = np.reshape(multihost_utils.process_allgather(own), (-1, own.size))
-    other = np.flatnonzero((digests != digests[0]).any(axis=1))
-    if len(other):
-        raise ValueError(
-            f"processes {other.tolist()} have another plan than process 0 (here: {plan.rule}, hash "
-            f"{plan.digest()[:12]}): give all of them the same flags, schedule and key, or save "
-            "the plan once and load it everywhere."
-        )
 
 
 def _beyond_jax(x):

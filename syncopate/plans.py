@@ -17,6 +17,7 @@ from jax.core import Tracer
 
 from syncopate.mesh import typed_key
 from syncopate.refusals import inside
+from syncopate.unstable import multihost_utils
 
 __all__ = ["Plan"]
 
@@ -189,6 +190,18 @@ class Plan:
     def digest(self) -> str:
         """A hash (64 hex digits) of all marked steps and T; independent of machine and rule."""
         return hashlib.sha256(self.bounds.astype("<i8").tobytes()).hexdigest()
+
+    def check_same(self) -> None:
+        """Raises ValueError if a process has another plan: all would wait for ever."""
+        own = np.frombuffer(bytes.fromhex(self.digest()), np.uint8)
+        digests = np.reshape(multihost_utils.process_allgather(own), (-1, own.size))
+        other = np.flatnonzero((digests != digests[0]).any(axis=1))
+        if len(other):
+            raise ValueError(
+                f"processes {other.tolist()} have another plan than process 0 (here: {self.rule}, "
+                f"hash {self.digest()[:12]}): give all of them the same flags, schedule and key, "
+                "or save the plan once and load it everywhere."
+            )
 
     def __eq__(self, other):
         return isinstance(other, type(self)) and self.digest() == other.digest()

@@ -69,9 +69,6 @@ CALLS = {
                           total_steps=T),
     "SyncPlan.aligned": call(PLAN.aligned, every=Arg(2, real(0, 0.5)),
                     fresh=also("fresh", FRESH, FRESH[:-1], [])),
-    "check_same_plan": call(
-        local_opt.check_same_plan,
-        plan=Arg(PLAN, [p for p in NO_PLANS if not isinstance(p, echo.EchoPlan)])),
     "count_collectives": call(
         lambda step: local_opt.count_collectives(step, jnp.ones(3)),
         step=Arg(jnp.negative, [3, "text", None, THING, {}, lambda: 0])),

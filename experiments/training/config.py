@@ -77,8 +77,6 @@ class Plans(NamedTuple):
 
     def check(self) -> None:
         """Raises ValueError where the lengths differ, or another process has other plans."""
-        import local_opt
-
         for plan in [self.echo] if self.sync is None else [self.sync, self.echo]:
             if plan.total_steps != self.total_steps:
                 raise UserError(
@@ -86,7 +84,7 @@ class Plans(NamedTuple):
                     "with the run's total_steps."
                 )
             if not plan.online:
-                local_opt.check_same_plan(plan)
+                plan.check_same()
 
     def digests(self) -> dict[str, str]:
         """Hashes of all that is decided before the run."""

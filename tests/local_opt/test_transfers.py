@@ -25,7 +25,7 @@ MESH, INT8 = worker_mesh(2), local_opt.rounded_wire("int8")
 HOST = {
     "accumulated_rounds": lambda: local_opt.accumulated_rounds(SGD).init(X),
     "bernoulli": lambda: local_opt.bernoulli(FALL, total_steps=8, key=KEY),
-    "check_same_plan": lambda: local_opt.check_same_plan(PLAN),
+    "check_same": PLAN.check_same,
     "check_synced": lambda: local_opt.check_synced(TREE, before=TREE),
     "consolidate": lambda: local_opt.consolidate(TREE),
     "constant": lambda: local_opt.constant(2, total_steps=9).syncs_after(STEPS),

@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import AxisType
 
 import local_opt
-from local_opt import workers as workers_lib
 from ordering import echo
+from syncopate import plans
 from tests.problems import RUNS, WIRES, copies, vmap
 
 
@@ -73,13 +73,13 @@ LOADS = (
 
 @pytest.mark.parametrize("plan,other,same", [ROUNDS, LOADS], ids=["rounds", "loads"])
 def test_processes_with_another_plan_are_named(plan, other, same, monkeypatch):
-    local_opt.check_same_plan(plan)  # the one process of this test
+    plan.check_same()  # the one process of this test
     rows = [np.frombuffer(bytes.fromhex(p.digest()), np.uint8) for p in (plan, other, same)]
 
     def gathered(*which):
         stacked = lambda own: np.stack([rows[i] for i in which])  # noqa: E731
-        monkeypatch.setattr(workers_lib.multihost_utils, "process_allgather", stacked)
-        local_opt.check_same_plan(plan)
+        monkeypatch.setattr(plans.multihost_utils, "process_allgather", stacked)
+        plan.check_same()
 
     gathered(0, 2, 0)
     with pytest.raises(ValueError, match=r"processes \[1, 3\] have another plan than process 0"):
