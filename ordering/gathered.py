@@ -3,9 +3,8 @@
 Rows of k numbers, such as sketches, are sent whole: k numbers for a pair, and nothing else. No sign
 is needed before the epoch ends, so pairs can wait until the workers communicate anyway.
 
-Signs come one after the other, W of them for a pair of each worker. Teams of W' workers gather and
-sign their own pairs side by side, each with a running sum of its own. After every gather the sums
-become their mean, so that each team goes on from its share of the sum over all.
+Teams of W' workers gather and sign their own pairs side by side, each with a running sum of its
+own. After every gather the sums become their mean, each team's share of the sum over all.
 """
 
 from collections.abc import Callable

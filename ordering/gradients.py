@@ -273,7 +273,7 @@ def grouped(loss: Callable, *, has_aux: bool = False) -> Callable:
 
     Args:
       loss: `(params, batch, key) -> losses[n]`, or their mean; it may mix the examples of a group.
-      has_aux: whether the loss returns auxiliary data too; the result then does, for every group.
+      has_aux: whether the loss returns auxiliary data too, as the result then does.
 
     Returns:
       `(params, batch, key=None) -> losses[B]` for leaves [B, n, ...]: B groups per step,
@@ -305,8 +305,6 @@ def check_separable(
     loss: Callable, params: PyTree, batch: PyTree, key: Key[Array, ""] | None = None
 ) -> None:
     """Raises ValueError for a loss that mixes the examples of a batch (BatchNorm, contrastive).
-
-    Compares the loss of every example with its loss alone, and between copies of itself.
 
     Args:
       loss: `(params, batch, key) -> losses[n]`.

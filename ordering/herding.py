@@ -81,8 +81,8 @@ def greedy_herding(num_units: int, *, units_per_step: int = 1) -> Ordering:
     """Greedy herding, for small M: always takes the unit that keeps the partial sum smallest.
 
     With z the centred gradients of the epoch and s = 0: repeatedly append the remaining unit u that
-    minimises |s + z_u|, and add z_u to s. This takes O(M D) memory and O(M^2 D) time per epoch,
-    which balanced orders avoid. Gradients that are not finite count as 0.
+    minimises |s + z_u|, and add z_u to s, in O(M D) memory and O(M^2 D) time per epoch. Gradients
+    that are not finite count as 0.
 
     Args:
       num_units: M >= 1.

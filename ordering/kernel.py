@@ -5,12 +5,9 @@
 On a CPU this is a plain scan. On accelerators, and where every product is a sum over devices, the
 vectors are processed in blocks Z, float32[n, D]: the signs need only b = Z r and G = Z Z^T (sign
 b_i, then b += s_i G_i), and at the end r += s^T Z. Two passes over Z replace n dependent passes,
-with the same signs. A vector whose product with r is not finite gets a plus and is not added, so
-that the running sum stays finite.
-
-A sign is a few operations, but in a loop of XLA each of them is a kernel of its own. On TPUs and
-GPUs the whole loop is one Pallas kernel: on a TPU it holds G in vector memory, on a GPU it reads a
-row of G at a time, and b stays in registers. Elsewhere the loop is a scan.
+with the same signs. In a loop of XLA each operation of a sign would be a kernel of its own: on TPUs
+and GPUs the whole loop is one Pallas kernel. A vector whose product with r is not finite gets a
+plus and is not added, so that the running sum stays finite.
 """
 
 import functools

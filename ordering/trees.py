@@ -1,8 +1,7 @@
 """Trees of gradients of units, which orders use only through inner products.
 
 The gradients g_1 .. g_n of a step's n units are a tree with leaves [n, ...], in the sequence in
-which the units were visited: gradients of examples, of microbatches, or their sketches. All
-arithmetic is float32, whatever the gradients are.
+which the units were visited. All arithmetic is float32, whatever the gradients are.
 """
 
 import functools
@@ -16,8 +15,6 @@ from jaxtyping import Array, Bool, Float, Float32, PyTree
 
 FEW = 16  # gradients that are added up one by one
 REAL = (jnp.floating, jnp.integer, jnp.bool_)
-
-
 STACK = (
     "Stack one gradient per unit, for instance with jax.vmap(jax.grad(loss)); for the gradient of "
     "a single unit pass jax.tree.map(lambda g: g[None], gradient)."
