@@ -204,7 +204,10 @@ def fit(study, task, recipe, values):
     if recipe.target is not None:
         criterion = criterion._replace(when="target", target=recipe.target)
     # The first level of every factor is that of usual data-parallel training.
-    first = Arm(**parsed(values.baseline, ("order",)))
+    try:
+        first = Arm(**parsed(values.baseline, ("order",)))
+    except UserError as error:
+        raise UserError(f"--baseline is {values.baseline}: {error}") from error
     second = arm_from_flags(values)
     if same := {*first.words.values()} & {*second.words.values()}:
         raise UserError(f"--order, --sync, --echo name {same}: that is the first level.")
