@@ -195,8 +195,8 @@ class SyncPlan(plans.Plan):
     def _checked(self, step):
         given, (step, kind) = step, plans.as_array(step)
         if step.dtype.kind not in "iu":
-            told = f"step is {given} ({kind}): pass whole numbers"
-            raise ValueError(f"{told}{plans.if_traced(given)}.")
+            where = plans.if_traced(given)
+            raise ValueError(f"step is {given} ({kind}): pass whole numbers{where}.")
         if (step < 0).any() or (step >= self.total_steps).any():
             raise ValueError(
                 f"step {step} is outside the plan's 0 .. {self.total_steps - 1}: make a plan for "

@@ -64,9 +64,7 @@ def bernoulli_draws(p: Callable | ArrayLike, total_steps: int, key: Key[Array, "
     with mesh.at_once(), jax.transfer_guard("allow"):
         key = plans.check_key(key)
         if isinstance(key, Tracer):
-            raise ValueError(
-                f"key is {key}, traced: make it before jax.jit, as a plan is made now."
-            )
+            raise ValueError(f"key is {key}, traced: make it before jax.jit.")
         coins = np.asarray(jax.random.uniform(key, (len(chances),), np.float32))
         return coins < chances
 
