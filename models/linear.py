@@ -24,6 +24,9 @@ def softmax_regression(*, num_features: int, num_classes: int, l2: float = 0.0) 
       A `Model` for batches {"x": float[n, D_in] (or images, which are flattened), "y": int[n]};
       its parameters are initialised to 0.
 
+    Raises:
+      ValueError: if a size is out of range.
+
     Examples:
       >>> import models
       >>> model = models.softmax_regression(num_features=64, num_classes=10, l2=1e-3)
@@ -50,6 +53,9 @@ def logistic_regression(*, num_features: int, l2: float = 0.0) -> Model:
     Returns:
       A `Model` for batches {"x": float[n, D], "y": int[n] in {0, 1}}; its parameters are
       initialised to 0.
+
+    Raises:
+      ValueError: if a size is out of range.
 
     Examples:
       >>> import models
@@ -152,6 +158,9 @@ def mlp(
 
     Returns:
       A `Model` for batches {"x": float[n, D_in] (or images, which are flattened), "y": int[n]}.
+
+    Raises:
+      ValueError: if a size is out of range.
 
     Examples:
       >>> import jax, models

@@ -40,6 +40,9 @@ def lstm(
       the token after each of x. A sequence is one example and starts from zero states: its loss is
       the mean cross-entropy of its tokens, in nats; `predict` returns logits float32[n, L, V].
 
+    Raises:
+      ValueError: if a size is out of range or the dtype is unknown.
+
     Examples:
       >>> import jax, models
       >>> model = models.lstm(vocab_size=33278, width=32)

@@ -45,6 +45,10 @@ def grab(
     Returns:
       An `Ordering` with `GrabState`.
 
+    Raises:
+      ValueError: at construction if sizes are out of range; while tracing if there are other
+        gradients than of a step.
+
     Examples:
       >>> import jax, jax.numpy as jnp
       >>> from syncopate import ordering

@@ -25,6 +25,9 @@ def herding_bound(
       orders: int[W, M], one permutation per worker, or int[M]. Traced ones are not checked.
       norm: `jnp.inf` or 2.
 
+    Returns:
+      float32 scalar, >= 0.
+
     Raises:
       ValueError: if the shapes do not match, for orders that are no permutations, or another norm.
 
@@ -90,6 +93,10 @@ def greedy_herding(num_units: int, *, units_per_step: int = 1) -> Ordering:
 
     Returns:
       An `Ordering` with `GreedyHerdingState`.
+
+    Raises:
+      ValueError: at construction if sizes are out of range; while tracing if there are other
+        gradients than of a step.
 
     Examples:
       >>> from syncopate import ordering

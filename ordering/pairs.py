@@ -59,6 +59,10 @@ def pair_balance(
     Returns:
       An `Ordering` with `PairBalanceState`.
 
+    Raises:
+      ValueError: at construction if sizes are out of range; while tracing if there are other
+        gradients than of a step.
+
     Examples:
       >>> import jax, jax.numpy as jnp
       >>> from syncopate import ordering

@@ -31,6 +31,9 @@ def random_reshuffling(num_units: int) -> Ordering:
     Returns:
       An `Ordering`; `observe` ignores the gradients.
 
+    Raises:
+      ValueError: if num_units is below 1.
+
     Examples:
       >>> import jax
       >>> from syncopate import ordering
@@ -54,6 +57,9 @@ def shuffle_once(num_units: int) -> Ordering:
 
     Returns:
       An `Ordering`; `observe` ignores the gradients.
+
+    Raises:
+      ValueError: if num_units is below 1.
 
     Examples:
       >>> from syncopate import ordering
@@ -80,6 +86,9 @@ def block_reshuffling(num_units: int, *, block_size: int) -> Ordering:
 
     Returns:
       An `Ordering`; `observe` ignores the gradients.
+
+    Raises:
+      ValueError: if a size is out of range.
 
     Examples:
       >>> from syncopate import ordering
@@ -118,6 +127,9 @@ def unzip(num_units: int) -> Ordering:
 
     Returns:
       An `Ordering`; `observe` ignores the gradients.
+
+    Raises:
+      ValueError: if num_units is below 1.
 
     Examples:
       >>> import jax

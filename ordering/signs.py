@@ -70,6 +70,9 @@ def self_balancing_walk(*, bound: float = 30.0) -> SignRule:
     Returns:
       A randomised `SignRule`. The i-th sign depends on the key, i and <r, c> alone.
 
+    Raises:
+      ValueError: if bound is not positive and finite.
+
     Examples:
       >>> from syncopate import ordering
       >>> rule = ordering.self_balancing_walk(bound=30.0)
@@ -118,6 +121,9 @@ def kernel_halving(*, num_epochs: int, num_pairs: int, delta: float = 0.5) -> Si
 
     Returns:
       A randomised `SignRule`.
+
+    Raises:
+      ValueError: for arguments out of range.
 
     Examples:
       >>> from syncopate import ordering
