@@ -18,7 +18,7 @@ import local_opt
 import models
 import ordering
 from experiments import train
-from experiments.cluster.devices import worker_mesh
+from experiments.cluster.devices import owned_sharding, worker_mesh
 from experiments.study import cost
 from experiments.study.arms import WIRES, row_of
 from experiments.study.cost import (
@@ -39,7 +39,7 @@ from experiments.study.study import Arm, Study
 from experiments.tasks import Recipe, Task
 from experiments.tasks.base import abstract_set
 from experiments.training.config import OrderSetting, Sizes
-from local_opt import sync_bytes
+from local_opt import exchange, sync_bytes
 from tests.commands import parsed, rows_of
 from tests.compiled_runs import CPU, compiled_by, donated, kinds, marks_of, operations, text_of
 
@@ -243,6 +243,30 @@ def test_the_page_shows_the_output_of_its_command():
     ):
         same = [row[:columns] for row in one if "---" not in row[0]]
         assert same == [row[:columns] for row in other if "---" not in row[0]]
+
+
+def test_a_wire_takes_memory_for_a_group_and_sends_the_bytes_of_all(monkeypatch):
+    """Four workers with 2^22 numbers, in one group and in eight."""
+    mesh = worker_mesh(WORKERS)
+    wire, found = local_opt.rounded_wire("int8"), []
+    rounds = local_opt.local_rounds(optax.sgd(0.1), wire=wire)
+    params = {f"w{i}": jax.ShapeDtypeStruct((256, 1024), np.float32) for i in range(16)}
+    place = owned_sharding(mesh)
+    args = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((WORKERS, *x.shape), x.dtype, sharding=place),
+        (params, jax.eval_shape(rounds.init, params)),
+    )
+    for group in (2**22, 2**19):
+        monkeypatch.setattr(exchange, "GROUP", group)
+        monkeypatch.setattr(exchange, "GROUPS", 2**30)
+        sync = local_opt.lift(rounds.sync, mesh, "owned owned -> owned owned")
+        found.append(jax.jit(sync, donate_argnums=(0, 1)).lower(*args).compile())
+    sent = local_opt.sync_bytes(2**22, num_workers=WORKERS, wire=wire) * WORKERS / (WORKERS - 1)
+    collectives = [collectives_of(one.as_text()) for one in found]
+    assert [sum(c.bytes for c in each) for each in collectives] == [sent, sent]
+    assert [len(each) for each in collectives] == [2, 16]
+    whole, grouped = (one.memory_analysis().temp_size_in_bytes for one in found)
+    assert grouped < 0.8 * whole
 
 
 # What their texts say, on small samples.
