@@ -72,6 +72,10 @@ def sync_bytes(num_params: int, *, num_workers: int, wire: Wire | None = None) -
       >>> wire = local_opt.rounded_wire("bfloat16")
       >>> local_opt.sync_bytes(2**20, num_workers=4, wire=wire) / 2**20
       3.0
+
+    References:
+      Patarasuk, Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations, 2009,
+      https://doi.org/10.1016/j.jpdc.2008.09.002
     """
     num_params = check_whole("num_params", num_params, 1)
     num_workers = check_whole("num_workers", num_workers, 1)

@@ -97,6 +97,10 @@ def lift(
       >>> x, state, loss = step(x, state, jnp.array([1.0, 3.0]))
       >>> x.tolist(), float(loss)
       ([1.0, 3.0], 5.0)
+
+    References:
+      Gu et al., A Quadratic Synchronization Rule for Distributed Deep Learning, 2024,
+      https://arxiv.org/abs/2310.14423
     """
     fixed = None if workers is None else count_of(workers, axis_name)
     inputs, outputs = _trees(roles, in_roles, out_roles)
