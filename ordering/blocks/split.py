@@ -206,7 +206,7 @@ def _kept(blocks: Blocks, keep) -> np.ndarray:
     """bool[N]: which records a filter keeps."""
     if callable(keep):
         plans.check_function("keep", keep, "record")
-        return np.array([bool(keep(record)) for record in blocks.records()])
+        return np.array([_keeps(keep, i, record) for i, record in enumerate(blocks.records())])
     kept, kind = plans.as_array(keep)
     if kept.shape != (blocks.num_records,) or kept.dtype != bool:
         raise ValueError(
@@ -214,3 +214,13 @@ def _kept(blocks: Blocks, keep) -> np.ndarray:
             "function of one record."
         )
     return kept
+
+
+def _keeps(keep, number, record):
+    try:
+        return bool(keep(record))
+    except Exception as error:
+        error.add_note(
+            f"keep was asked for record {number}, of all from 0. Missing values are None."
+        )
+        raise

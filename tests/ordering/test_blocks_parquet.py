@@ -89,6 +89,11 @@ def test_a_filter_sees_none_where_a_value_is_missing(tmp_path):
     found = blocks[0]
     assert found["id"].dtype == np.int64 and found["id"].tolist() == [2**53 + 1, 2**53 + 3, 5]
     assert found["y"].dtype == np.int8 and found["y"].tolist() == [3, 1, 2]
+    with pytest.raises(TypeError) as error:
+        split(files(path), unit_size=4, keep=lambda r: r["y"] > 0)
+    assert error.value.__notes__ == [
+        "keep was asked for record 1, of all from 0. Missing values are None."
+    ]
 
 
 def test_a_missing_value_is_refused_before_training_where_the_file_tells_of_it(tmp_path):
