@@ -13,7 +13,7 @@ import numpy as np
 
 from experiments import advise, combined, slow_drift, slowrun
 from experiments.cluster import progress
-from experiments.results import archive, frame, plots, statistics
+from experiments.results import archive, frame, plots, statistics, tables
 from experiments.study.cost import Machine
 
 FOLDER = pathlib.Path(__file__).parent / "results"
@@ -138,6 +138,44 @@ def slow_sde(path: str) -> None:
     plots.save(figure, path, f"{title}\nlines: theory, to its limit at η = 0")
 
 
+WHOLE = {"full": "full shuffle", "file": "file order", "buffer": "file order, buffer of 1/16"}
+READ = {  # how: a colour, a marker and a line
+    "full shuffle": (plots.BLACK, "o"), "file order": (plots.GREY, "D"),
+    "file order, buffer of 1/16": (plots.PINK, "v"), "blocks shuffled": (plots.SKY, "P-"),
+    "blocks shuffled, 4 at once": (plots.GREEN, "X:"), "blocks balanced": (plots.BLUE, "s-"),
+    "blocks balanced, 4 at once": (plots.RED, "^:"),
+}  # fmt: skip
+
+
+def blocks(path: str, schedule: str, ending: str = "") -> None:
+    """A panel per task: the loss over the requests of an epoch."""
+    rows = [r for r in archive.rows_of(archive.FOLDER / "blocks") if r["schedule"] == schedule]
+    figure, axes = plots.panes(2, 3, (13.5, 8.8))
+    for axis, task in zip(axes.flat, dict.fromkeys(r["task"] for r in rows), strict=False):
+        own, curves = [r for r in rows if r["task"] == task], {}
+        name, scale = ("loss", "linear") if task == "shakespeare" else ("above_optimum", "log")
+        criterion = statistics.Criterion(f"train/{name}{ending}")
+        for best in statistics.compare(own, {r["arm"]: "" for r in own}, criterion).at():
+            r, ends = best.runs[0][-1], [run[-1][criterion.scalar] for run in best.runs.values()]
+            several = ", 4 at once" * (r["size"] > 1 and r["window"] > 1)
+            label = WHOLE.get(best.arm, f"blocks {r['order']}{several}")
+            curves.setdefault(label, []).append((r["requests"], *statistics.interval(np.log(ends))))
+        axis.axhline(np.exp(curves["full shuffle"][0][1]), color=plots.BLACK, linestyle="--")
+        for label, points in curves.items():
+            color, line = READ[label]
+            x, mean, half = np.transpose(sorted(points))
+            low, y, high = np.exp([mean - half, mean, mean + half])
+            axis.errorbar(x, y, (y - low, high - y), fmt=line, color=color, capsize=3, label=label)
+        axis.set(title=task, xscale="log", yscale=scale, xlabel="requests of an epoch")
+        axis.set_ylabel(tables.name_of(criterion.scalar))
+        axis.xaxis.set_major_formatter("{x:,g}")
+        axis.grid(alpha=0.3)
+    axes[-1, -1].set_visible(False)
+    plots.legend(figure)
+    title = f"Blocks of sorted files, {schedule} learning rate{ending.replace('/', ', weights ')}"
+    plots.save(figure, path, f"{title}\neach at its own best rate, geometric mean, 95 % interval")
+
+
 ROUNDS = (  # seconds of several calls do not compare
     plots.Panel("metric", ("rounds", "step")),
     plots.Panel("train/loss", ("step", "rounds")),
@@ -146,6 +184,9 @@ ROUNDS = (  # seconds of several calls do not compare
 EPOCHS = plots.Panel("objective", ("epoch",)), plots.Panel("metric", ("epoch",))
 SLOWRUN = "rr+documents", "rr", "rr+shifted", "cd_grab", "cd_grab+shifted"
 PICTURES = {  # a function and its arguments after the path
+    "blocks_constant_rate.png": (blocks, "constant"),
+    "blocks_constant_rate_averaged.png": (blocks, "constant", statistics.AVERAGED),
+    "blocks_cosine.png": (blocks, "cosine"),
     "combined_digits_comparison.png": (
         curves, "combined_digits", "digits, 32 workers, 2400 steps", plots.COMBINED_PANELS
     ),
