@@ -1,15 +1,20 @@
 """The advice: times by hand, choices beyond the intervals, and their records."""
 
+import re
+
+import jax
 import numpy as np
 import pytest
 
-from experiments import advise
+from experiments import advise, timing
 from experiments.advise import Combination, Factorial
 from experiments.results import archive, frame
+from experiments.study import flags
 from experiments.study.arms import row_of
 from experiments.study.cost import Machine, order_traffic
 from experiments.training.config import Sizes
-from tests.commands import parsed
+from syncopate.refusals import UserError
+from tests.commands import TWO_DEVICES, parsed
 
 SIZES = Sizes(workers=4, num_units=32, units_per_step=16, unit_size=1)
 PLAIN, ORDER = Combination(), Combination(order=True)
@@ -87,6 +92,21 @@ def test_advice_measures_and_recommends(capsys):
     out = capsys.readouterr().out
     assert out.count("Use ") + out.count("Nothing is shown to help") == 2
     assert "1 Gb/s: a load takes" in out and "100 Gb/s: a load takes" in out
+
+
+def test_the_network_of_a_mesh_is_an_all_reduce_of_the_parameters(monkeypatch):
+    monkeypatch.setattr(advise, "order_ratio", lambda *_: 1.0)
+    monkeypatch.setattr(timing, "measure", lambda *_: Machine())
+    timed = {}
+    monkeypatch.setattr(timing, "medians", lambda calls, _: timed.update(calls) or {"sync": 3.0})
+    values = parsed(advise, *TWO_DEVICES)
+    (machine,) = advise.machines_of(*flags.setting_from_flags(values), values)
+    assert (machine.label, machine.sync, machine.parameters) == ("measured", 3.0, 650)
+    (sent,) = re.findall(r"f32\[(\d+)\] = psum", str(jax.make_jaxpr(timed["sync"])()))
+    assert int(sent) == 650  # 10 classes of 64 pixels and a bias
+    values = parsed(advise, *TWO_DEVICES, "--gigabits=10")
+    with pytest.raises(UserError, match="--gigabits is unused"):
+        advise.machines_of(*flags.setting_from_flags(values), values)
 
 
 @pytest.mark.parametrize("taken_by_order,told", [
