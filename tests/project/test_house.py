@@ -24,13 +24,13 @@ LONGEST_FUNCTION = 60
 # Lines of a folder's Python, at most; who adds says what it made unnecessary. Behind them is what
 # they are to become: lower a number whenever the folder has.
 SUMS = {
-    "ordering": 8_350,  # 5,400
-    "local_opt": 4_080,  # 3,200
-    "syncopate": 845,  # 550
+    "ordering": 7_680,  # 5,400
+    "local_opt": 3_830,  # 3,200
+    "syncopate": 840,  # 550
     "models": 1_495,  # 1,520
-    "experiments": 12_230,  # 8,500
+    "experiments": 11_520,  # 8,500
     "benchmarks": 5_080,  # 5,200
-    "tests": 27_620,  # 17,500
+    "tests": 24_380,  # 17,500
 }
 
 
