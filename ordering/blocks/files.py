@@ -305,6 +305,11 @@ def _column(column):
         ends = np.cumsum(sizes)
         lists = [values[end - size : end] for end, size in zip(ends, sizes, strict=True)]
         return _objects(len(column), range(len(column)), lists)
+    if types.is_struct(kind):  # pyarrow would make floats of whole numbers beside a missing one
+        names = [field.name for field in kind]
+        fields = dict(zip(names, map(_column, column.flatten()), strict=True))
+        rows = [{name: x[i] for name, x in fields.items()} for i in range(len(column))]
+        return _objects(len(column), range(len(column)), rows)
     if has_size and len(column):
         size = kind.byte_width
         data = column.buffers()[1]

@@ -50,8 +50,10 @@ COLUMNS = {
                       np.array([[1, 2], [3, 4], [5, 6]])),
     "lists of lists": (pa.array([[[1], [2]], None, [[3], [4]], [[5], [6]]]),
                        np.array([[[1], [2]], [[3], [4]], [[5], [6]]])),
-    "fields": (pa.array([{"a": 2**53 + 1}, None, {"a": 1}, {"a": 2}]),
-               np.array([{"a": 2**53 + 1}, {"a": 1}, {"a": 2}])),
+    "fields": (pa.array([{"a": 2**53 + 1}, None, {"a": None}, {"a": 2}]),
+               np.array([{"a": 2**53 + 1}, {"a": None}, {"a": 2}])),
+    "lists of rows": (pa.array([[{"a": 2**53 + 1}], None, [{"a": None}], [{"a": 2}]]),
+                      np.array([[{"a": 2**53 + 1}], [{"a": None}], [{"a": 2}]])),
     "empty lists": (pa.array([[], None, [], []], pa.list_(pa.int8())), np.zeros((3, 0), np.int8)),
 }  # fmt: skip
 

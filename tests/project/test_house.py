@@ -24,7 +24,7 @@ LONGEST_FUNCTION = 60
 # Lines of a folder's Python, at most; who adds says what it made unnecessary. Behind them is what
 # they are to become: lower a number whenever the folder has.
 SUMS = {
-    "ordering": 7_680,  # 5,400
+    "ordering": 7_685,  # 5,400
     "local_opt": 3_830,  # 3,200
     "syncopate": 840,  # 550
     "models": 1_495,  # 1,520
