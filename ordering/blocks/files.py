@@ -305,7 +305,10 @@ def _column(column):
         ends = np.cumsum(sizes)
         lists = [values[end - size : end] for end, size in zip(ends, sizes, strict=True)]
         return _objects(len(column), range(len(column)), lists)
-    if types.is_struct(kind):  # pyarrow would make floats of whole numbers beside a missing one
+    # Of whole numbers beside a missing one, in maps and rows, to_numpy would make floats.
+    if types.is_map(kind):
+        return _objects(len(column), range(len(column)), column.to_pylist())
+    if types.is_struct(kind):
         names = [field.name for field in kind]
         fields = dict(zip(names, map(_column, column.flatten()), strict=True))
         rows = [{name: x[i] for name, x in fields.items()} for i in range(len(column))]

@@ -52,6 +52,8 @@ COLUMNS = {
                        np.array([[[1], [2]], [[3], [4]], [[5], [6]]])),
     "fields": (pa.array([{"a": 2**53 + 1}, None, {"a": None}, {"a": 2}]),
                np.array([{"a": 2**53 + 1}, {"a": None}, {"a": 2}])),
+    "maps": (pa.array([[("a", 2**53 + 1)], None, [("b", None)], []], pa.map_("str", "int64")),
+             np.array([[("a", 2**53 + 1)], [("b", None)], []], object)),
     "lists of rows": (pa.array([[{"a": 2**53 + 1}], None, [{"a": None}], [{"a": 2}]]),
                       np.array([[{"a": 2**53 + 1}], [{"a": None}], [{"a": 2}]])),
     "empty lists": (pa.array([[], None, [], []], pa.list_(pa.int8())), np.zeros((3, 0), np.int8)),
