@@ -118,7 +118,7 @@ def records(place, saved):
 
 def _of_epochs(source, saved):
     state, load = (_random_order(len(source)), 0) if saved is None else saved
-    reads = ordering.input.read_epochs(
+    reads = ordering.data.read_epochs(
         source, lambda: state, units_per_step=BATCH, num_epochs=1, first_load=load
     )
 

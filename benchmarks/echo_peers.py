@@ -31,7 +31,7 @@ from benchmarks import timing
 from benchmarks.timing import median_interval
 from experiments.timing import momentum_step
 from ordering import echo
-from ordering.input import load_ahead
+from ordering.data import load_ahead
 
 RATIOS = (2, 2.5, 4)
 SHUFFLE = 4  # batches in tf.data's buffer of examples

@@ -108,12 +108,12 @@ def first_batches(state, units: int) -> dict[str, Callable]:
         sizes["total"] = units
 
     def read():
-        with ordering.input.read_epochs(source, lambda: state, **sizes) as reads:
+        with ordering.data.read_epochs(source, lambda: state, **sizes) as reads:
             return next(reads)
 
     def tf_data():
-        indices, batch = ordering.input.step_indices(np.asarray(state.current), **sizes)
-        return next(ordering.input.tf_dataset(source, indices).batch(batch).as_numpy_iterator())
+        indices, batch = ordering.data.step_indices(np.asarray(state.current), **sizes)
+        return next(ordering.data.tf_dataset(source, indices).batch(batch).as_numpy_iterator())
 
     return {"read_epochs": read, "tf.data": tf_data}
 
@@ -122,7 +122,7 @@ def unit_row(name: str, units: int, repeats: int) -> dict:
     workers, make = ORDERS[name]
     numbers = SKETCH if "syncs" in name else GRADIENT
     init, observe, next_epoch = lifted(make(units // workers), workers, numbers)
-    next(iter(ordering.input.tf_dataset(np.zeros(1), [0])))  # imports TensorFlow
+    next(iter(ordering.data.tf_dataset(np.zeros(1), [0])))  # imports TensorFlow
     before = resident("VmRSS")
     held = []
 

@@ -30,7 +30,7 @@ from benchmarks.peer_readers import BATCH, PIXELS, Examples
 
 WORKERS = 4
 SEQUENCE, SHUFFLED, ORDERED = HOW = ("in sequence", "shuffled", "in CD-GraB's order")
-OURS = ("arrays", "ordering.input.read_epochs", ORDERED)
+OURS = ("arrays", "ordering.data.read_epochs", ORDERED)
 
 
 class Data(NamedTuple):
@@ -43,7 +43,7 @@ class Data(NamedTuple):
     @property
     def indices(self) -> np.ndarray:
         """The examples by batch and place, as the orders name them."""
-        return ordering.input.step_indices(self.orders, units_per_step=BATCH // WORKERS)[0]
+        return ordering.data.step_indices(self.orders, units_per_step=BATCH // WORKERS)[0]
 
 
 def cd_grab_orders(units: int) -> np.ndarray:
@@ -76,7 +76,7 @@ def read_epochs(data, how, source=None):
     arrays, orders = Examples(data.folder).arrays, jnp.asarray(_orders(data, how))
     state = ordering.shuffle_once(orders.shape[1]).init(jax.random.key(0), None)
     state = state._replace(current=orders, next=orders)
-    return ordering.input.read_epochs(
+    return ordering.data.read_epochs(
         source or arrays, lambda: state, units_per_step=BATCH // len(orders), num_epochs=1
     )
 
@@ -86,7 +86,7 @@ def of_tf_data(data, how):
 
     arrays = Examples(data.folder).arrays
     if how == ORDERED:
-        examples = ordering.input.tf_dataset(arrays, data.indices)
+        examples = ordering.data.tf_dataset(arrays, data.indices)
     else:
         arrays = {k: np.asarray(x) for k, x in arrays.items()}
         examples = tf.data.Dataset.from_tensor_slices(arrays)
@@ -104,7 +104,7 @@ def of_grain(data, how, array_record=False):
         source = grain.MapDataset.source(file).map(peer_readers.decoded)
         options = grain.ReadOptions()
     if how == ORDERED:
-        source = ordering.input.grain_dataset(source, data.indices)
+        source = ordering.data.grain_dataset(source, data.indices)
     elif how == SHUFFLED:
         source = source.shuffle(seed=0)
     steps = source.batch(BATCH).to_iter_dataset(options)
@@ -141,7 +141,7 @@ def of_mosaicml(data, how):
 
 
 LOADERS = {  # {(storage, loader, what reads an order in it): (Data, how) -> batches}
-    ("arrays", "ordering.input.read_epochs", ""): read_epochs,
+    ("arrays", "ordering.data.read_epochs", ""): read_epochs,
     ("arrays", "tf.data", "tf_dataset"): of_tf_data,
     ("arrays", "Grain", "grain_dataset"): of_grain,
     ("arrays", "torchdata StatefulDataLoader", "step_indices"): of_torchdata,

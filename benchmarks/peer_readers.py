@@ -208,7 +208,7 @@ def ours_hosts(place, saved):
         sizes = {"units_per_step": BATCH // len(before.current), "visited": load * size}
         state, _ = resize(before, state, order, **sizes)
     own = jax.tree.map(lambda x: x[place.reader], state)
-    reads = ordering.input.read_epochs(
+    reads = ordering.data.read_epochs(
         source, lambda: own, units_per_step=size, total=count, num_epochs=1, first_load=load
     )
     orders = jax.tree.map(np.asarray, state)
@@ -222,7 +222,7 @@ def ours_in_grain(place, saved):
     import ordering
 
     source, done = Examples(place.folder), saved or 0
-    steps = ordering.input.grain_dataset(source, _one_order(source)).batch(BATCH)[done:]
+    steps = ordering.data.grain_dataset(source, _one_order(source)).batch(BATCH)[done:]
     processes = grain.MultiprocessingOptions(place.readers)
     return _counted(steps.to_iter_dataset().mp_prefetch(processes), done)
 
@@ -242,7 +242,7 @@ def ours_in_torch(place, saved):
 
 def lists_of(orders, units_per_step):
     """The indices of every step, as a batch sampler of PyTorch gives them."""
-    from ordering.input import step_indices
+    from ordering.data import step_indices
 
     indices, size = step_indices(orders, units_per_step=units_per_step)
     return [indices[i : i + size].tolist() for i in range(0, len(indices), size)]

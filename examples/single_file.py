@@ -95,7 +95,7 @@ def main():
     state = workers(ROUNDS.init)(params)
     orders = workers(ORDER.init, (0, None))(jax.random.split(key, WORKERS), jnp.zeros(SKETCH))
     print(f"{SYNCS.rounds} syncs and {LOADS.loads} loads in {STEPS} steps")
-    reads = ordering.input.read_epochs(data, lambda: orders, units_per_step=BATCH)
+    reads = ordering.data.read_epochs(data, lambda: orders, units_per_step=BATCH)
     for use in ordering.echo.echo_batches(reads, LOADS):
         if use.fresh:
             params, state, orders, loss = step(params, state, orders, use.batch, key)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-import ordering.input
+import ordering.data
 from experiments.cluster import progress
 from experiments.study.arms import ECHO_POLICIES, row_of
 from experiments.study.cost import Machine
@@ -99,18 +99,18 @@ def measure(task: Task, recipe: Recipe, *, rounds: int = 7, per_round: int = 20)
     """Times loads and steps of one worker's batches on this machine, one after the other.
 
     t_step: a step of SGD with momentum, waited for, its batch on the device. t_load: reading a
-    batch in a random order, of arrays or of a source, by `ordering.input.tf_dataset`, or one by one
+    batch in a random order, of arrays or of a source, by `ordering.data.tf_dataset`, or one by one
     without TensorFlow, and moving it to the device. Each is the median of `rounds` means over
     `per_round`, because batches read in parallel arrive in bursts; a first round warms up. In a
     run, loads and steps share the cores, which is not measured here.
     """
-    count, read_batch = ordering.input.reader(task.train)
+    count, read_batch = ordering.data.reader(task.train)
     size = recipe.units_per_step * recipe.unit_size
     generator, wanted = np.random.default_rng(0), size * per_round * (rounds + 1)
     order = np.concatenate([generator.permutation(count) for _ in range(-(-wanted // count))])
     indices = order[:wanted]
     try:
-        examples, source = ordering.input.tf_dataset(task.train, indices), "tf.data"
+        examples, source = ordering.data.tf_dataset(task.train, indices), "tf.data"
         read = examples.batch(size).prefetch(2).as_numpy_iterator()
     except ImportError:
         read, source = map(read_batch, indices.reshape(-1, size)), "one by one"

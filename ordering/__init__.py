@@ -1,10 +1,10 @@
 """Example orders for JAX: which unit of the data a training loop visits next.
 
-`ordering.echo` repeats batches when loading is slow, `ordering.input` reads batches ahead, and
+`ordering.echo` repeats batches when loading is slow, `ordering.data` reads batches ahead, and
 `ordering.blocks` orders blocks of data that are too large to shuffle.
 """
 
-from ordering import blocks, echo, input
+from ordering import blocks, data, echo
 from ordering.base import Ordering, start
 from ordering.dealing import dealt, dealt_reshuffling
 from ordering.grab import grab
@@ -32,7 +32,7 @@ __all__ = [
     "greedy_herding",
     "grouped",
     "herding_bound",
-    "input",
+    "data",
     "kernel_halving",
     "microbatch",
     "pair_balance",

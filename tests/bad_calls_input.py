@@ -1,11 +1,11 @@
-"""The calls of `ordering.input` and `ordering.echo`: valid arguments, and bad ones for each."""
+"""The calls of `ordering.data` and `ordering.echo`: valid arguments, and bad ones for each."""
 
 import jax
 import numpy as np
 
 import local_opt
 import ordering
-from ordering import echo, input
+from ordering import echo
 from tests.bad_values import (
     FRESH,
     KEY,
@@ -96,25 +96,25 @@ SHARDINGS = [3, "cpu", THING, jax.P("worker"), {"x": 3}, jax.devices]
 
 
 def loaded(batches=batches, **args):
-    with input.load_ahead(made(batches), **args) as loader:
+    with ordering.data.load_ahead(made(batches), **args) as loader:
         return first(loader)
 
 
 def epochs(source, live, **args):
-    with input.read_epochs(source, live, **args) as reads:
+    with ordering.data.read_epochs(source, live, **args) as reads:
         return first(reads, 2)
 
 
 CALLS |= {
-    "reader": call(lambda source, indices: input.reader(source)[1](indices),
+    "reader": call(lambda source, indices: ordering.data.reader(source)[1](indices),
                    source=Arg(SOURCE, NO_SOURCES), indices=Arg(np.array([0, 1]), NO_INDICES)),
-    "step_indices": call(input.step_indices, **SIZES),
-    "step_indices, dealt": call(input.step_indices, **DEALT),
-    "grain_dataset": call(lambda **args: list(input.grain_dataset(**args).batch(2)),
+    "step_indices": call(ordering.data.step_indices, **SIZES),
+    "step_indices, dealt": call(ordering.data.step_indices, **DEALT),
+    "grain_dataset": call(lambda **args: list(ordering.data.grain_dataset(**args).batch(2)),
                           source=Arg(SOURCE, NO_SOURCES), indices=Arg(np.arange(4), NO_INDICES)),
     "load_ahead": call(loaded, batches=Arg(batches, [None, *LOADS]), depth=2, timeout=30.0,
                        sharding=Arg(None, SHARDINGS), first_load=0),
-    "tf_dataset": call(lambda **args: list(input.tf_dataset(**args)),
+    "tf_dataset": call(lambda **args: list(ordering.data.tf_dataset(**args)),
                        source=Arg(SOURCE, NO_SOURCES), indices=Arg(np.arange(4), NO_INDICES)),
     "read_epochs": call(
         epochs, source=Arg(SOURCE, [

@@ -70,7 +70,7 @@ def main(seed: int = 0, learning_rate: float = 0.05, epochs: int = EPOCHS) -> di
     losses, orders = [], ORDER.init(jax.random.key(seed), nnx.state(model, nnx.Param))
     for epoch in range(epochs):
         metrics.reset()
-        for batch in ordering.input.grain_dataset(train, orders.current).batch(BATCH):
+        for batch in ordering.data.grain_dataset(train, orders.current).batch(BATCH):
             orders = train_step(model, optimizer, metrics, orders, batch)
         orders = ORDER.next_epoch(orders)
         losses.append(float(metrics.compute()))

@@ -25,7 +25,7 @@ import jaxlib
 import numpy as np
 from absl import flags
 
-import ordering.input
+import ordering.data
 from experiments.cluster import strict
 from experiments.cluster.entry import PATIENCE
 from syncopate import unstable
@@ -60,7 +60,7 @@ def check_data(task) -> None:
     if several():
         facts = {}
         for part, data in {"train": task.train, "test": task.test}.items():
-            size, _ = ordering.input.reader(data)
+            size, _ = ordering.data.reader(data)
             known = set_hash(data)[:12]
             facts[part] = f"{part} data of {size} examples, hash {known}"
         check("data", facts, DATA_SECONDS)
@@ -225,7 +225,7 @@ def data_hash(task) -> str:
 
 def set_hash(data) -> str:
     """Hash of one set: arrays by name, or a random-access source."""
-    size, read = ordering.input.reader(data)
+    size, read = ordering.data.reader(data)
     some = np.unique(np.linspace(0, size - 1, min(size, SAMPLED)).astype(int))
     small = isinstance(data, dict) and sum(x.nbytes for x in jax.tree.leaves(data)) <= WHOLE
     total = hashlib.sha256(f"{size} {small}".encode())

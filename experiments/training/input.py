@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, Sharding
 
-import ordering.input
+import ordering.data
 from experiments.cluster import agree, living
 from experiments.training.config import Sizes
 from syncopate.mesh import is_key
@@ -83,7 +83,7 @@ class Known(NamedTuple):
 
 def read_epochs(
     source: Source, orders: Callable, *, first_load: int, delay: float = 0.0, clock=None
-) -> ordering.input.epochs.Epochs:
+) -> ordering.data.epochs.Epochs:
     """Batches [w, b, S, ...] on the devices, one per load, read ahead across the epochs of a run.
 
     Args:
@@ -103,11 +103,11 @@ def read_epochs(
         return place_rows(batch, source.sharding)
 
     def by_thread(data, indices):
-        read = ordering.input.reader(data)[1]
+        read = ordering.data.reader(data)[1]
         return (read(indices[start : start + size]) for start in range(0, len(indices), size))
 
     def by_tfdata(data, indices):
-        batches = ordering.input.tf_dataset(data, indices).batch(size)
+        batches = ordering.data.tf_dataset(data, indices).batch(size)
         return batches.prefetch(DEPTH).as_numpy_iterator()
 
     reads = {"thread": by_thread, "tfdata": by_tfdata}[source.reads]
@@ -118,7 +118,7 @@ def read_epochs(
         batches = map(place, reads(at_epoch(epoch), examples_of(indices, source)))
         return throttled(batches) if delay else batches
 
-    return ordering.input.read_epochs(
+    return ordering.data.read_epochs(
         read, live, units_per_step=sizes.units_per_step, unit_size=sizes.unit_size,
         total=source.total, first_load=first_load,
         # A load may wait for the first loads of the next epoch, each of which may be delayed.
@@ -189,7 +189,7 @@ class Throttle:
 def example_batch(source: Source, size: int):
     """A batch of the right shapes on the devices, for compilation."""
     workers, unit_size = len(source.owned), source.sizes.unit_size
-    few = ordering.input.reader(source.train)[1](np.zeros(1, int))
+    few = ordering.data.reader(source.train)[1](np.zeros(1, int))
 
     def repeat(x):
         return np.broadcast_to(x, (workers, size, unit_size, *x.shape[1:]))

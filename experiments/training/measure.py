@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import local_opt
-import ordering.input
+import ordering.data
 from experiments.tasks.base import Recipe, Task
 from experiments.tasks.metrics import CHUNK, METRICS, sum_chunks
 from experiments.training import input
@@ -214,7 +214,7 @@ def part_of(data, start: int, stop: int) -> Part:
     if isinstance(data, dict):
         part = jax.device_put(jax.tree.map(lambda x: x[start:stop], data))
         return Part(lambda: [part], lambda: [part])
-    _, read = ordering.input.reader(data)
+    _, read = ordering.data.reader(data)
     starts = range(start, stop, CHUNK)
 
     def shapes():
@@ -232,7 +232,7 @@ def moments(model, train, batch_size: int) -> Callable:
     """`params -> statistics`, jitted: moments of the first training inputs at these parameters."""
     if model.statistics is None:
         return lambda params: None
-    size, read = ordering.input.reader(train)
+    size, read = ordering.data.reader(train)
     count = max(1, min(BATCHES, size // batch_size))
     used = read(np.arange(min(count * batch_size, size)))["x"]
     batches = jax.device_put(used.reshape(count, -1, *used.shape[1:]))

@@ -12,8 +12,8 @@ from ordering.base import State
 from ordering.blocks.position import checked, fixed
 from ordering.blocks.split import Blocks
 from ordering.blocks.windows import Windows, batches_of, num_batches, windows
-from ordering.input.epochs import Epochs, Load, checked_state, epoch_of
-from ordering.input.loader import load_ahead, spreading
+from ordering.data.epochs import Epochs, Load, checked_state, epoch_of
+from ordering.data.loader import load_ahead, spreading
 from syncopate import plans
 
 
@@ -93,7 +93,7 @@ def read_blocks(
       position: where to go on, as `BlockEpochs.position` gave it; the beginning if None.
       readers: >= 1, threads that read blocks; or a function `windows -> iterable of windows`, which
         reads them by another loader, as Grain or PyTorch, in their sequence.
-      depth, timeout, sharding: as in `ordering.input.load_ahead`.
+      depth, timeout, sharding: as in `ordering.data.load_ahead`.
 
     Returns:
       An iterator of `(records, places)` on the device, leaves [W, b, ...], or [b, ...] of one

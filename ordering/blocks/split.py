@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Bool, Int, PyTree
 
 from ordering.blocks.files import File, Part, of_arrays, plain
-from ordering.input.sources import stacked
+from ordering.data.sources import stacked
 from syncopate import plans
 
 
@@ -138,7 +138,7 @@ def split(
         None to it. Blocks lose what is not kept, and stay where they are.
 
     Returns:
-      `Blocks`: a sequence whose elements are whole blocks, which other readers of `ordering.input`
+      `Blocks`: a sequence whose elements are whole blocks, which other readers of `ordering.data`
       take as a source too.
 
     Raises:

@@ -11,8 +11,8 @@ from jax.typing import ArrayLike
 from jaxtyping import Int, PyTree
 
 from ordering.blocks.split import Blocks
-from ordering.input.loader import check_batches
-from ordering.input.sources import never_ends, step_indices
+from ordering.data.loader import check_batches
+from ordering.data.sources import never_ends, step_indices
 from syncopate import plans
 
 ALIGNED = 64  # bytes

@@ -258,7 +258,7 @@ def measured(
       >>> import numpy as np
       >>> from syncopate import ordering
       >>> policy = ordering.echo.measured(total_steps=6, max_factor=3)
-      >>> with ordering.input.load_ahead(np.ones(2) for _ in range(6)) as loader:
+      >>> with ordering.data.load_ahead(np.ones(2) for _ in range(6)) as loader:
       ...     record = [use.fresh for use in ordering.echo.echo_batches(loader, policy)]
       >>> plan = ordering.echo.EchoPlan(record, rule="measured")  # replays the run
       >>> plan.total_steps, int(plan.uses.max()) <= 3

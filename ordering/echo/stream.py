@@ -8,8 +8,8 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
+from ordering.data.loader import LoadError, check_batches, on_device, said
 from ordering.echo.plans import EchoPlan, Measured
-from ordering.input.loader import LoadError, check_batches, on_device, said
 from syncopate import plans
 from syncopate.unstable import multihost_utils
 

@@ -13,7 +13,7 @@ from ml_dtypes import bfloat16
 
 from ordering.blocks import files, split, tokens
 from ordering.blocks.files import Part, _opened
-from ordering.input import reader
+from ordering.data import reader
 from tests import record_files, reference_blocks
 from tests.record_files import KINDS
 

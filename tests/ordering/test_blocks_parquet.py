@@ -6,7 +6,7 @@ import pytest
 
 import ordering
 from ordering.blocks import files, read_blocks, split
-from ordering.input import LoadError
+from ordering.data import LoadError
 
 pa = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import ordering
 from ordering.blocks import read_blocks
 from ordering.blocks.windows import permutation
-from ordering.input import LoadError
+from ordering.data import LoadError
 from tests import block_cases, reference_blocks
 from tests.block_cases import Case, as_lists, on_hosts, records_of
 from tests.cases import times

@@ -8,7 +8,7 @@ import pytest
 
 import ordering
 from ordering import blocks, echo
-from ordering.input import LoadError, load_ahead, read_epochs
+from ordering.data import LoadError, load_ahead, read_epochs
 
 BIG = np.array([2**31 + 1, 2**40 + 9, 2**32 + 7])
 

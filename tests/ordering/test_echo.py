@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ordering import echo, input
+import ordering
+from ordering import echo
 from ordering.echo import echo_batches
 from tests import reference, tables
 from tests.echo_source import PLAN, Source, assert_same, batch, whole_run
@@ -52,7 +53,7 @@ def test_an_echoed_step_moves_nothing_from_the_host():
     assert np.isfinite(params) and params != 1
     # The guard does notice the transfer of a load.
     with jax.transfer_guard("disallow_explicit"):
-        with pytest.raises(input.LoadError, match="load 3 .*host-to-device transfer"):
+        with pytest.raises(ordering.data.LoadError, match="load 3 .*host-to-device transfer"):
             next(steps)
 
 
@@ -77,7 +78,7 @@ def test_a_run_that_is_over_needs_no_batch(total_steps):
     known = [use.fresh for use in echo_batches(Source(99), plan)]
     policy = echo.measured(total_steps=total_steps, max_factor=3, decided=known)
     assert list(echo_batches(nothing(), plan, first_step=total_steps)) == []
-    loader = input.load_ahead(iter([]))
+    loader = ordering.data.load_ahead(iter([]))
     assert list(echo_batches(loader, policy, first_step=total_steps)) == []
 
 

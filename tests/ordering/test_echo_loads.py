@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ordering import echo
+from ordering.data import LoadError, load_ahead
 from ordering.echo import echo_batches
-from ordering.input import LoadError, load_ahead
 from tests.echo_source import PLAN, Source, assert_same, batch, whole_run
 from tests.waiting import PATIENCE, wait_for
 

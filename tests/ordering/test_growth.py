@@ -60,5 +60,5 @@ def test_a_program_does_not_grow_with_the_workers(name):
 def test_the_order_of_many_units_is_read_without_a_sort(monkeypatch):
     order = np.random.default_rng(0).permutation(10_000)
     monkeypatch.setattr(np, "sort", None)
-    indices, _ = ordering.input.step_indices(order, units_per_step=64)
+    indices, _ = ordering.data.step_indices(order, units_per_step=64)
     assert indices.tolist() == order.tolist()

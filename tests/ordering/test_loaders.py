@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from ordering.input import grain_dataset, step_indices
+from ordering.data import grain_dataset, step_indices
 from tests.sources import SIZES, Examples, assert_same, epoch_of
 
 grain = None  # imported where it is used: every process of the tests collects this file

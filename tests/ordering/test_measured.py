@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ordering import echo, input
+import ordering
+from ordering import echo
 from ordering.echo import echo_batches, measured, stream
 from syncopate.unstable import multihost_utils
 from tests import reference
@@ -97,7 +98,7 @@ def test_a_step_loads_only_if_all_processes_are_ready(monkeypatch):
 
 def test_measured_echoes_while_a_real_loader_waits():
     source = Source(99, wait_at=1)
-    with input.load_ahead(source, depth=3) as loader:
+    with ordering.data.load_ahead(source, depth=3) as loader:
         steps = echo_batches(loader, measured(total_steps=8, max_factor=3))
         assert [next(steps)[:3] for _ in range(3)] == [(0, 0, True), (1, 0, False), (2, 0, False)]
         source.go_on.set()
@@ -121,7 +122,7 @@ def slow():
 
 policy = ordering.echo.measured(total_steps=60, max_factor=50)
 fresh = []
-with ordering.input.load_ahead(slow()) as loader:
+with ordering.data.load_ahead(slow()) as loader:
     for use in ordering.echo.echo_batches(loader, policy):
         fresh.append(use.fresh)
         time.sleep(0.005)

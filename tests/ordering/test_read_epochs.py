@@ -10,7 +10,7 @@ import pytest
 
 import ordering
 from ordering import echo
-from ordering.input import LoadError, read_epochs
+from ordering.data import LoadError, read_epochs
 from tests import tables
 from tests.refused import refuses
 from tests.waiting import wait_for

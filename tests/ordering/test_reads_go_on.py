@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import ordering
-from ordering.input import LoadError, read_epochs
+from ordering.data import LoadError, read_epochs
 from tests import tables
 from tests.block_cases import parts_of
 from tests.refused import refuses
@@ -185,7 +185,7 @@ closed, left = (ordering.blocks.read_blocks(blocks, lambda: state, **options) fo
 for reads in (closed, left):
     try:
         list(reads)
-    except ordering.input.LoadError as error:
+    except ordering.data.LoadError as error:
         print(error)
 closed.close()
 """

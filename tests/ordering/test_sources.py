@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ordering
-from ordering.input import read_epochs, reader, step_indices
+from ordering.data import read_epochs, reader, step_indices
 from tests import tables
 from tests.refused import refuses
 from tests.sources import SIZES, Examples, epoch_of

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import ordering
-from ordering.input import read_epochs, step_indices, tf_dataset
+from ordering.data import read_epochs, step_indices, tf_dataset
 from tests.sources import SIZES, Examples, assert_same, epoch_of
 
 tf = None  # imported where it is used: every process of the tests collects this file
@@ -111,7 +111,7 @@ def test_a_pipeline_is_read_ahead_of_the_next_epoch():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("read", ["iter(dataset)", "ordering.input.load_ahead(dataset)"])
+@pytest.mark.parametrize("read", ["iter(dataset)", "ordering.data.load_ahead(dataset)"])
 def test_the_interpreter_exits_while_a_dataset_is_read(read):
     """Also, TensorFlow is imported only when it is used."""
     code = f"""
@@ -122,7 +122,7 @@ class Slow:
     def __getitem__(self, i):
         time.sleep(0.002)
         return np.zeros(2)
-dataset = ordering.input.tf_dataset(Slow(), np.arange(10_000)).batch(2).prefetch(2)
+dataset = ordering.data.tf_dataset(Slow(), np.arange(10_000)).batch(2).prefetch(2)
 stream = {read}
 next(stream)
 print("end")

@@ -27,7 +27,7 @@ def calls_of(package):
 
 
 def test_every_public_function_has_a_row():
-    packages = (ordering, ordering.input, ordering.echo, ordering.blocks, local_opt, models)
+    packages = (ordering, ordering.data, ordering.echo, ordering.blocks, local_opt, models)
     public = {n for p in packages for n in p.__all__ if callable(getattr(p, n))}
     known = {name.split(",")[0] for package in TABLES for name in calls_of(package)}
     assert public - PLAIN - known == set()

@@ -10,7 +10,7 @@ import models
 import ordering
 from syncopate import plans
 
-PACKAGES = (ordering, ordering.blocks, ordering.echo, ordering.input, models, local_opt, plans)
+PACKAGES = (ordering, ordering.blocks, ordering.echo, ordering.data, models, local_opt, plans)
 PUBLIC = [(package, name) for package in PACKAGES for name in package.__all__]
 
 

@@ -22,12 +22,12 @@ def test_every_public_name_is_used_in_the_page_of_names():
     """Its blocks run, as those of all pages: test_use.py."""
     page = (ROOT / "docs" / "reference" / "names.md").read_text()
     code = "\n".join(re.findall(r"```python\n(.*?)```", page, re.S))
-    used = set(re.findall(r"\b(?:ordering\.)?(ordering|local_opt|blocks|echo|input)\.(\w+)", code))
+    used = set(re.findall(r"\b(?:ordering\.)?(ordering|local_opt|blocks|echo|data)\.(\w+)", code))
     known = {
         (package.__name__.rpartition(".")[2], name)
-        for package in (ordering, ordering.blocks, ordering.echo, ordering.input, local_opt)
+        for package in (ordering, ordering.blocks, ordering.echo, ordering.data, local_opt)
         for name in package.__all__
-    } - {("ordering", "blocks"), ("ordering", "echo"), ("ordering", "input")}
+    } - {("ordering", "blocks"), ("ordering", "echo"), ("ordering", "data")}
     assert used == known
     assert page.split("\n")[2].startswith(f"{len(known)} names"), len(known)
 
@@ -77,7 +77,7 @@ def test_the_reference_has_every_public_name_once():
     shown = [name for page in pages for name in re.findall(r"^::: (\S+)$", page, re.M)]
     public = [
         f"{package.__name__}.{name}"
-        for package in (ordering, ordering.blocks, ordering.echo, ordering.input, local_opt, models)
+        for package in (ordering, ordering.blocks, ordering.echo, ordering.data, local_opt, models)
         for name in package.__all__
         if not inspect.ismodule(getattr(package, name))
     ]

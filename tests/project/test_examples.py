@@ -107,13 +107,13 @@ def test_an_equinox_loop_loads_less(load, monkeypatch):
 def test_an_nnx_loop_with_grain_trains_and_every_epoch_reads_all_examples(load, monkeypatch):
     pytest.importorskip("grain", reason="Grain is not installed: pip install grain")
     orders = load("nnx_grain", "orders")
-    read, epochs = orders.ordering.input.grain_dataset, []
+    read, epochs = orders.ordering.data.grain_dataset, []
 
     def noted(examples, order):
         epochs.append(order.tolist())
         return read(examples, order)
 
-    monkeypatch.setattr(orders.ordering.input, "grain_dataset", noted)
+    monkeypatch.setattr(orders.ordering.data, "grain_dataset", noted)
     found = orders.main(seed=0, epochs=3)
     assert len(found["losses"]) == 3 and found["losses"][-1] < 0.5 * found["losses"][0]
     assert found["train"]["loss"] < 1 and found["valid"]["accuracy"] > 0.75

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import local_opt
-import ordering.input
+import ordering.data
 from experiments import forecast, timing
 from experiments.study import flags, recipes
 from experiments.study.arms import arm_of, plans_of
@@ -108,7 +108,7 @@ def test_a_forecast_counts_what_wires_send():
 def test_loads_are_timed_on_the_path_that_reads_them(monkeypatch):
     """By tf.data, or else batch by batch."""
     pytest.importorskip("tensorflow")
-    task, read, tf_dataset = TASKS["digits"](), [], ordering.input.tf_dataset
+    task, read, tf_dataset = TASKS["digits"](), [], ordering.data.tf_dataset
 
     def noted(source, indices):
         read.append(len(indices))
@@ -119,7 +119,7 @@ def test_loads_are_timed_on_the_path_that_reads_them(monkeypatch):
 
     recipe = task.recipe._replace(units_per_step=4, unit_size=16)
     for reader, source in ((noted, "tf.data"), (absent, "one by one")):
-        monkeypatch.setattr(ordering.input, "tf_dataset", reader)
+        monkeypatch.setattr(ordering.data, "tf_dataset", reader)
         speed = timing.measure(task, recipe, rounds=2, per_round=20)
         assert speed.load > 0 and speed.step > 0
         assert speed.label == f"digits, batch 64, measured here, {source}"

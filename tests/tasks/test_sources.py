@@ -75,7 +75,7 @@ def test_imagenet_is_read_by_index_in_the_requested_order(imagenet_folder, any_m
     pytest.importorskip("tensorflow")
     source = task.train.at_epoch(2)
     order = np.random.default_rng(0).permutation(12)
-    batches = [*ordering.input.tf_dataset(source, order).batch(5).as_numpy_iterator()]
+    batches = [*ordering.data.tf_dataset(source, order).batch(5).as_numpy_iterator()]
     assert [len(batch["y"]) for batch in batches] == [5, 5, 2]
     np.testing.assert_array_equal(np.concatenate([b["y"] for b in batches]), 7 * order)
     one_by_one = np.stack([source[int(i)]["x"] for i in order])

@@ -37,7 +37,7 @@ def reader(
     Examples:
       >>> import numpy as np
       >>> from syncopate import ordering
-      >>> size, read = ordering.input.reader([{"x": np.full(2, i)} for i in range(5)])
+      >>> size, read = ordering.data.reader([{"x": np.full(2, i)} for i in range(5)])
       >>> size, read(np.array([3, 1]))["x"].tolist()
       (5, [[3, 3], [1, 1]])
     """
@@ -231,7 +231,7 @@ def step_indices(
 
     Examples:
       >>> from syncopate import ordering
-      >>> indices, batch_size = ordering.input.step_indices(
+      >>> indices, batch_size = ordering.data.step_indices(
       ...     [[2, 0, 1], [1, 0, 2]], units_per_step=2
       ... )
       >>> indices.tolist(), batch_size

@@ -14,8 +14,8 @@ from jaxtyping import PyTree
 
 from ordering import base
 from ordering.base import Ordering, State
-from ordering.input.loader import Loader, LoadError, load_ahead
-from ordering.input.sources import check_examples, reader, step_indices
+from ordering.data.loader import Loader, LoadError, load_ahead
+from ordering.data.sources import check_examples, reader, step_indices
 from syncopate import plans
 from syncopate.workers import axis_of
 
@@ -296,7 +296,7 @@ def read_epochs(
       >>> from syncopate import ordering
       >>> order = ordering.random_reshuffling(6)
       >>> state = order.init(jax.random.key(0), None)
-      >>> reads = ordering.input.read_epochs(
+      >>> reads = ordering.data.read_epochs(
       ...     np.arange(6), lambda: state, units_per_step=4, num_epochs=2
       ... )
       >>> for batch in reads:

@@ -123,7 +123,7 @@ def load_ahead(
     Examples:
       >>> import numpy as np
       >>> from syncopate import ordering
-      >>> loader = ordering.input.load_ahead(np.full(2, i) for i in range(3))
+      >>> loader = ordering.data.load_ahead(np.full(2, i) for i in range(3))
       >>> [int(batch.sum()) for batch in loader]
       [0, 2, 4]
     """

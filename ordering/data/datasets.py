@@ -16,8 +16,8 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Int, PyTree
 
-from ordering.input.loader import said
-from ordering.input.sources import ARRAYS, check_indices, never_ends, reader
+from ordering.data.loader import said
+from ordering.data.sources import ARRAYS, check_indices, never_ends, reader
 
 if TYPE_CHECKING:
     import grain
@@ -51,7 +51,7 @@ def tf_dataset(
     Examples:
       >>> import numpy as np
       >>> from syncopate import ordering
-      >>> dataset = ordering.input.tf_dataset((np.arange(5), np.arange(5) ** 2), [4, 0, 3])
+      >>> dataset = ordering.data.tf_dataset((np.arange(5), np.arange(5) ** 2), [4, 0, 3])
       >>> [(int(x), int(y)) for x, y in dataset.as_numpy_iterator()]
       [(4, 16), (0, 0), (3, 9)]
     """
@@ -149,7 +149,7 @@ def grain_dataset(
     Examples:
       >>> import numpy as np
       >>> from syncopate import ordering
-      >>> dataset = ordering.input.grain_dataset(np.arange(4) * 10, [2, 0, 3, 1])
+      >>> dataset = ordering.data.grain_dataset(np.arange(4) * 10, [2, 0, 3, 1])
       >>> [batch.tolist() for batch in dataset.batch(2)]
       [[20, 0], [30, 10]]
 
