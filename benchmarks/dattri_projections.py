@@ -1,4 +1,4 @@
-"""Times dattri's random projections of the gradients of examples beside `ordering.sketched`.
+"""Times dattri's random projections of the gradients of examples beside `ordering.sketched_grads`.
 
     pip install torch dattri
     python -m benchmarks.dattri_projections --models=lenet,vit

@@ -7,7 +7,7 @@
 A load takes a declared delay of R steps (`slow_batches`), and every way uses it R times:
 tf.data by `flat_map` and `repeat`, of batches, or of examples that are then shuffled and batched;
 init2winit by the generator of its trainer; ours by a plan. The others take whole numbers, so at
-R = 2.5 they use a load three times. `measured` decides by what is ready. All read one load ahead on
+R = 2.5 they use a load three times. `adaptive` decides by what is ready. All read one load ahead on
 a thread. Before they are timed, ways that are told a whole R must use every example of every load R
 times. Each turn begins with steps that wait for no load; `times the step` compares with these, and
 `interval` is its 95 % interval over the turns. The clock starts at the first batch.
@@ -31,7 +31,7 @@ from benchmarks import timing
 from benchmarks.timing import median_interval
 from experiments.timing import momentum_step
 from ordering import echo
-from ordering.data import load_ahead
+from ordering.data import prefetch_to_device
 
 RATIOS = (2, 2.5, 4)
 SHUFFLE = 4  # batches in tf.data's buffer of examples
@@ -67,10 +67,10 @@ def numbered(batches: Iterable[dict]) -> Iterator[dict]:
 
 
 def by_plan(policy) -> Callable:
-    """`source -> batches` of ours, by an `EchoPlan` or `measured`."""
+    """`source -> batches` of ours, by an `EchoPlan` or `adaptive`."""
 
     def run(source):
-        with load_ahead(source, depth=1) as loader:
+        with prefetch_to_device(source, depth=1) as loader:
             for use in echo.echo_batches(loader, policy, stop_with_loads=True):
                 yield use.batch
 
@@ -106,7 +106,7 @@ def by_init2winit(folder: pathlib.Path, factor: int) -> Callable:
     from init2winit.dataset_lib import data_selectors
 
     def run(source):
-        with load_ahead(source, depth=1) as loader:
+        with prefetch_to_device(source, depth=1) as loader:
             yield from data_selectors.data_echoing(
                 loader, optimizer_state=None, params=None, batch_stats=None, global_step=0,
                 hps=types.SimpleNamespace(num_data_echoes=factor), constant_base_rng=None,
@@ -121,7 +121,7 @@ def ways_of(ratio: float, steps: int, folder: pathlib.Path | None) -> dict[str, 
     ways = {
         PLAIN: by_plan(echo.fixed(1, total_steps=steps)),
         "error_diffusion": by_plan(echo.error_diffusion(1 / ratio, total_steps=steps)),
-        "measured": by_plan(echo.measured(total_steps=steps, max_factor=math.ceil(4 * ratio))),
+        "measured": by_plan(echo.adaptive(total_steps=steps, max_factor=math.ceil(4 * ratio))),
     }
     peers = {
         "tf.data, batches": lambda: by_tf_data(factor, False),

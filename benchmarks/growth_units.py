@@ -29,11 +29,11 @@ from ordering import echo
 
 GRADIENT, PER_STEP, SKETCH = 64, 64, 8  # entries, units per worker and step, numbers of a sketch
 STEPS = 50  # between two looks at the clock
-DEALT = ordering.dealing.DealtState | ordering.dealing.DealtShuffleState
+DEALT = ordering.global_order.DealtState | ordering.global_order.DealtShuffleState
 
 
 def dealt_pairs(m):
-    return ordering.dealt(ordering.cd_grab(m, units_per_step=PER_STEP, gathers="step"), m)
+    return ordering.global_order(ordering.cd_grab(m, units_per_step=PER_STEP, gathers="step"), m)
 
 
 ORDERS = {  # (workers, their units -> order)
@@ -45,7 +45,7 @@ ORDERS = {  # (workers, their units -> order)
     "cd_grab, at syncs": (
         2, lambda m: ordering.cd_grab(m, units_per_step=PER_STEP, gathers="sync")
     ),
-    "dealt_reshuffling": (2, ordering.dealt_reshuffling),
+    "global_reshuffling": (2, ordering.global_reshuffling),
     "dealt cd_grab": (2, dealt_pairs),
 }  # fmt: skip
 

@@ -46,7 +46,7 @@ def kernel(gradients, total):
 @jax.jit
 def sign_sketches(gradients, total):
     """The same on sketches, which read every gradient once."""
-    made = ordering.sketch(jax.random.key(0), size=total.size)
+    made = ordering.make_sketch(jax.random.key(0), size=total.size)
     return kernel(ordering.sketch_rows(gradients, made), total)
 
 

@@ -68,7 +68,7 @@ def rounds(job: Job, outer, mesh) -> Worker:
     step = lift(step_of(made.update), roles="owned owned owned owned -> owned owned")
     sync = lift(made.sync, roles="owned owned -> owned owned")
     step, sync = (jax.jit(call, donate_argnums=(0, 1)) for call in (step, sync))
-    params = local_opt.owned([jnp.asarray(x) for x in local_problem.start(job.widths)], workers)
+    params = local_opt.replicate([jnp.asarray(x) for x in local_problem.start(job.widths)], workers)
     held = [params, jax.jit(lift(made.init, roles="owned -> owned"))(params)]
     plain, other = plain_of(job)
     sharding = owned_sharding(mesh)

@@ -56,7 +56,7 @@ def run(task, workers, share, seed):
     roles = "owned owned owned -> owned owned"
     step, sync = (jax.jit(local_opt.lift(f, workers, roles)) for f in (step, sync))
     first = model.init(jax.random.key(seed))
-    own = local_opt.owned((first, rounds.init(first)), workers)
+    own = local_opt.replicate((first, rounds.init(first)), workers)
     weight = jnp.ones(workers)
     for t in range(steps):
         if not t * BATCH % size:

@@ -35,7 +35,11 @@ RULES = {
     "self_balancing_walk": ordering.self_balancing_walk(),
     "kernel_halving": ordering.kernel_halving(num_epochs=10, num_pairs=1000),
 }
-WAYS = ("plain step", "ordering.sketched", "optax micro_grad, microbatches 1")  # of GPT-2 small
+WAYS = (
+    "plain step",
+    "ordering.sketched_grads",
+    "optax micro_grad, microbatches 1",
+)  # of GPT-2 small
 
 
 class Sizes(NamedTuple):

@@ -1,4 +1,4 @@
-"""Times opacus' norms of the gradients of examples beside `ordering.sketched`.
+"""Times opacus' norms of the gradients of examples beside `ordering.sketched_grads`.
 
     pip install torch opacus
     python -m benchmarks.opacus_norms --models=lenet,vit

@@ -31,20 +31,23 @@ STRICT = greedy()._replace(  # the rule of grab-sampler: a product of zero is a 
 
 
 def _mean_alone(loss: Callable) -> Callable:
-    """As `ordering.per_example`, without rows."""
+    """As `ordering.per_example_grads`, without rows."""
     mean = jax.value_and_grad(lambda *given: jnp.mean(loss(*given)))
     return lambda params, batch, key: (*mean(params, batch, key), None)
 
 
 def _sketched(loss: Callable) -> Callable:
-    return ordering.sketched(loss, jax.random.key(1), size=SKETCH)
+    return ordering.sketched_grads(loss, jax.random.key(1), size=SKETCH)
 
 
 ORDERS = {  # (order of M units with B in a step, gradients of a loss)
     "random order": (lambda units, **_: ordering.random_reshuffling(units), _mean_alone),
-    "grab": (functools.partial(ordering.grab, rule=STRICT), ordering.per_example),
-    "pair_balance": (functools.partial(ordering.pair_balance, rule=STRICT), ordering.per_example),
-    "cd_grab": (ordering.cd_grab, ordering.per_example),
+    "grab": (functools.partial(ordering.grab, rule=STRICT), ordering.per_example_grads),
+    "pair_balance": (
+        functools.partial(ordering.pair_balance, rule=STRICT),
+        ordering.per_example_grads,
+    ),
+    "cd_grab": (ordering.cd_grab, ordering.per_example_grads),
     "cd_grab on sketches": (functools.partial(ordering.cd_grab, gathers="step"), _sketched),
 }
 

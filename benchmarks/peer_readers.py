@@ -188,7 +188,7 @@ def _order_of(count, workers):
     import ordering
 
     units = count // workers
-    order = ordering.dealt(ordering.cd_grab(units, units_per_step=BATCH // workers), units)
+    order = ordering.global_order(ordering.cd_grab(units, units_per_step=BATCH // workers), units)
     keys = jax.random.split(jax.random.key(0), workers)
     return order, jax.vmap(order.init, (0, None), axis_name="worker")(keys, np.zeros(4, "f"))
 

@@ -6,9 +6,9 @@
 Every way returns the mean gradient of 16 examples and a sketch of 1,024 numbers of every example's
 gradient, but for jax-privacy, which returns norms alone. Before it is timed, its mean gradient is
 compared with the plain one, and its rows or norms with those of `jax.vmap(jax.grad(...))`; those of
-`ordering.sketched` are made by another projection and compared by their inner products. The ways
-take turns. `megabytes` are arguments, outputs and temporaries of the compiled call. A package that
-is not installed is left out.
+`ordering.sketched_grads` are made by another projection and compared by their inner products. The
+ways take turns. `megabytes` are arguments, outputs and temporaries of the compiled call. A package
+that is not installed is left out.
 """
 
 import functools
@@ -29,9 +29,9 @@ MICROBATCHES = (None, 4, 1)
 def ways_of(loss: Callable) -> dict[str, Callable]:
     """{way: (params, batch) -> (mean gradient, sketches or norms or None)}; the first is plain."""
     key = jax.random.key(0)
-    to_sketch = ordering.sketch(jax.random.key(1), size=SIZE)
-    sketched = ordering.sketched(loss, jax.random.key(1), size=SIZE)
-    formed = ordering.per_example(loss, to_sketch=to_sketch)
+    to_sketch = ordering.make_sketch(jax.random.key(1), size=SIZE)
+    sketched = ordering.sketched_grads(loss, jax.random.key(1), size=SIZE)
+    formed = ordering.per_example_grads(loss, to_sketch=to_sketch)
 
     def mean_loss(params, batch):
         return jnp.mean(loss(params, batch, key))
@@ -45,7 +45,7 @@ def ways_of(loss: Callable) -> dict[str, Callable]:
 
     return {
         "plain step": lambda params, batch: (jax.grad(mean_loss)(params, batch), None),
-        "ordering.sketched": rows_of(sketched),
+        "ordering.sketched_grads": rows_of(sketched),
         "vmap, then a sketch": rows_of(formed),
         **_of_optax(mean_loss, to_sketch),
         **_of_jax_privacy(mean_loss),
@@ -89,7 +89,7 @@ def _of_jax_privacy(mean_loss: Callable) -> dict[str, Callable]:
 def check(loss: Callable, params, batch, found: dict[str, tuple]) -> None:
     """Raises AssertionError for a way that computes something else."""
     key = jax.random.key(0)
-    exact = jax.jit(lambda *args: ordering.per_example(loss)(*args)[2])(params, batch, key)
+    exact = jax.jit(lambda *args: ordering.per_example_grads(loss)(*args)[2])(params, batch, key)
     exact = np.concatenate([np.asarray(x).reshape(EXAMPLES, -1) for x in jax.tree.leaves(exact)], 1)
     norms = np.linalg.norm(exact, axis=1)
     plain, formed = found["plain step"][0], np.asarray(found["vmap, then a sketch"][1])
@@ -130,7 +130,8 @@ def rows_of(name: str, repeats: int) -> Iterator[dict]:
             "model": name, "way": way, "ms": f"{seconds * 1e3:.2f}",
             "times_plain": f"{times['plain step'][0]:.2f}",
             "interval": "{1:.2f} to {2:.2f}".format(*times["plain step"]),
-            "times_ours": f"{times['ordering.sketched'][0]:.2f}", "megabytes": f"{used / 1e6:.1f}",
+            "times_ours": f"{times['ordering.sketched_grads'][0]:.2f}",
+            "megabytes": f"{used / 1e6:.1f}",
         }  # fmt: skip
 
 

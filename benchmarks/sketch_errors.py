@@ -86,9 +86,11 @@ def main(argv):
         params = after(model, model.init(jax.random.key(0)), batch, steps)
 
         def both(key, model=model, batch=batch, params=params):
-            sketched = ordering.sketched(model.loss, key, size=values.size)(params, batch, key)[2]
-            rows = ordering.per_example(model.loss)(params, batch, key)[2]
-            formed = ordering.sketch_rows(rows, ordering.sketch(key, size=values.size))
+            sketched = ordering.sketched_grads(model.loss, key, size=values.size)(
+                params, batch, key
+            )[2]
+            rows = ordering.per_example_grads(model.loss)(params, batch, key)[2]
+            formed = ordering.sketch_rows(rows, ordering.make_sketch(key, size=values.size))
             flat = jax.vmap(lambda tree: jax.flatten_util.ravel_pytree(tree)[0])(rows)
             with jax.default_matmul_precision("highest"):
                 return {"sketched": sketched, "sketch_rows": formed}, flat @ flat.T

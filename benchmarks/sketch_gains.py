@@ -4,8 +4,8 @@
 
 A language model of `--task=wikitext2_small` is trained for some epochs. Then its parameters stay,
 and CD-GraB orders the windows of 64 workers for five epochs, by exact gradients g_i or by sketches
-of them. With D what Adam multiplies with (`scale_of`), everything else follows from the centred
-Gram matrices G of g_i . g_j, A of g_i . D g_j, and S of D g_i . D g_j, over all units.
+of them. With D what Adam multiplies with (`second_moment_scale`), everything else follows from the
+centred Gram matrices G of g_i . g_j, A of g_i . D g_j, and S of D g_i . D g_j, over all units.
 
 First, parameters: the share of the squared norm; the effective rank tr(G_l)^2 / tr(G_l^2); and the
 share of the inner products of different units, tr(G_l G) / tr(G^2). A parameter with much of the
@@ -53,7 +53,7 @@ def shuffled(rng, units):
 
 def gradients_of(model, params, data, units):
     """{path: float32[N, ...]} of all units."""
-    one = jax.jit(lambda b: ordering.per_example(model.loss)(params, b, jax.random.key(0))[2])
+    one = jax.jit(lambda b: ordering.per_example_grads(model.loss)(params, b, jax.random.key(0))[2])
     found = {}
     for batch in batches(data, units):
         for path, leaf in jax.tree_util.tree_leaves_with_path(one(batch)):
@@ -81,20 +81,20 @@ def gram(rows):
 
 def sketches(model, params, data, units, size, scale):
     """float32[N, k] of all units, out of the backward pass."""
-    gradients = ordering.sketched(model.loss, jax.random.key(0), size=size)
+    gradients = ordering.sketched_grads(model.loss, jax.random.key(0), size=size)
     one = jax.jit(lambda b: gradients(params, b, jax.random.key(0), scale)[2])
     return np.concatenate([np.asarray(one(batch)) for batch in batches(data, units)])
 
 
 def scales(model, params, state, data, size):
-    """{how: scale}: none, that of `scale_of`, and one that scales every row of the table."""
+    """{how: scale}: none, that of `second_moment_scale`, and one for every row of the table."""
     batch = next(batches(data, 1))
-    leaves = ordering.sketched_parameters(model.loss, params, batch, jax.random.key(0), size=size)
+    leaves = ordering.sketch_plan(model.loss, params, batch, jax.random.key(0), size=size)
     plain = [leaf._replace(table=False) for leaf in leaves]
     return {
         "": None,
-        ", scaled": ordering.scale_of(state, params, leaves=leaves),
-        ", each row scaled": ordering.scale_of(state, params, leaves=plain),
+        ", scaled": ordering.second_moment_scale(state, params, leaves=leaves),
+        ", each row scaled": ordering.second_moment_scale(state, params, leaves=plain),
     }
 
 
@@ -149,7 +149,7 @@ def main(argv):
     units = len(task.train["x"]) // WORKERS
     data = {name: jnp.asarray(x[: WORKERS * units]) for name, x in task.train.items()}
     params, state = trained(task.model, data, units, values.epochs)
-    scale = dict(jax.tree_util.tree_leaves_with_path(ordering.scale_of(state, params)))
+    scale = dict(jax.tree_util.tree_leaves_with_path(ordering.second_moment_scale(state, params)))
     by_g, by_a, by_s = parameters_table(gradients_of(task.model, params, data, units), scale)
     rows = {"random": None, "exact": (by_g, True), "exact, scaled": (by_s, True)}
     for size in map(int, values.sizes):

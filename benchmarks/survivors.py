@@ -64,7 +64,7 @@ def train(process, count, address, folder, long):
     step = local_opt.lift(step, here, roles="owned owned shared shared -> owned owned")
     step, start, (x, y) = jax.jit(step), 0, data_of(process)
     first = jnp.zeros(SIZE)
-    trees = local_opt.owned((first, rounds.init(first)), here)
+    trees = local_opt.replicate((first, rounds.init(first)), here)
     saved = [*folder.glob("*.npz")]
     whole = [s for s in {int(p.stem.split("_")[0]) for p in saved}
              if all(folder / f"{s}_{n}.npz" in saved for n in range(count))]  # fmt: skip
@@ -99,7 +99,7 @@ def cost(process, count, address, size, turns=40):
 
     jax.config.update("jax_enable_recoverability", True)
     jax.distributed.initialize(address, count, process, coordinator_bind_address=address)
-    sync = lambda x: (local_opt.synchronize(x),)  # noqa: E731
+    sync = lambda x: (local_opt.pmean(x),)  # noqa: E731
     survivors, x, times = local_opt.Survivors(sync), jnp.ones((1, size)), {True: [], False: []}
     (x,) = survivors(0, x)
     mesh = survivors.met.mesh

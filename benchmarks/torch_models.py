@@ -190,15 +190,15 @@ def rows_of(name: str, peers: Callable, repeats: int) -> Iterator[dict]:
         return jax.grad(lambda p: jnp.mean(loss(p, batch, jax.random.key(0))))(params), None
 
     def sketched(params, batch):
-        gradients = ordering.sketched(loss, jax.random.key(1), size=SIZE)
+        gradients = ordering.sketched_grads(loss, jax.random.key(1), size=SIZE)
         _, mean, rows = gradients(params, batch, jax.random.key(0))
         return mean, rows
 
-    ours = {"plain step, JAX": jax.jit(plain), "ordering.sketched": jax.jit(sketched)}
+    ours = {"plain step, JAX": jax.jit(plain), "ordering.sketched_grads": jax.jit(sketched)}
     calls = {way: functools.partial(run, params, batch) for way, run in ours.items()}
     first = functools.partial(mean_gradient, model_of(name, params))
     theirs = {"plain step, PyTorch": first, **peers(model_of(name, params))}
-    formed = jax.jit(lambda *args: ordering.per_example(loss)(*args)[2])(params, batch, key)
+    formed = jax.jit(lambda *args: ordering.per_example_grads(loss)(*args)[2])(params, batch, key)
     exact = np.concatenate([np.reshape(g, (EXAMPLES, -1)) for g in jax.tree.leaves(formed)], 1)
     found = {way: call() for way, call in calls.items()}
     found = {way: (named(mean), rows) for way, (mean, rows) in found.items()}
@@ -214,7 +214,7 @@ def rows_of(name: str, peers: Callable, repeats: int) -> Iterator[dict]:
             "model": name, "way": way, "ms": f"{seconds * 1e3:.2f}",
             "times its plain step": f"{base[0]:.2f}",
             "interval": "{1:.2f} to {2:.2f}".format(*base),
-            "times ours": f"{times['ordering.sketched'][0]:.2f}",
+            "times ours": f"{times['ordering.sketched_grads'][0]:.2f}",
             "megabytes": f"{growth[way] / 1e6:.1f}",
         }  # fmt: skip
 

@@ -61,7 +61,7 @@ def losses(params, batch, key):
 
 
 ROUNDS = local_opt.local_rounds(optax.adamw(RATE))
-GRADIENTS = ordering.sketched(losses, jax.random.key(7), size=SKETCH)  # and a sketch of each
+GRADIENTS = ordering.sketched_grads(losses, jax.random.key(7), size=SKETCH)  # and a sketch of each
 
 
 def fresh(params, state, orders, batch, key):
@@ -91,7 +91,7 @@ def main():
     step, repeat = workers(fresh, (0, 0, 0, 0, None)), workers(again, (0, 0, 0, None))
     meet, key = workers(sync), jax.random.key(1)
     data, held_out = np.split(windows(WORKERS * UNITS + 256), [WORKERS * UNITS])
-    params = local_opt.owned(init(jax.random.key(0)), WORKERS)
+    params = local_opt.replicate(init(jax.random.key(0)), WORKERS)
     state = workers(ROUNDS.init)(params)
     orders = workers(ORDER.init, (0, None))(jax.random.split(key, WORKERS), jnp.zeros(SKETCH))
     print(f"{SYNCS.rounds} syncs and {LOADS.loads} loads in {STEPS} steps")
@@ -105,9 +105,9 @@ def main():
             params, state, orders = meet(params, state, orders)
         orders = reads.after(ORDER, orders)
         if (use.step + 1) % 64 == 0:
-            test = losses(local_opt.consolidate(params), held_out, key).mean()
+            test = losses(local_opt.mean_over_workers(params), held_out, key).mean()
             print(f"step {use.step + 1}: train {loss.mean():.3f}, held out {test:.3f}", flush=True)
-    return local_opt.consolidate(params)
+    return local_opt.mean_over_workers(params)
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ def train(process, address):
     step = jax.jit(local_opt.lift(
         step, here, roles="owned owned shared shared -> owned owned owned"
     ))  # fmt: skip
-    params, state = local_opt.owned((jnp.zeros(4), rounds.init(jnp.zeros(4))), here)
+    params, state = local_opt.replicate((jnp.zeros(4), rounds.init(jnp.zeros(4))), here)
     for t in range(STEPS):
         unit = t % UNITS
         params, state, loss = step(params, state, inputs[unit], targets[unit])

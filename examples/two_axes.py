@@ -46,7 +46,7 @@ def step(w, state, orders, tokens):  # of one worker, whose tokens every device 
     unit = orders.current[orders.position]
     batch = jax.lax.dynamic_slice_in_dim(tokens, 8 * unit, 8)
     batch = jax.reshard(batch, jax.P("data"))
-    value, grads, rows = ordering.microbatch(loss)(w, batch, jax.random.key(0))
+    value, grads, rows = ordering.microbatch_grads(loss)(w, batch, jax.random.key(0))
     updates, state = rounds.update(grads, state, w)
     return optax.apply_updates(w, updates), state, order.observe(orders, rows), value
 
@@ -62,7 +62,7 @@ def main():
         following = jax.jit(local_opt.lift(order.next_epoch, roles="owned -> owned"))
         init = local_opt.lift(order.init, roles="key shared -> owned")
         orders = init(jax.random.key(1), w)
-        w, state = local_opt.owned((w, rounds.init(w)))
+        w, state = local_opt.replicate((w, rounds.init(w)))
         for t in range(STEPS):
             w, state, orders, value = run(w, state, orders, tokens)
             if t % UNITS == UNITS - 1:

@@ -32,14 +32,14 @@ class Correction(NamedTuple):
 
 
 class ControlState(NamedTuple):
-    """The state of one worker in `control_variates`."""
+    """The state of one worker in `scaffold`."""
 
     against: Any  # c - c_w, float32 or wider; its sum over the workers is zero
     start: Any  # a, the round's first parameters
     rates: jax.Array  # float32[], the sum of the rates of the round's steps
 
 
-def control_variates() -> Correction:
+def scaffold() -> Correction:
     """SCAFFOLD's control variates: each worker corrects its steps towards the mean gradient.
 
     x_w <- x_w + u - eta (c - c_w) in a step, where u is the inner optimizer's update; after a round
@@ -72,7 +72,7 @@ def control_variates() -> Correction:
     Examples:
       >>> import optax
       >>> from syncopate import local_opt
-      >>> correction = local_opt.control_variates()
+      >>> correction = local_opt.scaffold()
       >>> rounds = local_opt.local_rounds(optax.sgd(0.1), correction=correction)
 
     References:
@@ -128,7 +128,7 @@ def control_variates() -> Correction:
     return Correction(init, update=update, sync=sync)
 
 
-def proximal(strength: float) -> Correction:
+def fedprox(strength: float) -> Correction:
     """FedProx's pull back to the parameters at the start of the round.
 
     g <- g + mu (x_w - a), before the inner optimizer, where a are the parameters after the last
@@ -147,7 +147,7 @@ def proximal(strength: float) -> Correction:
     Examples:
       >>> import jax.numpy as jnp
       >>> from syncopate import local_opt
-      >>> pull = local_opt.proximal(0.5)
+      >>> pull = local_opt.fedprox(0.5)
       >>> state = pull.init(jnp.array(1.0))
       >>> float(pull.gradient(jnp.array(0.0), state, jnp.array(3.0)))
       1.0

@@ -57,7 +57,7 @@ def sync_bytes(num_params: int, *, num_workers: int, wire: Wire | None = None) -
     Args:
       num_params: D >= 1, numbers that are averaged.
       num_workers: W >= 1, members of the ring.
-      wire: as `rounded_wire("int8")`; None for float32.
+      wire: as `quantize("int8")`; None for float32.
 
     Returns:
       Bytes; 0 for one worker. With a wire, exactly those of the compiled collectives.
@@ -69,7 +69,7 @@ def sync_bytes(num_params: int, *, num_workers: int, wire: Wire | None = None) -
       >>> from syncopate import local_opt
       >>> local_opt.sync_bytes(1000, num_workers=4)
       6000.0
-      >>> wire = local_opt.rounded_wire("bfloat16")
+      >>> wire = local_opt.quantize("bfloat16")
       >>> local_opt.sync_bytes(2**20, num_workers=4, wire=wire) / 2**20
       3.0
 

@@ -47,7 +47,7 @@ class Wire(NamedTuple):
 NARROW = {"bfloat16": 0.0, "float16": 0.0, "int8": 1.0, "int4": 1.0}  # the usual feedback
 
 
-def rounded_wire(dtype: DTypeLike, *, feedback: float | None = None) -> Wire:
+def quantize(dtype: DTypeLike, *, feedback: float | None = None) -> Wire:
     """Changes rounded to a narrow type, and error feedback.
 
     For bfloat16 and float16 Q(x) is the nearest number of the type. For int8 and int4 it is
@@ -68,7 +68,7 @@ def rounded_wire(dtype: DTypeLike, *, feedback: float | None = None) -> Wire:
     Examples:
       >>> import optax
       >>> from syncopate import local_opt
-      >>> wire = local_opt.rounded_wire("int8")
+      >>> wire = local_opt.quantize("int8")
       >>> rounds = local_opt.local_rounds(optax.sgd(0.1), wire=wire)
 
     References:
@@ -123,9 +123,7 @@ def _whole_numbers(bits, feedback):
     return Wire(rule, encode, decode, jnp.uint8, per_byte, message_rows, feedback, False)
 
 
-def top_k_wire(
-    density: float, *, bits: int = 16, block: int = 4096, feedback: float = 0.95
-) -> Wire:
+def top_k(density: float, *, bits: int = 16, block: int = 4096, feedback: float = 0.95) -> Wire:
     """The largest changes of every block, and error feedback for the others.
 
     Q(x) = q(x) if |x| is among the k = density b largest of its block, else 0. With 16 bits, q
@@ -146,14 +144,14 @@ def top_k_wire(
         paper, where it replaces outer momentum.
 
     Returns:
-      A `Wire`, as `rounded_wire`.
+      A `Wire`, as `quantize`.
 
     Raises:
       ValueError: for values out of range.
 
     Examples:
       >>> from syncopate import local_opt
-      >>> local_opt.top_k_wire(64 / 4096, bits=2).rule
+      >>> local_opt.top_k(64 / 4096, bits=2).rule
       'the largest 64 of 4096, 2 bits, feedback 0.95'
 
     References:
@@ -221,7 +219,7 @@ def check_wire(wire: Wire | None) -> None:
     """Raises ValueError for anything but a wire or None."""
     if not isinstance(wire, Wire | None):
         raise ValueError(
-            f"wire is {wire!r}: pass one, as local_opt.rounded_wire('int8') or top_k_wire(1 / 64), "
+            f"wire is {wire!r}: pass one, as local_opt.quantize('int8') or top_k(1 / 64), "
             "or None for means in full precision."
         )
 

@@ -43,7 +43,7 @@ def lift(
 
     One word per argument says what its leaves are:
 
-        owned   leaves [W, ...], each worker's own, as `local_opt.owned` makes them
+        owned   leaves [W, ...], each worker's own, as `local_opt.replicate` makes them
         shared  the same for all workers
         split   leaves [n, ...], a batch of all: worker w gets the w-th n / W rows
         key     one key, typed or legacy; every worker gets a typed one of its own, fold_in(key, w)
@@ -93,7 +93,7 @@ def lift(
       ...     return x + update, state, loss
       >>> step = jax.jit(local_opt.lift(
       ...     step, 2, "owned owned split -> owned owned mean"))
-      >>> x, state = local_opt.owned((jnp.zeros(()), optimizer.init(jnp.zeros(()))), 2)
+      >>> x, state = local_opt.replicate((jnp.zeros(()), optimizer.init(jnp.zeros(()))), 2)
       >>> x, state, loss = step(x, state, jnp.array([1.0, 3.0]))
       >>> x.tolist(), float(loss)
       ([1.0, 3.0], 5.0)
@@ -277,7 +277,7 @@ def _check_shared(function, given, mesh, count, axis_name):
     if differ:
         raise ValueError(
             f"{differ[0]} is said to be shared and differs between workers: make it equal, as by "
-            "jax.lax.pmean or local_opt.synchronize, or say owned, mean or sum."
+            "jax.lax.pmean or local_opt.pmean, or say owned, mean or sum."
         )
 
 
@@ -297,8 +297,8 @@ def _entered(given, mesh, count, axis_name):
         if word == "owned" and shape[:1] != (count,):
             raise ValueError(
                 f"{name} is owned and has the shape {shape}, and there are {count} workers: make "
-                "it by local_opt.owned(tree, workers), where numbers of Python must be arrays, by "
-                "jnp.asarray, or say that it is shared or split."
+                "it by local_opt.replicate(tree, workers), where numbers of Python must be arrays, "
+                "by jnp.asarray, or say that it is shared or split."
             )
         if word == "split":
             if not shape or not shape[0] or shape[0] % count:
@@ -403,7 +403,7 @@ def _misfit(prefix, tree, place) -> str:
 
 
 @jax.transfer_guard("allow")
-def owned(
+def replicate(
     tree: PyTree,
     workers: int | Mesh | None = None,
     *,
@@ -438,9 +438,9 @@ def owned(
     Examples:
       >>> import jax, jax.numpy as jnp
       >>> from syncopate import local_opt
-      >>> local_opt.owned({"w": jnp.arange(2), "step": 0}, 3)["w"].tolist()
+      >>> local_opt.replicate({"w": jnp.arange(2), "step": 0}, 3)["w"].tolist()
       [[0, 1], [0, 1], [0, 1]]
-      >>> key = local_opt.owned(jax.random.key(0), 2, keys="fold")
+      >>> key = local_opt.replicate(jax.random.key(0), 2, keys="fold")
       >>> bool(key[0] == key[1])
       False
     """

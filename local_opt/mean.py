@@ -18,9 +18,7 @@ from syncopate.workers import AXIS
 JOINED = 2**20  # numbers of an array that is rather copied than sent alone: 4 MB take gloo 5 ms
 
 
-def synchronize(
-    tree: PyTree, *, axis_name: AxisName = AXIS, weight: ArrayLike | None = None
-) -> PyTree:
+def pmean(tree: PyTree, *, axis_name: AxisName = AXIS, weight: ArrayLike | None = None) -> PyTree:
     """Overwrites every floating leaf with its mean over the workers.
 
     x <- 1/W sum_w x_w, or with weights v_w, x <- sum_w v_w x_w / sum_w v_w. Sums are taken in
@@ -45,9 +43,9 @@ def synchronize(
     Examples:
       >>> import jax, jax.numpy as jnp
       >>> from syncopate import local_opt
-      >>> jax.vmap(local_opt.synchronize, axis_name="worker")(jnp.array([1.0, 2.0, 6.0])).tolist()
+      >>> jax.vmap(local_opt.pmean, axis_name="worker")(jnp.array([1.0, 2.0, 6.0])).tolist()
       [3.0, 3.0, 3.0]
-      >>> mean = jax.vmap(lambda x, v: local_opt.synchronize(x, weight=v), axis_name="worker")
+      >>> mean = jax.vmap(lambda x, v: local_opt.pmean(x, weight=v), axis_name="worker")
       >>> mean(jnp.array([1.0, 2.0, jnp.nan, 6.0]), jnp.array([200, 100, 0, 100])).tolist()
       [2.5, 2.5, 2.5, 2.5]
     """
@@ -57,7 +55,7 @@ def synchronize(
 
 
 def averaged(tree: PyTree, axis_name: AxisName, weight: ArrayLike | None) -> tuple:
-    """(the tree's mean, this worker's weight by the mean weight or None): see `synchronize`."""
+    """(the tree's mean, this worker's weight by the mean weight or None): see `pmean`."""
     if (axis_name := in_scope(axis_name)) != ():  # one worker without an axis
         mesh.axis_size(axis_name)
     leaves, treedef = jax.tree.flatten(tree)

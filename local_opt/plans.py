@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from local_opt.lift import lift
-from local_opt.mean import synchronize
+from local_opt.mean import pmean
 from local_opt.workers import check_leading
 from syncopate import plans
 from syncopate.workers import count_of
@@ -109,9 +109,10 @@ class SyncPlan(plans.Plan):
 
         Args:
           step: in 0 .. T - 1, the step that was taken.
-          tree: arrays [W, ...], as of `owned`; integers, booleans and keys stay each worker's own.
+          tree: arrays [W, ...], as of `replicate`; integers, booleans and keys stay each worker's
+            own.
           workers, axis_name: as of `lift`.
-          weight: [W], as of `synchronize`.
+          weight: [W], as of `pmean`.
 
         Returns:
           The tree itself where no sync is due; else new arrays, in the places of the old.
@@ -217,7 +218,7 @@ class SyncPlan(plans.Plan):
 @functools.cache
 def _mean_of_all(workers, axis_name):
     """(tree, weight) of all workers -> the mean tree, compiled once."""
-    mean = lambda tree, weight: synchronize(tree, axis_name=axis_name, weight=weight)  # noqa: E731
+    mean = lambda tree, weight: pmean(tree, axis_name=axis_name, weight=weight)  # noqa: E731
     return jax.jit(lift(mean, workers, "owned owned -> owned", axis_name=axis_name))
 
 

@@ -15,7 +15,7 @@ from local_opt import opt_state as state_lib
 from local_opt.corrections import Correction
 from local_opt.exchange import nothing_lost, synchronize_changes
 from local_opt.formats import Wire, check_wire
-from local_opt.mean import averaged, check_own, check_scalar, if_counted, synchronize
+from local_opt.mean import averaged, check_own, check_scalar, if_counted, pmean
 from local_opt.opt_state import LOCAL, check_call, check_state, checked
 from local_opt.plans import SyncPlan, check_plan
 from local_opt.workers import AxisName, check_kind, in_scope
@@ -73,7 +73,7 @@ def local_rounds(
     Step: x_w <- x_w + inner(g_w). Sync: x_w <- x_bar = 1/W sum_v x_v, or with an outer optimizer
     x_w <- a + outer(a - x_bar), where a are the parameters after the last sync.
 
-    `sync(params, state, weight=v_w)` weighs workers, as by their tokens or steps, as `synchronize`
+    `sync(params, state, weight=v_w)` weighs workers, as by their tokens or steps, as `pmean`
     does, averaged optimizer state alike. A worker with weight zero, as one whose loss is not
     finite, gets the mean as all others do, and keeps what stays local. If all weights are zero, or
     one is negative or not finite, all parameters become NaN: a compiled program cannot raise an
@@ -91,8 +91,8 @@ def local_rounds(
         steps, the weighted mean of the workers', as the extra argument `period`, float32[]; None is
         plain averaging.
       wire: the format in which the parameters' changes since the last sync are sent, as
-        `rounded_wire("int8")`; None for no rounding. The optimizer state is never rounded.
-      correction: `control_variates` or `proximal`, against drift between syncs; not with a wire.
+        `quantize("int8")`; None for no rounding. The optimizer state is never rounded.
+      correction: `scaffold` or `fedprox`, against drift between syncs; not with a wire.
       specs: if a worker spans several devices, how its parameters are split over them: a `jax.P`
         per leaf, or one for all, without the workers' axis. The optimizer state is split alike. A
         wire needs it, and so does the drift if all axes are manual; see docs/use/meshes.md.
@@ -129,7 +129,7 @@ def local_rounds(
     anchored = outer is not None or wire is not None
     check_wire(wire)
     if not isinstance(correction, Correction | None):
-        raise ValueError(f"correction is {correction!r}: pass control_variates() or proximal(0.1).")
+        raise ValueError(f"correction is {correction!r}: pass scaffold() or fedprox(0.1).")
     if correction and wire:
         raise ValueError(
             f"the wire ({wire.rule}) rounds what workers send, and a correction would take the "
@@ -226,7 +226,7 @@ def parallel_rounds(inner: optax.GradientTransformation, *, axis_name: AxisName 
     """Data-parallel training: every step takes the mean gradient of all workers.
 
     x <- x + inner(1/W sum_w g_w) in a step; a sync does nothing. `update(..., weight=v_w)` weighs
-    the gradients, as `synchronize` does. Workers that start equal stay bitwise equal.
+    the gradients, as `pmean` does. Workers that start equal stay bitwise equal.
 
     Args:
       inner: any optax optimizer; it sees the mean gradient, taken in float32.
@@ -293,7 +293,7 @@ def accumulated_rounds(
 
     x <- x + inner(1/W sum_w 1/H sum_h g_wh), all gradients at the round's first parameters. With
     H = 1 this is data-parallel training; with one worker and constant H it is `optax.MultiSteps`.
-    `sync(..., weight=v_w)` weighs the workers' mean gradients, as `synchronize` does.
+    `sync(..., weight=v_w)` weighs the workers' mean gradients, as `pmean` does.
 
     Args:
       inner: any optax optimizer; it gets the extra arguments of `sync`.
@@ -341,7 +341,7 @@ def accumulated_rounds(
 
     def sync(params, state, *, weight=None, **extra):
         check_call(init, state, params, params)
-        given, gradient = params, synchronize(state.mean, axis_name=axis_name, weight=weight)
+        given, gradient = params, pmean(state.mean, axis_name=axis_name, weight=weight)
         gradient = jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, params)
         updates, inner_state = inner.update(gradient, state.inner, params, **extra)
         params = optax.apply_updates(params, updates)

@@ -71,7 +71,7 @@ class Survivors:
       >>> from syncopate import local_opt
       >>> rounds = local_opt.local_rounds(optax.sgd(0.1))
       >>> survivors = local_opt.Survivors(rounds.sync)  # of one process with some devices
-      >>> x = local_opt.owned((jnp.ones(3), rounds.init(jnp.ones(3))), jax.local_device_count())
+      >>> x = local_opt.replicate((jnp.ones(3), rounds.init(jnp.ones(3))), jax.local_device_count())
       >>> params, state = survivors(20, *x)
       >>> survivors.met.living, len(survivors.compiled)
       ((0,), 1)
@@ -125,7 +125,7 @@ class Survivors:
 
         Args:
           step: how many steps this process has taken; equal on all that live.
-          trees: leaves [n, ...] for this process's n devices; weight: [n], as of `synchronize`.
+          trees: leaves [n, ...] for this process's n devices; weight: [n], as of `pmean`.
 
         Raises:
           TimeoutError, ValueError: as `meet`; RuntimeError: if a process dies in the middle.

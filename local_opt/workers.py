@@ -20,7 +20,7 @@ TRAINED = "only floating parameters can be trained and averaged. Keep it outside
 
 
 @jax.transfer_guard("allow")
-def consolidate(tree: PyTree) -> PyTree:
+def mean_over_workers(tree: PyTree) -> PyTree:
     """One model from W workers: their mean, for evaluation and export.
 
     x_bar = 1/W sum_w x_w in float32, cast back; leaves that are not floating are worker 0's. NumPy
@@ -41,7 +41,7 @@ def consolidate(tree: PyTree) -> PyTree:
     Examples:
       >>> import jax.numpy as jnp
       >>> from syncopate import local_opt
-      >>> local_opt.consolidate({"w": jnp.array([[1.0], [3.0]]), "count": jnp.array([7, 7])})
+      >>> local_opt.mean_over_workers({"w": jnp.array([[1.0], [3.0]]), "count": jnp.array([7, 7])})
       {'count': Array(7, dtype=int32), 'w': Array([2.], dtype=float32)}
     """
 

@@ -6,17 +6,17 @@
 
 from ordering import blocks, data, echo
 from ordering.base import Ordering, start
-from ordering.dealing import dealt, dealt_reshuffling
+from ordering.global_order import global_order, global_reshuffling
 from ordering.grab import grab
-from ordering.gradients import check_separable, grouped, microbatch, per_example
+from ordering.gradients import check_separable, group_loss, microbatch_grads, per_example_grads
 from ordering.herding import greedy_herding, herding_bound
 from ordering.pairs import cd_grab, pair_balance
 from ordering.resize import resize
 from ordering.shuffles import block_reshuffling, random_reshuffling, shuffle_once, unzip
 from ordering.signs import SignRule, kernel_halving, self_balancing_walk
-from ordering.sketches.backward import sketched, sketched_parameters
-from ordering.sketches.linear import sketch, sketch_rows
-from ordering.sketches.scale import scale_of
+from ordering.sketches.backward import sketch_plan, sketched_grads
+from ordering.sketches.linear import make_sketch, sketch_rows
+from ordering.sketches.scale import second_moment_scale
 
 __all__ = [
     "Ordering",
@@ -25,27 +25,27 @@ __all__ = [
     "blocks",
     "cd_grab",
     "check_separable",
-    "dealt",
-    "dealt_reshuffling",
+    "data",
     "echo",
+    "global_order",
+    "global_reshuffling",
     "grab",
     "greedy_herding",
-    "grouped",
+    "group_loss",
     "herding_bound",
-    "data",
     "kernel_halving",
-    "microbatch",
+    "make_sketch",
+    "microbatch_grads",
     "pair_balance",
-    "per_example",
+    "per_example_grads",
     "random_reshuffling",
     "resize",
-    "scale_of",
+    "second_moment_scale",
     "self_balancing_walk",
     "shuffle_once",
-    "sketch",
+    "sketch_plan",
     "sketch_rows",
-    "sketched",
-    "sketched_parameters",
+    "sketched_grads",
     "start",
     "unzip",
 ]

@@ -78,8 +78,8 @@ def start(
     Args:
       order: an order of one worker's units.
       key: one key, typed or legacy.
-      gradients: what a step calls, as `per_example(loss)` or `sketched(loss, key)`; None for an
-        order that looks at no gradients.
+      gradients: what a step calls, as `per_example_grads(loss)` or `sketched_grads(loss, key)`;
+        None for an order that looks at no gradients.
       args: what it is called with by one worker, or their shapes; the batch may have any size.
       workers: W >= 1; or a mesh, on whose devices they are put; None for the mesh in scope, and for
         one worker where that has no such axis.
@@ -95,7 +95,9 @@ def start(
       >>> import jax, jax.numpy as jnp
       >>> from syncopate import ordering
       >>> order = ordering.cd_grab(8, units_per_step=2)
-      >>> gradients = ordering.sketched(lambda w, x, key: (x @ w) ** 2, jax.random.key(0), size=64)
+      >>> gradients = ordering.sketched_grads(
+      ...     lambda w, x, key: (x @ w) ** 2, jax.random.key(0), size=64
+      ... )
       >>> args = jnp.ones(500), jnp.ones((2, 500)), jax.random.key(1)
       >>> ordering.start(order, jax.random.key(2), gradients, args, workers=4).current.shape
       (4, 8)
@@ -111,7 +113,7 @@ def start(
         if not isinstance(found, tuple) or len(found) != 3:
             raise ValueError(
                 f"gradients is {gradients!r}: pass a function that returns (losses, mean, rows), "
-                "as ordering.per_example(loss)."
+                "as ordering.per_example_grads(loss)."
             )
         return jax.tree.map(lambda x: x[0], found[2])
 
@@ -361,7 +363,7 @@ def check_equal(axis_name: str, rows: Array | None = None) -> None:
         raise ValueError(
             f"cd_grab observes under the mesh axes {others} beside the workers' {axis_name!r}, and "
             "all devices of a worker need the same numbers. Observe sketches, which "
-            'ordering.sketch(specs=) makes equal, with gathers="sync", in a jax.shard_map with '
-            "check_vma=True if these axes are manual; if they hold workers, too, name all of them "
-            "in axis_name."
+            'ordering.make_sketch(specs=) makes equal, with gathers="sync", in a '
+            "jax.shard_map with check_vma=True if these axes are manual; if they hold workers, "
+            "too, name all of them in axis_name."
         )

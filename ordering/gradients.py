@@ -23,7 +23,7 @@ from syncopate import plans
 from syncopate.mesh import alike, names_of
 
 
-def per_example(
+def per_example_grads(
     loss: Callable,
     *,
     has_aux: bool = False,
@@ -45,7 +45,7 @@ def per_example(
       loss: `(params, batch, key) -> losses[n]` that treats examples separately (no BatchNorm;
         `check_separable` checks this).
       has_aux: whether the loss returns auxiliary data too, which is stacked, leaves [B, ...].
-      to_sketch: from `sketch`; rows are then sketches, float32[B, k], as by `sketch_rows`.
+      to_sketch: from `make_sketch`; rows are then sketches, float32[B, k], as by `sketch_rows`.
       in_turn: whether to compute one gradient after another, by `jax.lax.scan`.
 
     Returns:
@@ -61,7 +61,7 @@ def per_example(
       >>> import jax, jax.numpy as jnp
       >>> from syncopate import ordering
       >>> loss = lambda w, batch: 0.5 * jnp.square(batch @ w)
-      >>> losses, mean, rows = ordering.per_example(loss)(jnp.ones(2), jnp.eye(2))
+      >>> losses, mean, rows = ordering.per_example_grads(loss)(jnp.ones(2), jnp.eye(2))
       >>> mean.tolist(), rows.shape
       ([0.5, 0.5], (2, 2))
     """
@@ -179,7 +179,7 @@ def units_of(
                 f"batch{jax.tree_util.keystr(path)} is split over {list(axes)}, explicit axes, "
                 "along which JAX takes no gradients of single examples: make the mesh with "
                 "axis_types of jax.sharding.AxisType.Auto, run the step in jax.sharding.auto_axes, "
-                "jax.shard_map or local_opt.lift, or use ordering.microbatch."
+                "jax.shard_map or local_opt.lift, or use ordering.microbatch_grads."
             )
     try:
         return size, None if key is None else jax.random.split(key, size)
@@ -229,7 +229,7 @@ def signed_as(loss: Callable) -> Callable[[Callable], Callable]:
     return decorate
 
 
-def microbatch(loss: Callable, *, has_aux: bool = False) -> Callable:
+def microbatch_grads(loss: Callable, *, has_aux: bool = False) -> Callable:
     """One unit for the worker's whole microbatch: B = 1, at the cost of a plain gradient.
 
     If the loop computes the gradient anyway, observe `jax.tree.map(lambda g: g[None], grad)`.
@@ -246,7 +246,7 @@ def microbatch(loss: Callable, *, has_aux: bool = False) -> Callable:
       >>> import jax, jax.numpy as jnp
       >>> from syncopate import ordering
       >>> loss = lambda w, batch: 0.5 * jnp.square(batch @ w)
-      >>> losses, mean, rows = ordering.microbatch(loss)(jnp.ones(2), jnp.eye(2))
+      >>> losses, mean, rows = ordering.microbatch_grads(loss)(jnp.ones(2), jnp.eye(2))
       >>> mean.tolist(), rows.shape
       ([0.5, 0.5], (1, 2))
     """
@@ -268,7 +268,7 @@ def microbatch(loss: Callable, *, has_aux: bool = False) -> Callable:
     return gradients
 
 
-def grouped(loss: Callable, *, has_aux: bool = False) -> Callable:
+def group_loss(loss: Callable, *, has_aux: bool = False) -> Callable:
     """A loss of groups, the mean over the examples of each: every group is a unit.
 
     Args:
@@ -277,12 +277,12 @@ def grouped(loss: Callable, *, has_aux: bool = False) -> Callable:
 
     Returns:
       `(params, batch, key=None) -> losses[B]` for leaves [B, n, ...]: B groups per step,
-      for `per_example` and `sketched`.
+      for `per_example_grads` and `sketched_grads`.
 
     Examples:
       >>> import jax, jax.numpy as jnp
       >>> from syncopate import ordering
-      >>> loss = ordering.grouped(lambda w, batch: batch @ w)
+      >>> loss = ordering.group_loss(lambda w, batch: batch @ w)
       >>> loss(jnp.ones(2), jnp.ones((4, 8, 2))).tolist()
       [2.0, 2.0, 2.0, 2.0]
     """
@@ -340,6 +340,6 @@ def check_separable(
                 raise ValueError(
                     f"the loss of example {i} is {within:.6g} in a batch of {size} and {found:.6g} "
                     "alone: the model mixes the examples, as BatchNorm does. Use "
-                    "ordering.microbatch or grouped, or a normalisation that treats them "
+                    "ordering.microbatch_grads or grouped, or a normalisation that treats them "
                     "separately."
                 )

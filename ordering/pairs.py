@@ -100,9 +100,10 @@ def cd_grab(
     their gradients in slices of D / W entries, so that r and the pending gradients are sharded over
     them. With an even B they send pair differences, with an odd B the gradients.
 
-    Short ones, such as those of `ordering.sketched`, are better gathered: with `gathers` workers
-    send each other their sketches of k numbers, and each computes all signs. With "sync" the pairs
-    wait in the state, float32[M // 2, k], until workers communicate anyway, for the same orders.
+    Short ones, such as those of `ordering.sketched_grads`, are better gathered: with `gathers`
+    workers send each other their sketches of k numbers, and each computes all signs. With "sync"
+    the pairs wait in the state, float32[M // 2, k], until workers communicate anyway, for the same
+    orders.
 
     With hundreds of workers so many signs take time. `team_size` splits the workers into teams of
     W' consecutive ones, which sign only their own pairs, each with its own sum; after every gather

@@ -10,8 +10,8 @@ import numpy as np
 from jaxtyping import Int
 
 from ordering.base import Ordering, State
-from ordering.dealing import DealtState
 from ordering.gathered import GatheredState
+from ordering.global_order import DealtState
 from ordering.grab import GrabState
 from ordering.herding import GreedyHerdingState
 from ordering.pairs import PairBalanceState
@@ -40,7 +40,7 @@ def resize(
         shapes are used.
       order: the order for W' workers.
       units: int[W, M] with increasing rows, the units that each worker owns, which `current`
-        indexes; None if `current` holds units of all workers (`dealt`).
+        indexes; None if `current` holds units of all workers (`global_order`).
       units_per_step: B, of the W workers.
       visited: how many units of this epoch each of the W' workers has visited; 0 between epochs.
       axis_name: the workers' axis, by which `order` was made.
@@ -56,7 +56,7 @@ def resize(
       >>> import jax
       >>> from syncopate import ordering
       >>> def first(workers):
-      ...     order = ordering.dealt_reshuffling(8 // workers)
+      ...     order = ordering.global_reshuffling(8 // workers)
       ...     keys = jax.random.split(jax.random.key(0), workers)
       ...     return order, jax.vmap(order.init, (0, None), axis_name="worker")(keys, None)
       >>> (_, state), (order, fresh) = first(2), first(4)

@@ -31,7 +31,7 @@ def check_gradients(tree: PyTree, what: str = "gradients of units", act: str = S
 
 def check_sketches(tree: PyTree) -> None:
     """Raises ValueError unless a `to_sketch` has made numbers of the gradients of units."""
-    act = "Let it return float32[k] for a gradient, as the function that ordering.sketch returns."
+    act = "Let it return float32[k] for a gradient, as what ordering.make_sketch returns does."
     check_gradients(tree, "what to_sketch returns", act)
 
 

@@ -44,7 +44,7 @@ WINDOW = Arg(2, [4, *whole()])
 
 def dealt(workers):
     """(an order of 6 units for so many workers, its states)."""
-    order = ordering.dealt_reshuffling(6 // workers)
+    order = ordering.global_reshuffling(6 // workers)
     keys = jax.random.split(KEY, workers)
     return order, jax.vmap(order.init, (0, None), axis_name="worker")(keys, None)
 
@@ -101,7 +101,7 @@ CALLS = {
     "resize": call(
         blocks.resize, position=Arg(POSITION, NO_POSITIONS[:8]),
         fresh=Arg(FRESH, [None, 3, THING, SINGLE_STATE, {}, POSITION, dealt(3)[1]]),
-        order=Arg(ORDER, [None, 3, THING, STATE, ordering.dealt_reshuffling, PAIRS])),
+        order=Arg(ORDER, [None, 3, THING, STATE, ordering.global_reshuffling, PAIRS])),
     "add_gradients": call(
         blocks.add_gradients, sums=Arg(SUMS, [None, 3, THING, X, {"v": ROWS["w"]}, {}, BLOCKS]),
         gradients=Arg(ROWS, [None, 3, THING, X, jnp.ones(3), {"v": ROWS["w"]}]),

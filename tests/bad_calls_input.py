@@ -58,11 +58,11 @@ CALLS = {
     "fixed": call(echo.fixed, factor=2, total_steps=T),
     "bernoulli": call(echo.bernoulli, p=0.5, total_steps=T, key=KEY),
     "error_diffusion": call(echo.error_diffusion, p=0.5, total_steps=T),
-    "measured": call(
-        lambda **args: echo.measured(**args)[1:], max_factor=2, total_steps=T,
+    "adaptive": call(
+        lambda **args: echo.adaptive(**args)[1:], max_factor=2, total_steps=T,
         decided=Arg(DECIDED, [None, np.ones(T + 1, bool), *NOT_FRESH])),
     "echo_batches": call(
-        echoed, policy=Arg(PLAN, [*POLICIES, echo.measured(total_steps=T, max_factor=2)]),
+        echoed, policy=Arg(PLAN, [*POLICIES, echo.adaptive(total_steps=T, max_factor=2)]),
         loads=Arg(batches, [*LOADS, [], batches(2)]), first_step=also("first_step", 0, T + 1)),
 }  # fmt: skip
 
@@ -96,7 +96,7 @@ SHARDINGS = [3, "cpu", THING, jax.P("worker"), {"x": 3}, jax.devices]
 
 
 def loaded(batches=batches, **args):
-    with ordering.data.load_ahead(made(batches), **args) as loader:
+    with ordering.data.prefetch_to_device(made(batches), **args) as loader:
         return first(loader)
 
 
@@ -112,7 +112,7 @@ CALLS |= {
     "step_indices, dealt": call(ordering.data.step_indices, **DEALT),
     "grain_dataset": call(lambda **args: list(ordering.data.grain_dataset(**args).batch(2)),
                           source=Arg(SOURCE, NO_SOURCES), indices=Arg(np.arange(4), NO_INDICES)),
-    "load_ahead": call(loaded, batches=Arg(batches, [None, *LOADS]), depth=2, timeout=30.0,
+    "prefetch_to_device": call(loaded, batches=Arg(batches, [None, *LOADS]), depth=2, timeout=30.0,
                        sharding=Arg(None, SHARDINGS), first_load=0),
     "tf_dataset": call(lambda **args: list(ordering.data.tf_dataset(**args)),
                        source=Arg(SOURCE, NO_SOURCES), indices=Arg(np.arange(4), NO_INDICES)),

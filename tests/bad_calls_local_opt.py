@@ -72,11 +72,11 @@ CALLS = {
     "count_collectives": call(
         lambda step: local_opt.count_collectives(step, jnp.ones(3)),
         step=Arg(jnp.negative, [3, "text", None, THING, {}, lambda: 0])),
-    "rounded_wire": call(
-        local_opt.rounded_wire, dtype=Arg("int8", word(jnp.int16, 16)),
+    "quantize": call(
+        local_opt.quantize, dtype=Arg("int8", word(jnp.int16, 16)),
         feedback=Arg(1, but_none(real(1.5)))),
-    "top_k_wire": call(
-        local_opt.top_k_wire, density=Arg(1 / 64, real(0)), bits=Arg(2, [4, *whole()]),
+    "top_k": call(
+        local_opt.top_k, density=Arg(1 / 64, real(0)), bits=Arg(2, [4, *whole()]),
         block=Arg(4096, [100, *whole()]), feedback=Arg(0.5, real(0))),
     "sync_bytes": call(local_opt.sync_bytes, num_params=100, num_workers=2, wire=None),
     "stream_segments": call(
@@ -166,26 +166,26 @@ CALLS |= {
         streamed, **INNER, state=OWN, fragments=Arg(1, FRAGMENTS), mixing=0.5, outer=None,
         wire=None, specs=None, due=Arg(None, DUE),
         fragment=Arg(0, [1, -1, -2, NAN, 0.5, "0", None, THING, {}, True]), weight=WEIGHT),
-    "proximal": call(local_opt.proximal, strength=0.5),
+    "fedprox": call(local_opt.fedprox, strength=0.5),
     "normalize_by_period": call(
         lambda period, outer, h_base: local_opt.normalize_by_period(outer, h_base=h_base).update(
             X, outer.init(X), X, period=period),
         outer=Arg(SGD, [None, *OPTIMIZERS]), h_base=2,
         period=Arg(2, [None, NAN, -1, "3", THING, {}, 1j, jnp.ones(2)])),
-    "synchronize": call(
+    "pmean": call(
         lambda tree, axis_name, weight: over_workers(
-            lambda w: local_opt.synchronize(varying(tree, w), axis_name=axis_name, weight=weight)),
+            lambda w: local_opt.pmean(varying(tree, w), axis_name=axis_name, weight=weight)),
         tree=Arg(X, leaves_of(3)[:-3]), axis_name=AXIS, weight=WEIGHT),
 }  # fmt: skip
-WIRES = {"int8": local_opt.rounded_wire("int8"), "top_k": local_opt.top_k_wire(0.5)}
+WIRES = {"int8": local_opt.quantize("int8"), "top_k": local_opt.top_k(0.5)}
 for name, wire in WIRES.items():
     make = lambda wire=wire, **args: local_opt.local_rounds(  # noqa: E731
         SGD, wire=wire, **args)  # fmt: skip
     CALLS[f"local_rounds, {name}"] = call(
         rounded(make), axis_name=AXIS, params=X,
-        correction=also("correction", None, local_opt.proximal(0.1)),
+        correction=also("correction", None, local_opt.fedprox(0.1)),
     )  # fmt: skip
-for name, args in {"control_variates": (), "proximal": (0.5,)}.items():
+for name, args in {"scaffold": (), "fedprox": (0.5,)}.items():
     correction = getattr(local_opt, name)(*args)
     make = lambda correction=correction: local_opt.local_rounds(  # noqa: E731
         SGD, correction=correction)  # fmt: skip
@@ -201,7 +201,7 @@ UNSTACKED = [t for t in UNSTACKED if not (isinstance(t, dict) and hasattr(t.get(
 
 
 def step(params, batch):
-    return local_opt.synchronize(params), jnp.mean(batch)
+    return local_opt.pmean(params), jnp.mean(batch)
 
 
 ARGS = (ALL["w"], jnp.ones((4, 3)))
@@ -222,13 +222,13 @@ BATCHES = {"x": jnp.ones((2, 4, 3))}
 NO_BATCHES = [{}, None, 3, THING, {"x": jnp.ones(())}, {"x": jnp.ones((0, 3))}, {"x": "text"},
               {"x": jnp.ones((2, 3)), "y": jnp.ones(3)}, "text"]  # fmt: skip
 CALLS |= {
-    "consolidate": call(local_opt.consolidate, tree=Arg(ALL, UNSTACKED)),
+    "mean_over_workers": call(local_opt.mean_over_workers, tree=Arg(ALL, UNSTACKED)),
     "check_synced": call(local_opt.check_synced, tree=Arg(ALL, UNSTACKED),
                          ulps=Arg(1.0, [v for v in real() if v is not INF])),
     "Survivors": call(
         local_opt.Survivors, sync=Arg(lambda x, y: (x, y), [None, 3, "text", THING, {}]),
         patience=Arg(60.0, real(0))),
-    "owned": call(lambda **args: local_opt.owned(X, **args), workers=W, keys=None),
+    "replicate": call(lambda **args: local_opt.replicate(X, **args), workers=W, keys=None),
     "lift": call(
         traced(lambda function, workers, x, **args: local_opt.lift(function, workers, **args)(*x)),
         function=Arg(step, FUNCTIONS), workers=also("workers", W, 3), x=Arg(ARGS, GIVEN),

@@ -86,7 +86,7 @@ for name in ("random_reshuffling", "shuffle_once", "unzip"):
 CALLS |= {
     "block_reshuffling": call(epoch(ordering.block_reshuffling), num_units=M, key=KEY,
                               block_size=also("block_size", B, M + 1)),
-    "dealt_reshuffling": call(epoch(ordering.dealt_reshuffling), num_units=M, key=KEY,
+    "global_reshuffling": call(epoch(ordering.global_reshuffling), num_units=M, key=KEY,
                               total=also("total", W * M, W * M - 1), axis_name=AXIS),
     "pair_balance": call(epoch(ordering.pair_balance), rule=None, **CLOSE),
     "grab": call(epoch(ordering.grab), rule=None, **CLOSE),
@@ -99,9 +99,9 @@ for when in ("step", "sync"):
     CALLS[f"cd_grab, {when}"] = call(epoch(make), team_size=also("team_size", 1, 3), **COORDINATED)
 CD, GRAB = ordering.cd_grab(M, units_per_step=B), ordering.grab(M, units_per_step=B)
 NOT_PAIRS = [None, 3, ordering.cd_grab, "cd_grab", THING, {}, GRAB, ordering.random_reshuffling(M),
-             ordering.cd_grab(M + 2, units_per_step=B), ordering.dealt(CD, M)]  # fmt: skip
-CALLS["dealt"] = call(
-    epoch(ordering.dealt), order=Arg(CD, NOT_PAIRS), num_units=also("num_units", M, M - 1),
+             ordering.cd_grab(M + 2, units_per_step=B), ordering.global_order(CD, M)]  # fmt: skip
+CALLS["global_order"] = call(
+    epoch(ordering.global_order), order=Arg(CD, NOT_PAIRS), num_units=also("num_units", M, M - 1),
     total=also("total", W * M, W * M - 1, 4 * M + 1, 2**31),
     axis_name=AXIS, **OBSERVED,
 )  # fmt: skip
@@ -109,14 +109,14 @@ CALLS["dealt"] = call(
 # States: of other orders, of other sizes, and what is none.
 ORDERS = {
     "random_reshuffling": lambda m: ordering.random_reshuffling(m),
-    "dealt_reshuffling": lambda m: ordering.dealt_reshuffling(m),
+    "global_reshuffling": lambda m: ordering.global_reshuffling(m),
     "grab": lambda m: ordering.grab(m, units_per_step=B),
     "greedy_herding": lambda m: ordering.greedy_herding(m, units_per_step=B),
     "pair_balance": lambda m: ordering.pair_balance(m, units_per_step=B),
     "pair_balance, odd": lambda m: ordering.pair_balance(m),
     "cd_grab": lambda m: ordering.cd_grab(m, units_per_step=B),
     "cd_grab, sync": lambda m: ordering.cd_grab(m, units_per_step=B, gathers="sync"),
-    "dealt": lambda m: ordering.dealt(ordering.cd_grab(m, units_per_step=B), m),
+    "dealt": lambda m: ordering.global_order(ordering.cd_grab(m, units_per_step=B), m),
 }
 
 
@@ -195,34 +195,36 @@ BATCHES = [
 NO_KEYS = [key for key in KEYS if getattr(key, "dtype", None) != np.uint32]
 OF_LOSS = {"loss": Arg(loss_of, LOSSES + PER_EXAMPLE), "batch": Arg(jnp.ones((4, 3)), BATCHES),
            "params": Arg(X, SHAPELESS[2:]), "key": Arg(KEY, NO_KEYS)}  # fmt: skip
-TO_SKETCH = Arg(ordering.sketch(KEY, size=2), wrong_functions(
-    lambda g: None, lambda g: "text", ordering.sketch))  # fmt: skip
+TO_SKETCH = Arg(ordering.make_sketch(KEY, size=2), wrong_functions(
+    lambda g: None, lambda g: "text", ordering.make_sketch))  # fmt: skip
 CALLS |= {
-    "per_example": call(gradients(ordering.per_example), has_aux=Arg(False, [True]),
+    "per_example_grads": call(gradients(ordering.per_example_grads), has_aux=Arg(False, [True]),
                         to_sketch=TO_SKETCH, **OF_LOSS),
-    "per_example, in turn": call(
-        gradients(lambda loss: ordering.per_example(loss, in_turn=True)), **OF_LOSS),
-    "microbatch": call(
-        gradients(ordering.microbatch), has_aux=Arg(False, [True]), loss=Arg(loss_of, LOSSES),
+    "per_example_grads, in turn": call(
+        gradients(lambda loss: ordering.per_example_grads(loss, in_turn=True)), **OF_LOSS),
+    "microbatch_grads": call(
+        gradients(ordering.microbatch_grads), has_aux=Arg(False, [True]), loss=Arg(loss_of, LOSSES),
         params=OF_LOSS["params"], batch=Arg(jnp.ones((4, 3)), EMPTY[3:])),
-    "grouped": call(
-        gradients(lambda loss: ordering.per_example(ordering.grouped(loss))),
+    "group_loss": call(
+        gradients(lambda loss: ordering.per_example_grads(ordering.group_loss(loss))),
         **OF_LOSS | {"loss": Arg(loss_of, LOSSES),
                      "batch": Arg(jnp.ones((4, 2, 3)), [*BATCHES, jnp.ones((4, 0, 3))])}),
-    "sketched": call(
-        gradients(lambda loss, size: ordering.sketched(loss, KEY, size=size)), size=2, **OF_LOSS),
-    "sketched, key": call(
-        lambda key: gradients(lambda loss: ordering.sketched(loss, key, size=2))(
+    "sketched_grads": call(
+        gradients(lambda loss, size: ordering.sketched_grads(loss, KEY, size=size)),
+        size=2, **OF_LOSS),
+    "sketched_grads, key": call(
+        lambda key: gradients(lambda loss: ordering.sketched_grads(loss, key, size=2))(
             loss=loss_of, params=X, batch=jnp.ones((4, 3))), key=KEY),
     "start": call(
         lambda **args: ordering.start(GRAB, args=(X, jnp.ones((4, 3)), KEY), **args), key=KEY,
-        gradients=Arg(ordering.per_example(loss_of), [3, "text", THING, {}, lambda *args: args[0]]),
+        gradients=Arg(ordering.per_example_grads(loss_of),
+                      [3, "text", THING, {}, lambda *args: args[0]]),
         workers=Arg(W, but_none(whole()))),
     "check_separable": call(
         lambda **args: ordering.check_separable(**args, key=KEY),
         **{name: arg for name, arg in OF_LOSS.items() if name != "key"}),
-    "sketched_parameters": call(
-        lambda **args: len(ordering.sketched_parameters(**args)), size=2,
+    "sketch_plan": call(
+        lambda **args: len(ordering.sketch_plan(**args)), size=2,
         **OF_LOSS | {"key": Arg(KEY, [None, "0", THING])}),
 }  # fmt: skip
 STACKS = [{}, None, 3, jnp.ones(()), {"w": jnp.ones((0, 3))}, {"w": [[1.0, 2.0], [3.0, 4.0]]},
@@ -235,14 +237,15 @@ TWO = jax.random.split(KEY, 2)
 ALL = jax.vmap(GRAB.init, (0, None))(TWO, X)
 SHUFFLED = jax.vmap(ordering.random_reshuffling(M).init, (0, None))(TWO, None)
 CALLS |= {
-    "sketch": call(
-        traced(lambda tree, **args: ordering.sketch(**args)(tree)), key=KEY, size=4, specs=None,
+    "make_sketch": call(
+        traced(lambda tree, **args: ordering.make_sketch(**args)(tree)), key=KEY, size=4,
+        specs=None,
         tree=Arg({"w": jnp.ones(8)}, ONE)),
     "sketch_rows": call(
         traced(lambda **args: ordering.sketch_rows(**args)),
         gradients=Arg(ROWS, [*STACKS, *but_none(NO_ROWS[1:])]), to_sketch=TO_SKETCH),
-    "scale_of": call(
-        lambda **args: over_workers(lambda w: ordering.scale_of(**args)),
+    "second_moment_scale": call(
+        lambda **args: over_workers(lambda w: ordering.second_moment_scale(**args)),
         opt_state=Arg(ADAM.init(X), [None, 3, "text", {}, THING, X, optax.sgd(0.1).init(X),
                                      ADAM.init({"w": jnp.ones(4)}), ADAM.init({"v": jnp.ones(3)}),
                                      [ADAM.init(X)] * 2]),
@@ -250,7 +253,7 @@ CALLS |= {
         power=Arg(0.25, [0, 0.6, *KINDS["floor"]]),
         axis_name=AXIS),
     "sketched, scale": call(
-        lambda scale: gradients(lambda loss: lambda *a: ordering.sketched(loss, KEY, size=2)(
+        lambda scale: gradients(lambda loss: lambda *a: ordering.sketched_grads(loss, KEY, size=2)(
             *a, scale))(loss=loss_of, params=X, batch=jnp.ones((4, 3))),
         scale=Arg(X, but_none(LIKE_PARAMS))),
     "resize": call(

@@ -118,8 +118,8 @@ FRESH = np.arange(T) % 2 == 0
 NOT_FRESH = [3, "text", [1, 0], np.ones((2, 2), bool), FRESH.astype(float), THING, {}, KEY,
              [False, True], [True, None], np.array(["a"] * T), Foreign(T)]  # fmt: skip
 SPECS = [3, "worker", THING, jax.P("worker"), {"w": 3}]
-WIRES = [3, "int8", THING, {}, local_opt.rounded_wire, jnp.int8, ("int8",)]
-CORRECTIONS = [3, "scaffold", local_opt.control_variates, local_opt.proximal, THING, {},
+WIRES = [3, "int8", THING, {}, local_opt.quantize, jnp.int8, ("int8",)]
+CORRECTIONS = [3, "scaffold", local_opt.scaffold, local_opt.fedprox, THING, {},
                optax.sgd(0.1)]  # fmt: skip
 RULES = [3, "greedy", ordering.self_balancing_walk, THING, {}, (),
          ordering.grab(4)]  # fmt: skip

@@ -148,10 +148,10 @@ def vectors_of(units):
 @functools.cache
 def dealt_of(name, workers, units, window):
     """(the order, its first states, observe of a window's units, next_epoch) of all workers."""
-    if name == "dealt_reshuffling":
-        order = ordering.dealt_reshuffling(units)
+    if name == "global_reshuffling":
+        order = ordering.global_reshuffling(units)
     else:
-        order = ordering.dealt(ordering.cd_grab(units, units_per_step=window), units)
+        order = ordering.global_order(ordering.cd_grab(units, units_per_step=window), units)
 
     def observe(state, gradients):
         return order.observe(state, gradients)
@@ -159,5 +159,5 @@ def dealt_of(name, workers, units, window):
     order = order._replace(next_epoch=jax.jit(order.next_epoch))  # `resize` calls it as it is
     keys = jax.random.split(jax.random.key(workers), workers)
     first = vmap_workers(lambda key: order.init(key, jnp.zeros(ENTRIES)))(keys)
-    observing = vmap_workers(observe) if name != "dealt_reshuffling" else None
+    observing = vmap_workers(observe) if name != "global_reshuffling" else None
     return order, first, observing, vmap_workers(order.next_epoch)

@@ -87,7 +87,7 @@ def main(argv) -> None:
         "whole": jax.tree.map(np.ndarray.tolist, input.on_host(placed)),
         "first": processes.of_first({"seconds": number + 0.1, "text": "x" * (1 + 2000 * number)}),
     }
-    own = local_opt.owned(jax.random.key(3), mesh, keys="fold")
+    own = local_opt.replicate(jax.random.key(3), mesh, keys="fold")
     found["folded"] = [jax.random.key_data(s.data).tolist() for s in own.addressable_shards]
     with pytest.raises(ValueError) as alone:
         processes.mesh_of("vmap", WORKERS)

@@ -108,7 +108,7 @@ class Programs:
 
     def __init__(self, way, rounds, order, *, units, rows_of, size):
         over, loss = way
-        gradients = ordering.per_example(loss)
+        gradients = ordering.per_example_grads(loss)
 
         def init(params, key):
             return rounds.init(params), order.init(key, jnp.zeros(size))
@@ -164,7 +164,7 @@ def rounds_of(specs, **options):
 
 def sketched(way, *, specs=SPECS, order_of=COORDINATED, size=512, units=BATCH):
     """512 numbers hold all entries as they are, so that orders are the same for every split."""
-    to_sketch = ordering.sketch(SKETCH, size=size, specs=specs)
+    to_sketch = ordering.make_sketch(SKETCH, size=size, specs=specs)
     order = order_of(UNITS, units_per_step=units)
     rows_of = functools.partial(ordering.sketch_rows, to_sketch=to_sketch)
     return Programs(way, rounds_of(specs), order, units=units, rows_of=rows_of, size=size)

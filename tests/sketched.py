@@ -24,9 +24,9 @@ RNG = np.random.default_rng(2)
 
 
 def sketch_of(loss, params, batch, key, *, size):
-    """`tree -> float32[k]`, the map of `ordering.sketched(loss, key)`; params may be shapes."""
+    """`tree -> float32[k]`, the map of `ordering.sketched_grads(loss, key)`."""
     of_batch = jax.eval_shape(lambda: jax.random.key(0))
-    plan = ordering.sketched_parameters(loss, params, batch, of_batch, size=size)
+    plan = ordering.sketch_plan(loss, params, batch, of_batch, size=size)
     maps = maps_of(plan, key)
 
     def apply(tree):
@@ -66,7 +66,7 @@ def _of_matrix(leaf, of, gradient, size):
 def scale_like(params, plan):
     """A scale from random moments, some of them small."""
     nu = jax.tree.map(lambda p: np.float32(RNG.lognormal(0, 2, p.shape)), params)
-    return ordering.scale_of(optax.ScaleByRmsState(nu), params, leaves=plan)
+    return ordering.second_moment_scale(optax.ScaleByRmsState(nu), params, leaves=plan)
 
 
 def close(found, expected):
@@ -83,8 +83,8 @@ def parts_of(gradients):
 def assert_sketched(loss, params, batch, size=64, scale=None):
     """The results equal gradients that were formed, scaled, and sketched by the same map."""
 
-    gradients = ordering.sketched(loss, SKETCH_KEY, size=size)
-    makers = (functools.partial(gradients, scale=scale), ordering.per_example(loss))
+    gradients = ordering.sketched_grads(loss, SKETCH_KEY, size=size)
+    makers = (functools.partial(gradients, scale=scale), ordering.per_example_grads(loss))
     found, formed = (jax.jit(parts_of(maker))(params, batch) for maker in makers)
     to_sketch = sketch_of(loss, params, batch, SKETCH_KEY, size=size)
     rows = formed[2] if scale is None else scaled(formed[2], scale)

@@ -62,8 +62,8 @@ def main(seed: int = 0, learning_rate: float = 1e-3) -> dict:
         return eqx.apply_updates(model, updates), opt_state, value
 
     begun = time.perf_counter()
-    plan = ordering.echo.measured(total_steps=STEPS, max_factor=8)
-    loads = ordering.data.load_ahead(slow_loader(x, y, seed))
+    plan = ordering.echo.adaptive(total_steps=STEPS, max_factor=8)
+    loads = ordering.data.prefetch_to_device(slow_loader(x, y, seed))
     for use in ordering.echo.echo_batches(loads, plan):
         model, opt_state, value = step(model, opt_state, *use.batch)
         if use.step == 0:

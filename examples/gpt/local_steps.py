@@ -55,7 +55,7 @@ def train_and_evaluate(c: Config) -> dict:
     train, valid = data[:2048], data[2048:]
     params = model.init(jax.random.key(c.seed), train[:1, :-1])
     state = TrainState.create(apply_fn=model.apply, params=params, tx=optimizer_of(c))
-    state = local_opt.owned(state, WORKERS)
+    state = local_opt.replicate(state, WORKERS)
     losses = []
     for step in range(c.steps):
         batch = train[rng.integers(len(train), size=c.batch_size)]
@@ -63,7 +63,7 @@ def train_and_evaluate(c: Config) -> dict:
         if step % 50 == 49:
             losses.append(float(metrics["loss"]))
     valid = jnp.asarray(valid)
-    return {"valid": float(eval_step(local_opt.consolidate(state), valid)), "losses": losses}
+    return {"valid": float(eval_step(local_opt.mean_over_workers(state), valid)), "losses": losses}
 
 
 def main(**choices) -> dict:

@@ -61,7 +61,7 @@ def train_and_evaluate(c: Config) -> dict:
     train, valid = data[:2048], data[2048:]
     params = model.init(jax.random.key(c.seed), train[:1, :-1])
     state = TrainState.create(apply_fn=model.apply, params=params, tx=optimizer_of(c))
-    state = local_opt.owned(state, WORKERS)
+    state = local_opt.replicate(state, WORKERS)
     turns = {
         f: local_opt.constant(PERIOD, total_steps=c.steps, offset=f * PERIOD // FRAGMENTS)
         for f in range(FRAGMENTS)
@@ -75,7 +75,7 @@ def train_and_evaluate(c: Config) -> dict:
         losses.append(metrics["loss"].mean(0))
     losses = np.concatenate(losses)[49::50].tolist()
     valid = jnp.asarray(valid)
-    return {"valid": float(eval_step(local_opt.consolidate(state), valid)), "losses": losses}
+    return {"valid": float(eval_step(local_opt.mean_over_workers(state), valid)), "losses": losses}
 
 
 def main(**choices) -> dict:

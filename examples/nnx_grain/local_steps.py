@@ -68,7 +68,7 @@ def main(seed: int = 0, learning_rate: float = 0.05, epochs: int = EPOCHS) -> di
     plan = local_opt.qsr(rate, total_steps=steps, alpha=alpha, h_base=4)
     tx = local_opt.local_steps(optax.sgd(rate, 0.9), plan)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    model, optimizer = local_opt.owned((model, optimizer), 4)
+    model, optimizer = local_opt.replicate((model, optimizer), 4)
     metrics = nnx.metrics.Average("loss")
     losses = []
     for epoch in range(epochs):
@@ -78,7 +78,7 @@ def main(seed: int = 0, learning_rate: float = 0.05, epochs: int = EPOCHS) -> di
             metrics.update(loss=loss)
         losses.append(float(metrics.compute()))
         print(epoch + 1, losses[-1])
-    model = local_opt.consolidate(model)
+    model = local_opt.mean_over_workers(model)
     return {"losses": losses, "train": evaluate(model, train), "valid": evaluate(model, valid)}
 
 

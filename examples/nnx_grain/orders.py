@@ -35,7 +35,9 @@ def loss_fn(model, batch):
 
 @nnx.jit
 def train_step(model, optimizer, metrics, orders, batch):
-    grad_fn = ordering.per_example(lambda p, b, _: loss_fn(nnx.merge(nnx.graphdef(model), p), b))
+    grad_fn = ordering.per_example_grads(
+        lambda p, b, _: loss_fn(nnx.merge(nnx.graphdef(model), p), b)
+    )
     loss, grads, rows = grad_fn(nnx.state(model, nnx.Param), batch, jax.random.key(0))
     metrics.update(loss=loss)
     optimizer.update(model, grads)

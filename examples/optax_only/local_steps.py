@@ -33,11 +33,11 @@ def main(seed: int = 0, learning_rate: float = 0.1) -> dict:
         return optax.apply_updates(w, updates), state, value
 
     w = jnp.zeros(x.shape[1] + 1)
-    w, state = local_opt.owned((w, optimizer.init(w)), 4)
+    w, state = local_opt.replicate((w, optimizer.init(w)), 4)
     for _ in range(STEPS):
         chosen = rng.integers(len(x), size=BATCH)
         w, state, value = step(w, state, x[chosen], y[chosen].astype(np.float32))
-    return {"train": float(loss(local_opt.consolidate(w), x, y))}
+    return {"train": float(loss(local_opt.mean_over_workers(w), x, y))}
 
 
 if __name__ == "__main__":

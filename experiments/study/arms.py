@@ -22,12 +22,12 @@ from syncopate.refusals import UserError
 
 POST_LOCAL_UNTIL, SWAP_UNTIL = 0.5, 0.8  # of T: where local steps, and SWAP's last round, begin
 WIRES: dict[str, Callable] = {  # what makes the wire of each name
-    "bfloat16": lambda: syncopate.local_opt.rounded_wire("bfloat16"),
-    "float16": lambda: syncopate.local_opt.rounded_wire("float16"),
-    "int8": lambda: syncopate.local_opt.rounded_wire("int8"),
-    "int4": lambda: syncopate.local_opt.rounded_wire("int4"),
-    "top_k": lambda: syncopate.local_opt.top_k_wire(1 / 64),
-    "top_k_2bit": lambda: syncopate.local_opt.top_k_wire(1 / 64, bits=2),
+    "bfloat16": lambda: syncopate.local_opt.quantize("bfloat16"),
+    "float16": lambda: syncopate.local_opt.quantize("float16"),
+    "int8": lambda: syncopate.local_opt.quantize("int8"),
+    "int4": lambda: syncopate.local_opt.quantize("int4"),
+    "top_k": lambda: syncopate.local_opt.top_k(1 / 64),
+    "top_k_2bit": lambda: syncopate.local_opt.top_k(1 / 64, bits=2),
 }
 # Rate and momentum of the outer optimizer; the first are those of DiLoCo.
 OUTER = (0.7, 0.9), (0.3, 0.9), (0.7, 0.5), (1.0, 0.5)
@@ -152,10 +152,10 @@ def _order(row: Order, *, sketch=None, team=None, scale=None, signs=None, deal=N
     make, deals = functools.partial(row.make, **own) if own else row.make, row.deals
     if deal and row.observes:  # units are given anew to all workers, of pairs in one order of all
         deals, inner = UNITS, make
-        make = lambda s: syncopate.ordering.dealt(inner(s), s.num_units, total=s.total)  # noqa: E731
+        make = lambda s: syncopate.ordering.global_order(inner(s), s.num_units, total=s.total)  # noqa: E731
     elif deal or cut == "documents":  # nothing holds its units together: examples are dealt
         deals = EXAMPLES
-        make = lambda s: syncopate.ordering.dealt_reshuffling(s.num_units, total=s.total)  # noqa: E731
+        make = lambda s: syncopate.ordering.global_reshuffling(s.num_units, total=s.total)  # noqa: E731
     return row._replace(make=make, sketch=sketch, scaled=scale, deals=deals, recut=cut)
 
 
@@ -319,7 +319,7 @@ def _diffusion(config: RunConfig, p: Callable | None = None):
 
 
 def _measured(config: RunConfig):
-    return syncopate.ordering.echo.measured(
+    return syncopate.ordering.echo.adaptive(
         total_steps=config.total_steps, max_factor=4 * config.echo_factor
     )
 
@@ -381,9 +381,9 @@ OPTIONS = {
         name: (name, make) for name, make in WIRES.items()
     }),
     "correction": Option("sync", "of the drift between two syncs", {
-        "control": ("control variates", lambda: syncopate.local_opt.control_variates()),
-        "proximal": ("proximal 0.1", lambda: syncopate.local_opt.proximal(0.1)),
-        "proximal1": ("proximal 1", lambda: syncopate.local_opt.proximal(1.0)),
+        "control": ("control variates", lambda: syncopate.local_opt.scaffold()),
+        "proximal": ("proximal 0.1", lambda: syncopate.local_opt.fedprox(0.1)),
+        "proximal1": ("proximal 1", lambda: syncopate.local_opt.fedprox(1.0)),
     }),
     "outer": Option("sync", "outer optimizer: rate and momentum", _outer()),
     "align": Option("sync", "where rounds end besides", {

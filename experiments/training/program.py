@@ -263,7 +263,7 @@ def _initial(worker: Worker, mesh) -> Callable:
 def _readers(worker: Worker, mesh) -> dict[str, Callable]:
     """`mean`, `mean_params` and `averaged` of a program."""
     own, average = worker.sides.params == "owned", jax.jit(worker.averages.update)
-    mean = jax.jit(local_opt.consolidate) if own else None
+    mean = jax.jit(local_opt.mean_over_workers) if own else None
 
     def model(tree):
         tree = input.on_host(tree) if living.on() else tree

@@ -160,8 +160,8 @@ def unit_gradients(
 
     if separate and units_per_step > 1:
         if sketch:
-            return ordering.sketched(ordering.grouped(loss), SKETCH_KEY(), size=sketch)
-        of_units = ordering.per_example(ordering.grouped(loss))
+            return ordering.sketched_grads(ordering.group_loss(loss), SKETCH_KEY(), size=sketch)
+        of_units = ordering.per_example_grads(ordering.group_loss(loss))
 
         def exact(params, batch, key, scale=None):
             losses, mean, rows = of_units(params, batch, key)
@@ -179,7 +179,7 @@ def unit_gradients(
         (_, losses), mean = jax.value_and_grad(merged, has_aux=True)(params, batch, key)
         rows = scaled(jax.tree.map(lambda g: g[None], mean), scale)
         if sketch and separate:
-            rows = ordering.sketch_rows(rows, ordering.sketch(SKETCH_KEY(), size=sketch))
+            rows = ordering.sketch_rows(rows, ordering.make_sketch(SKETCH_KEY(), size=sketch))
         return losses, mean, rows
 
     return gradients
@@ -311,9 +311,9 @@ def scale_of(
     params = jax.eval_shape(task.model.init, jax.random.key(0))
     leaves = None
     if sketch is not None and sketch < num_params(task.model):
-        loss, unit = ordering.grouped(task.model.loss), unit_of(task.train, sizes.unit_size)
-        leaves = ordering.sketched_parameters(loss, params, unit, jax.random.key(0), size=sketch)
-    of_state = functools.partial(ordering.scale_of, leaves=leaves, power=power)
+        loss, unit = ordering.group_loss(task.model.loss), unit_of(task.train, sizes.unit_size)
+        leaves = ordering.sketch_plan(loss, params, unit, jax.random.key(0), size=sketch)
+    of_state = functools.partial(ordering.second_moment_scale, leaves=leaves, power=power)
     try:
         jax.eval_shape(of_state, jax.eval_shape(optimizers.inner(recipe).init, params), params)
     except ValueError as error:

@@ -6,7 +6,7 @@ import numpy as np
 
 from ordering.base import Ordering, State
 from ordering.blocks.split import Blocks
-from ordering.dealing import DealtShuffleState, DealtState
+from ordering.global_order import DealtShuffleState, DealtState
 from ordering.resize import resize as resize_order
 from syncopate import plans
 
@@ -104,8 +104,8 @@ def resize(
     of a shuffle; from then on it observes as before.
 
     Args:
-      position: of all W workers, saved where `window_ended`, with orders that deal blocks (`dealt`,
-        `dealt_reshuffling`).
+      position: of all W workers, saved where `window_ended`, with orders that deal blocks
+        (`global_order`, `global_reshuffling`).
       fresh: a first state of `order` for W' workers with M' = W M / W' units each.
       order: the order for W' workers, with windows of K' = W K / W' blocks.
       axis_name: the workers' axis, by which `order` was made.
@@ -122,7 +122,7 @@ def resize(
       >>> from syncopate import ordering
       >>> blocks = ordering.blocks.split(np.arange(16), unit_size=2)
       >>> def orders_of(workers):
-      ...     order = ordering.dealt_reshuffling(8 // workers)
+      ...     order = ordering.global_reshuffling(8 // workers)
       ...     keys = jax.random.split(jax.random.key(0), workers)
       ...     return order, jax.vmap(order.init, (0, None), axis_name="worker")(keys, None)
       >>> (_, two), (order, four) = orders_of(2), orders_of(4)
@@ -142,7 +142,7 @@ def resize(
     if not isinstance(state, DealtState | DealtShuffleState) or np.ndim(state.current) != 2:
         raise ValueError(
             f"the position's orders are a {type(state).__name__}: pass those of all workers, of an "
-            "order that deals blocks, as dealt or dealt_reshuffling."
+            "order that deals blocks, as global_order or global_reshuffling."
         )
     if type(fresh) is not type(state) or np.ndim(fresh.current) != 2:
         raise ValueError(

@@ -13,7 +13,7 @@ from ordering.blocks.position import checked, fixed
 from ordering.blocks.split import Blocks
 from ordering.blocks.windows import Windows, batches_of, num_batches, windows
 from ordering.data.epochs import Epochs, Load, checked_state, epoch_of
-from ordering.data.loader import load_ahead, spreading
+from ordering.data.loader import prefetch_to_device, spreading
 from syncopate import plans
 
 
@@ -84,8 +84,9 @@ def read_blocks(
 
     Args:
       blocks: of `split`.
-      live: returns the newest state of the orders, which name blocks of all workers (`dealt`,
-        `dealt_reshuffling`, any order of a single worker): of one worker, or of those of this host.
+      live: returns the newest state of the orders, which name blocks of all workers
+        (`global_order`, `global_reshuffling`, any order of a single worker): of one worker, or of
+        those of this host.
       window: K >= 1, blocks in a window; `units_per_step` of the order.
       batch_size: b >= 1, records of a worker in a batch.
       seed: >= 0, for the shuffles within windows.
@@ -93,7 +94,7 @@ def read_blocks(
       position: where to go on, as `BlockEpochs.position` gave it; the beginning if None.
       readers: >= 1, threads that read blocks; or a function `windows -> iterable of windows`, which
         reads them by another loader, as Grain or PyTorch, in their sequence.
-      depth, timeout, sharding: as in `ordering.data.load_ahead`.
+      depth, timeout, sharding: as in `ordering.data.prefetch_to_device`.
 
     Returns:
       An iterator of `(records, places)` on the device, leaves [W, b, ...], or [b, ...] of one
@@ -138,7 +139,7 @@ def read_blocks(
 
     def load(orders, first_step, epoch):
         found = read(windows(blocks, orders, epoch=epoch, **words))
-        return load_ahead(
+        return prefetch_to_device(
             batches_of(found, first_step % batches), depth=depth, timeout=timeout,
             sharding=sharding, first_load=epoch * steps + first_step,
         )  # fmt: skip

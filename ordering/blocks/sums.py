@@ -21,8 +21,8 @@ def add_gradients(sums: PyTree, gradients: PyTree, places: Int[Array, "b"]) -> P
     Args:
       sums: float32 leaves [K, ...], of one worker; zeros as a window of K blocks begins, of the
         shapes of one gradient: `jnp.zeros((K, size))` for sketches.
-      gradients: of the b records, or their sketches, leaves [b, ...], of `per_example`, `sketched`
-        or the like.
+      gradients: of the b records, or their sketches, leaves [b, ...], of `per_example_grads`,
+        `sketched_grads` or the like.
       places: int32[b], as `read_blocks` gives them: the place of each record's block in the window,
         -1 for records that only fill the batch.
 

@@ -2,13 +2,13 @@
 
 from ordering.data.datasets import grain_dataset, tf_dataset
 from ordering.data.epochs import read_epochs
-from ordering.data.loader import LoadError, load_ahead
+from ordering.data.loader import LoadError, prefetch_to_device
 from ordering.data.sources import reader, step_indices
 
 __all__ = [
     "LoadError",
     "grain_dataset",
-    "load_ahead",
+    "prefetch_to_device",
     "read_epochs",
     "reader",
     "step_indices",

@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 
 from ordering import base
 from ordering.base import Ordering, State
-from ordering.data.loader import Loader, LoadError, load_ahead
+from ordering.data.loader import Loader, LoadError, prefetch_to_device
 from ordering.data.sources import check_examples, reader, step_indices
 from syncopate import plans
 from syncopate.workers import axis_of
@@ -270,7 +270,7 @@ def read_epochs(
       source: as in `reader`; or a function `(indices, first_step, epoch) -> batches`: a pipeline of
         your own that reads the examples `indices`, int64[n], from `first_step` of that epoch on,
         and gives an iterable of one batch per step, as of W B S examples. A thread reads it and
-        copies to the device (`load_ahead`).
+        copies to the device (`prefetch_to_device`).
       live: returns the newest state of the orders, of one worker or of all, from the loop.
       units_per_step: B in [1, M], units per worker and step.
       unit_size, total: as in `step_indices`.
@@ -279,7 +279,7 @@ def read_epochs(
         orders' state. With another units_per_step, the load before which as many units are read:
         n A / B after n loads of A units.
       ahead: >= 1, steps before an epoch's end at which the next one begins to load.
-      depth, timeout, sharding: as in `load_ahead`.
+      depth, timeout, sharding: as in `prefetch_to_device`.
 
     Returns:
       An `Epochs` iterator. `after(order, orders)` belongs behind every step. `load` is the number
@@ -331,7 +331,7 @@ def read_epochs(
             steps = (read(indices[i : i + size]) for i in range(0, indices.size, size))
             batches = map(of_workers, steps) if orders.ndim == 2 else steps
         first = epoch * num_steps + first_step
-        return load_ahead(
+        return prefetch_to_device(
             batches, depth=depth, timeout=timeout, sharding=sharding, first_load=first
         )
 

@@ -42,7 +42,7 @@ def said(error: BaseException) -> str:
 
 
 class Loader(Iterator, contextlib.AbstractContextManager):
-    """An iterator of batches on the device; see `load_ahead`."""
+    """An iterator of batches on the device; see `prefetch_to_device`."""
 
     def __init__(self, shared: "_Shared", thread: threading.Thread, first_load: int, timeout: Any):
         self._shared, self._load, self._timeout = shared, first_load, timeout
@@ -91,7 +91,7 @@ class Loader(Iterator, contextlib.AbstractContextManager):
         self.close()
 
 
-def load_ahead(
+def prefetch_to_device(
     batches: Iterable,
     *,
     depth: int = 2,
@@ -123,7 +123,7 @@ def load_ahead(
     Examples:
       >>> import numpy as np
       >>> from syncopate import ordering
-      >>> loader = ordering.data.load_ahead(np.full(2, i) for i in range(3))
+      >>> loader = ordering.data.prefetch_to_device(np.full(2, i) for i in range(3))
       >>> [int(batch.sum()) for batch in loader]
       [0, 2, 4]
     """

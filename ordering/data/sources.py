@@ -219,8 +219,8 @@ def step_indices(
       units_per_step: B in [1, M], units per worker and step.
       unit_size: S >= 1, consecutive examples per unit.
       num_units: M, if `orders` is a slice.
-      total: number of units in the source, if they are dealt to the workers (`ordering.dealt`);
-        orders then name units in [0, total), each at most once.
+      total: number of units in the source, if they are dealt to the workers
+        (`ordering.global_order`); orders then name units in [0, total), each at most once.
 
     Returns:
       `(indices, batch_size)`: int64[W m S], and W B S, the number of examples in a whole step.

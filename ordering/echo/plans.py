@@ -89,7 +89,7 @@ class EchoPlan(plans.Plan):
     def first_load(self, step: int) -> int:
         """The number of the first load that a run needs if it resumes at a step.
 
-        At the end it is the last one: a run without more steps needs none, but one by `measured`,
+        At the end it is the last one: a run without more steps needs none, but one by `adaptive`,
         of whose decisions this is the plan, may use it again.
         """
         plans.check_whole("step", step, 0)
@@ -97,7 +97,7 @@ class EchoPlan(plans.Plan):
         return before - (step == self.total_steps or not self.decide(step))
 
     def decide(self, step: int, **_: object) -> bool:
-        """Whether a step loads; only `measured` uses the other arguments."""
+        """Whether a step loads; only `adaptive` uses the other arguments."""
         return bool(self.fresh[step])
 
     @property
@@ -213,7 +213,7 @@ def error_diffusion(p: optax.Schedule | float | np.ndarray, *, total_steps: int)
 
 
 class Measured(NamedTuple):
-    """A policy whose decisions depend on time; see `measured`."""
+    """A policy whose decisions depend on time; see `adaptive`."""
 
     total_steps: int
     max_factor: int
@@ -233,7 +233,7 @@ class Measured(NamedTuple):
         return bool(step == 0 or uses >= self.max_factor or ready())
 
 
-def measured(
+def adaptive(
     *, total_steps: int, max_factor: int, decided: Bool[ArrayLike, "k"] | Sequence[bool] = ()
 ) -> Measured:
     """Loads when a batch is ready, and uses the last one again otherwise.
@@ -257,8 +257,8 @@ def measured(
     Examples:
       >>> import numpy as np
       >>> from syncopate import ordering
-      >>> policy = ordering.echo.measured(total_steps=6, max_factor=3)
-      >>> with ordering.data.load_ahead(np.ones(2) for _ in range(6)) as loader:
+      >>> policy = ordering.echo.adaptive(total_steps=6, max_factor=3)
+      >>> with ordering.data.prefetch_to_device(np.ones(2) for _ in range(6)) as loader:
       ...     record = [use.fresh for use in ordering.echo.echo_batches(loader, policy)]
       >>> plan = ordering.echo.EchoPlan(record, rule="measured")  # replays the run
       >>> plan.total_steps, int(plan.uses.max()) <= 3

@@ -42,15 +42,15 @@ def echo_batches(
     A batch is placed on the device once, when it is loaded. An echoed step moves nothing from the
     host and does not read `loads`. The first batch is taken at the call.
 
-    `measured` asks whether a batch is ready when `next` is called. Wait for the step before
+    `adaptive` asks whether a batch is ready when `next` is called. Wait for the step before
     (`jax.block_until_ready`), as a host that runs ahead of the device finds fewer batches ready.
 
     Args:
-      loads: an iterable of batches, trees of arrays; for `measured`, `load_ahead` or `read_epochs`.
-        In a run that resumes it starts at load `policy.first_load(first_step)`; for `measured`, at
-        that of the `EchoPlan` of its decisions.
-      policy: an `EchoPlan`, or `measured`.
-      first_step: the step at which to resume; `measured` must know the decisions before it.
+      loads: an iterable of batches, trees of arrays; for `adaptive`, `prefetch_to_device` or
+        `read_epochs`. In a run that resumes it starts at load `policy.first_load(first_step)`; for
+        `adaptive`, at that of the `EchoPlan` of its decisions.
+      policy: an `EchoPlan`, or `adaptive`.
+      first_step: the step at which to resume; `adaptive` must know the decisions before it.
       stop_with_loads: ends the run when `loads` ends, as after an epoch, instead of raising.
 
     Returns:
@@ -83,11 +83,13 @@ def echo_batches(
     if not isinstance(policy, EchoPlan | Measured):
         raise ValueError(
             f"policy is a {type(policy).__name__}: make an EchoPlan, such as "
-            "ordering.echo.fixed(4, total_steps=T), or ordering.echo.measured(...)."
+            "ordering.echo.fixed(4, total_steps=T), or ordering.echo.adaptive(...)."
         )
     check_batches("loads", loads)
     if policy.online and not hasattr(loads, "ready"):
-        raise ValueError("measured asks whether a batch is ready: pass loads=load_ahead(...).")
+        raise ValueError(
+            "adaptive asks whether a batch is ready: pass loads=prefetch_to_device(...)."
+        )
     # The steps whose decisions are known.
     plans.check_whole("first_step", first_step, 0, policy.known.total_steps)
     stream = _Stream(loads, policy, first_step, stop_with_loads)

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float32, Key, PyTree
 
 from ordering.base import check_key
-from ordering.gradients import check_params, loss_alone, per_example, signed_as, units_of
+from ordering.gradients import check_params, loss_alone, per_example_grads, signed_as, units_of
 from ordering.sketches import linear, walk
 from ordering.sketches.linear import MOST, SIZE, Leaf, Map, times
 from ordering.sketches.scale import scaled_maps, whole_scale
@@ -36,7 +36,7 @@ LOOK_UP = "look-up"  # the kind of use of a table of which a unit has few rows
 EXACT = 4  # gradients of up to EXACT k numbers are formed, which costs less than projecting
 
 
-def sketched(
+def sketched_grads(
     loss: Callable, key: Key[Array, ""], *, size: int = SIZE, has_aux: bool = False
 ) -> Callable:
     """A sketch of every unit's gradient, out of one ordinary backward pass.
@@ -47,20 +47,20 @@ def sketched(
     A step takes little more time and memory than a plain one. E[s_i . s_j] = G_i . G_j: at k =
     1,024, squared norms on MLPs, LeNet and a small GPT-2 are off by 4.3 to 4.9 % (root mean square)
     and inner products by 0.031 to 0.038 |G_i| |G_j| (`python -m benchmarks.sketch_errors`), as by
-    `sketch`. Gradients of low rank of very large matrices have up to six times the variance.
+    `make_sketch`. Gradients of low rank of very large matrices have up to six times the variance.
 
     The loss may come from any library: products, convolutions and look-ups are found in its
     program. The gradients of parameters that are used in another way are formed for every unit;
-    `sketched_parameters` lists them, and of large ones that must be copied a UserWarning tells.
+    `sketch_plan` lists them, and of large ones that must be copied a UserWarning tells.
 
     A number that all units share, such as a penalty on the parameters, costs one gradient for all
     of them; it cancels in the differences of pairs, and in GraB, which takes off the mean. Rules
-    of `jax.custom_vjp` are treated as by `per_example`.
+    of `jax.custom_vjp` are treated as by `per_example_grads`.
 
     Args:
       loss: `(params, batch, key) -> losses[n]` that treats units separately, or their mean.
       key: typed, for the random signs; give all workers the same key.
-      size: k, as of `sketch`. For models of at most k parameters, rows are the gradients
+      size: k, as of `make_sketch`. For models of at most k parameters, rows are the gradients
         themselves, padded with zeros.
       has_aux: whether the loss returns auxiliary data too, which is stacked, leaves [B, ...].
 
@@ -68,17 +68,17 @@ def sketched(
       `(params, batch, key=None, scale=None) -> (losses float32[B], mean gradient, sketches
       float32[B, k])` for batches with leaves [B, ...]; with `has_aux` (losses, aux) in place of
       losses. Build the order's state with `order.init(key, jnp.zeros(k))`. With a `scale`,
-      from `scale_of(..., leaves=sketched_parameters(...))`, they are sketches of the gradients
-      times the scale, at the same cost.
+      from `second_moment_scale(..., leaves=sketch_plan(...))`, they are sketches of the
+      gradients times the scale, at the same cost.
 
     Raises:
-      ValueError: if size is below 1; while tracing, as `per_example`.
+      ValueError: if size is below 1; while tracing, as `per_example_grads`.
 
     Examples:
       >>> import jax, jax.numpy as jnp
       >>> from syncopate import ordering
       >>> loss = lambda w, batch: jnp.tanh(jnp.square(batch @ w).sum(-1))
-      >>> gradients = ordering.sketched(loss, jax.random.key(0), size=64)
+      >>> gradients = ordering.sketched_grads(loss, jax.random.key(0), size=64)
       >>> losses, mean, rows = gradients(jnp.ones((90, 70)), jnp.eye(3, 90))
       >>> mean.shape, rows.shape
       ((90, 70), (3, 64))
@@ -94,9 +94,9 @@ def sketched(
     def gradients(params, batch, key=None, scale=None):
         if tree_size(params) <= size:
             whole = None if scale is None else whole_scale(scale, params)
-            kept = linear.sketch(sketch_key, size=size)
+            kept = linear.make_sketch(sketch_key, size=size)
             to_sketch = lambda g: kept(g if scale is None else jax.tree.map(times, g, whole))  # noqa: E731
-            return per_example(loss, has_aux=has_aux, to_sketch=to_sketch)(params, batch, key)
+            return per_example_grads(loss, has_aux=has_aux, to_sketch=to_sketch)(params, batch, key)
         units, keys = units_of(params, batch, key)
         first = jax.tree.map(lambda x: x[0], (batch, keys))
         plan, program, of_terms = _analyse(of_one, varying(params, batch), first, size)
@@ -122,7 +122,7 @@ def sketched(
     return gradients
 
 
-def sketched_parameters(
+def sketch_plan(
     loss: Callable,
     params: PyTree,
     batch: PyTree,
@@ -130,10 +130,11 @@ def sketched_parameters(
     *,
     size: int = SIZE,
 ) -> list[Leaf]:
-    """How `sketched` treats every parameter. Nothing is computed.
+    """How `sketched_grads` treats every parameter. Nothing is computed.
 
     Args:
-      loss, params, batch, key: as for `sketched` and the function it returns; shapes are enough.
+      loss, params, batch, key: as for `sketched_grads` and the function it returns; shapes are
+        enough.
       size: k.
 
     Returns:
@@ -143,7 +144,7 @@ def sketched_parameters(
       >>> import jax, jax.numpy as jnp
       >>> from syncopate import ordering
       >>> loss, w, x = lambda w, x: jnp.square(x @ w).sum(-1), jnp.ones((90, 70)), jnp.ones((3, 90))
-      >>> (leaf,) = ordering.sketched_parameters(loss, w, x, size=64)
+      >>> (leaf,) = ordering.sketch_plan(loss, w, x, size=64)
       >>> leaf.how, leaf.why
       ('sketched', 'product')
     """
@@ -196,7 +197,7 @@ def _warn_of_copies(leaves, units):
             f"sketched copies {names} for each of {units} units: the copies have {ratio:.3g} times "
             "as many numbers as all parameters, and a step takes longer accordingly. Use them in "
             "products, convolutions or look-ups with data, or pass in what is made of them by "
-            "jax.lax.stop_gradient; ordering.sketched_parameters lists all uses.",
+            "jax.lax.stop_gradient; ordering.sketch_plan lists all uses.",
             stacklevel=4,
         )
 

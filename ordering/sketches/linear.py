@@ -28,7 +28,7 @@ TILE = 8  # rows of numbers that a TPU keeps together
 SMALL = 4096  # leaves up to this size are folded together
 
 
-def sketch(
+def make_sketch(
     key: Key[Array, ""], *, size: int = SIZE, specs: PyTree[P] | None = None
 ) -> Callable[[PyTree], Float32[Array, "k"]]:
     """A random linear map from gradients to k numbers that keeps inner products.
@@ -56,7 +56,7 @@ def sketch(
     Examples:
       >>> import jax, jax.numpy as jnp
       >>> from syncopate import ordering
-      >>> to_sketch = ordering.sketch(jax.random.key(0), size=256)
+      >>> to_sketch = ordering.make_sketch(jax.random.key(0), size=256)
       >>> g = {"w": jnp.ones((100, 30)), "b": jnp.ones(30)}
       >>> s = to_sketch(g)
       >>> s.shape, bool(jnp.allclose(to_sketch(jax.tree.map(lambda x: 3 * x, g)), 3 * s))
@@ -129,7 +129,7 @@ def sketch_rows(
 
     Args:
       gradients: of n units, leaves [n, ...].
-      to_sketch: the function that `sketch` returns.
+      to_sketch: the function that `make_sketch` returns.
 
     Returns:
       float32[n, k]. Build the order's state with `order.init(key, jnp.zeros(k))`.
@@ -137,7 +137,7 @@ def sketch_rows(
     Examples:
       >>> import jax, jax.numpy as jnp
       >>> from syncopate import ordering
-      >>> to_sketch = ordering.sketch(jax.random.key(0), size=64)
+      >>> to_sketch = ordering.make_sketch(jax.random.key(0), size=64)
       >>> ordering.sketch_rows(jnp.ones((2, 5000)), to_sketch).shape
       (2, 64)
     """

@@ -26,7 +26,7 @@ class Factors(NamedTuple):
     cols: Float32[Array, "..."]
 
 
-def scale_of(
+def second_moment_scale(
     opt_state: PyTree,
     params: PyTree,
     *,
@@ -43,16 +43,17 @@ def scale_of(
     over all parameters. Take the scale once per epoch or per sync, outside of the steps. It is one
     before the first step, and where a moment is not finite.
 
-    For the sketches of `sketched` the moment of a matrix is factored as in Adafactor: v_rc is about
-    mean_c(v_rc) mean_r(v_rc) / mean_rc(v_rc), and the scale a product of rows and columns. All rows
-    of a look-up table get the same (docs/results/orders.md). For Muon and Lion, which hold no
-    second moment, keep one beside the optimizer by `optax.scale_by_rms`, which moves nothing.
+    For the sketches of `sketched_grads` the moment of a matrix is factored as in Adafactor: v_rc
+    is about mean_c(v_rc) mean_r(v_rc) / mean_rc(v_rc), and the scale a product of rows and
+    columns. All rows of a look-up table get the same (docs/results/orders.md). For Muon and Lion,
+    which hold no second moment, keep one beside the optimizer by `optax.scale_by_rms`, which moves
+    nothing.
 
     Args:
       opt_state: of any optax optimizer, also chained, masked or partitioned, that has one second
         moment `nu` for every parameter.
       params: the parameters; shapes are enough.
-      leaves: from `sketched_parameters`; parameters that are "sketched" then get `Factors`.
+      leaves: from `sketch_plan`; parameters that are "sketched" then get `Factors`.
       axis_name: the workers' axis, for states that are the workers' own: v is then the mean over
         them, and all get the same scale.
       power: in (0, 1/2]: 1/2 for what the optimizer applies; 1/4 lies half way to the gradients,
@@ -72,10 +73,10 @@ def scale_of(
       >>> from syncopate import ordering
       >>> params, optimizer = jnp.ones(2), optax.adam(1e-3)
       >>> state = optimizer.init(params)
-      >>> ordering.scale_of(state, params).tolist()
+      >>> ordering.second_moment_scale(state, params).tolist()
       [1.0, 1.0]
       >>> _, state = optimizer.update(jnp.array([1.0, 3.0]), state)
-      >>> [round(float(x), 2) for x in ordering.scale_of(state, params)]
+      >>> [round(float(x), 2) for x in ordering.second_moment_scale(state, params)]
       [2.23, 0.74]
 
     References:
@@ -113,7 +114,7 @@ def whole_scale(scale: PyTree, like: PyTree) -> PyTree:
     """The scale as one array for every leaf; raises ValueError unless it fits."""
     leaf = lambda x: isinstance(x, Factors)  # noqa: E731
     full = jax.tree.map(lambda s: s.rows * s.cols if leaf(s) else s, scale, is_leaf=leaf)
-    plans.check_like("scale", full, like, "one gradient", "pass what scale_of returns.")
+    plans.check_like("scale", full, like, "one gradient", "pass what second_moment_scale returns.")
     return full
 
 
@@ -132,7 +133,7 @@ def _scaled_map(leaf: Leaf, of: Map, scale, whole) -> Map:
     if not isinstance(scale, Factors):
         raise ValueError(
             f"the scale of params{leaf.name} is one array, and its sketches need factors: pass "
-            "scale_of(..., leaves=sketched_parameters(...))."
+            "second_moment_scale(..., leaves=sketch_plan(...))."
         )
     sides = (scale.rows, leaf.rows), (scale.cols, leaf.cols)
     rows, cols = (s.reshape(slices, *(leaf.shape[i] for i in side)) for s, side in sides)
@@ -170,7 +171,7 @@ def _check_leaves(leaves, moments):
     if not listed or shapes != [leaf.shape for leaf in leaves]:
         raise ValueError(
             f"leaves are {leaves!r} and params have the shapes {shapes}: pass what "
-            "sketched_parameters returns for these params."
+            "sketch_plan returns for these params."
         )
 
 

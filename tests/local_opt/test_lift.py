@@ -73,7 +73,9 @@ def test_a_loop_of_one_worker_is_a_loop_of_all(way, axis):
     lifted = local_opt.lift(step, workers, "owned split shared -> owned mean", axis_name=axis)
     run = jax.jit(lifted, donate_argnums=0)
     x = jnp.zeros(3)
-    state = local_opt.owned({"x": x, "opt": optimizer.init(x), "step": 0}, workers, axis_name=axis)
+    state = local_opt.replicate(
+        {"x": x, "opt": optimizer.init(x), "step": 0}, workers, axis_name=axis
+    )
     losses = []
     for t in range(5):
         batch = jnp.arange(W * 2 * 3.0).reshape(W * 2, 3) + t
@@ -89,7 +91,7 @@ def test_a_loop_of_one_worker_is_a_loop_of_all(way, axis):
 def test_leaves_that_are_not_arrays_pass_through():
     """An equinox module is a tree with functions in it."""
     model = {"w": jnp.ones(2), "act": jnp.tanh, "name": "net", "flag": True}
-    own = local_opt.owned(model, W)
+    own = local_opt.replicate(model, W)
     assert own["act"] is jnp.tanh and own["w"].shape == (W, 2)
 
     def one(model, x):
@@ -100,7 +102,7 @@ def test_leaves_that_are_not_arrays_pass_through():
     assert left["act"] is jnp.tanh and left["name"] == "net" and left["flag"] is True
     np.testing.assert_allclose(y, np.tanh(0.5), rtol=1e-6)
     # Integers become arrays; a rate, as of dropout, is a number and no weight to be trained.
-    found = local_opt.owned({"step": 0, "rate": 0.1}, W)
+    found = local_opt.replicate({"step": 0, "rate": 0.1}, W)
     assert found["step"].tolist() == [0] * W
     assert found["rate"] == 0.1 and isinstance(found["rate"], float)
 
@@ -109,7 +111,7 @@ def test_leaves_that_are_not_arrays_pass_through():
 def test_owned_arrays_lie_on_their_workers_and_share_no_memory(way):
     workers = WAYS[way]("worker")
     x = jnp.arange(4.0)
-    own = local_opt.owned({"a": x, "b": x, "n": 3}, workers)
+    own = local_opt.replicate({"a": x, "b": x, "n": 3}, workers)
     local_opt.check_synced(own, ulps=0)
     assert own["a"].shape == (W, 4) and own["n"].tolist() == [3] * W
     if way != "vmap":
@@ -149,7 +151,7 @@ test_arguments_and_words_that_do_not_fit_are_refused = refuses({
         r"3 arguments came for \(state, batch, scale.* and in_roles are .*: give one word",
     ),
     "a number": (
-        lambda: jax.jit(lifted)(local_opt.owned({"rate": 0.5}, W)),
+        lambda: jax.jit(lifted)(local_opt.replicate({"rate": 0.5}, W)),
         r"argument 0\['rate'\] is owned and has the shape \(\), .*must be arrays, by jnp.asarray",
     ),
     "legacy keys": (
@@ -157,7 +159,7 @@ test_arguments_and_words_that_do_not_fit_are_refused = refuses({
         r"the key, argument 0, is uint32\[2, 2\]: pass one typed key",
     ),
     "to fold": (
-        lambda: local_opt.owned({"rng": jax.random.PRNGKey(0)}, W, keys="fold"),
+        lambda: local_opt.replicate({"rng": jax.random.PRNGKey(0)}, W, keys="fold"),
         r"leaf \['rng'\] is uint32\[2\], a legacy key or any two numbers: .*wrap_key_data",
     ),
     "no roles": (lambda: local_opt.lift(len, W), "pass roles, as .* or in_roles and out_roles"),
@@ -388,7 +390,7 @@ def test_jit_may_name_what_is_donated_and_what_is_static(way):
     run = jax.jit(lifted, donate_argnames="state", static_argnames=("power", "train"))
     state, batch = start()
     if way == "mesh":
-        state = local_opt.owned(jnp.zeros(()), MESH)
+        state = local_opt.replicate(jnp.zeros(()), MESH)
     after, _ = run(state, batch=batch, power=3)
     np.testing.assert_allclose(after, MEANS**3)
     assert state.is_deleted()
@@ -450,7 +452,7 @@ def dropped(workers, **options):
         return nnx.state(model), model(x) == 0
 
     run = jax.jit(local_opt.lift(step, workers, "owned shared -> owned owned"))
-    state, found = local_opt.owned(state, workers, **options), []
+    state, found = local_opt.replicate(state, workers, **options), []
     for _ in range(2):
         state, zeros = run(state, jnp.ones((5, 3)))
         found.append(np.asarray(zeros))
@@ -471,7 +473,7 @@ def test_workers_of_nnx_have_their_own_dropout_with_folded_keys(workers):
 
 def test_the_key_of_a_worker_is_folded_with_its_number():
     keys = jax.random.split(jax.random.key(4))
-    own = local_opt.owned({"of": keys}, W, keys="fold")["of"]
+    own = local_opt.replicate({"of": keys}, W, keys="fold")["of"]
     for w in range(W):
         alone = jax.vmap(jax.random.fold_in, (0, None))(keys, w)
         assert (own[w] == alone).all()
@@ -490,9 +492,9 @@ def test_a_legacy_key_is_the_typed_one_of_its_numbers(way):
 def test_legacy_keys_in_a_state_are_copied_with_a_warning():
     key = jax.random.PRNGKey(5)
     with pytest.warns(UserWarning, match=r"the same key \['rng'\]"):
-        own = local_opt.owned({"rng": key, "x": jnp.ones(3)}, W)
+        own = local_opt.replicate({"rng": key, "x": jnp.ones(3)}, W)
     np.testing.assert_array_equal(own["rng"], np.tile(key, (W, 1)))
-    one = local_opt.consolidate(own)["rng"]
+    one = local_opt.mean_over_workers(own)["rng"]
     np.testing.assert_array_equal(jax.random.normal(one), jax.random.normal(key))
 
 
@@ -505,13 +507,13 @@ def test_the_mesh_may_be_the_one_in_scope_where_a_step_is_called(way):
 
     lifted = local_opt.lift(step, roles="owned split key -> owned owned shared")
     rows, key, run = jnp.arange(2.0 * W), jax.random.key(3), jax.jit(lifted)
-    for call in (run, lifted, lambda *_: local_opt.owned(key, keys="copy")):
+    for call in (run, lifted, lambda *_: local_opt.replicate(key, keys="copy")):
         with pytest.raises(ValueError, match=r"no mesh is in scope: enter one, .*jax.set_mesh"):
             call(jnp.zeros(W), rows, key)
     if way == "vmap":
         return
     with jax.set_mesh(WAYS[way]("worker")):
-        x = local_opt.owned(jnp.ones(()))
+        x = local_opt.replicate(jnp.ones(()))
         assert x.sharding.spec[0] == "worker"
         for call in (run, lifted):
             found, drawn, mean = call(x, rows, key)

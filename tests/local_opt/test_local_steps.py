@@ -63,9 +63,9 @@ def test_planned_steps_equal_the_reference(run):
 @pytest.mark.parametrize("weights", [None, np.array([[1, 0, 2, 5]] * 5)], ids=["equal", "weighed"])
 def test_a_loop_without_optax_asks_the_plan_after_each_step(run, weights, monkeypatch):
     """Between syncs it gets its own arrays back, and all syncs are one program."""
-    traced, synchronize = [], plans.synchronize
+    traced, synchronize = [], plans.pmean
     count = lambda *args, **more: traced.append(1) or synchronize(*args, **more)  # noqa: E731
-    monkeypatch.setattr(plans, "synchronize", count)
+    monkeypatch.setattr(plans, "pmean", count)
     plans._mean_of_all.cache_clear()
     gradient, axis = jax.grad(square_loss), "batch" if run == "pmap" else "worker"
     step = RUNS.get(run, PMAP)(
@@ -126,7 +126,7 @@ def test_an_optimizer_may_look_at_the_values_of_the_first_parameters():
     )
     opt = local_opt.local_steps(inner, local_opt.constant(2, total_steps=4))
     state = opt.init(jnp.zeros(3))
-    x, state = local_opt.owned((jnp.zeros(3), state), W)
+    x, state = local_opt.replicate((jnp.zeros(3), state), W)
     updates, _ = jax.jit(vmap(opt.update))(jnp.ones((W, 3)), state, x)
     np.testing.assert_array_equal(updates, -0.5)
 
@@ -199,8 +199,8 @@ def test_a_shared_step_decides_when_workers_synchronise(workers):
     own = jax.jit(local_opt.lift(lambda *a: step(*a, None), W, "owned owned owned -> owned owned"))
     grads = jax.random.normal(jax.random.key(0), (8, W))
     for miscounted in (0, 1):
-        x, state = local_opt.owned((jnp.zeros(()), opt.init(jnp.zeros(()))), workers)
-        y, other = local_opt.owned((jnp.zeros(()), opt.init(jnp.zeros(()))), W)
+        x, state = local_opt.replicate((jnp.zeros(()), opt.init(jnp.zeros(()))), workers)
+        y, other = local_opt.replicate((jnp.zeros(()), opt.init(jnp.zeros(()))), W)
         state = state._replace(num_steps=state.num_steps.at[1].add(miscounted))
         for t in range(8):  # one beyond the plan
             x, state = run(x, state, grads[t], t)
@@ -219,7 +219,7 @@ def test_under_vmap_a_shared_step_leaves_the_conditional():
             return opt.update(x, state, x, **({"step": t[0]} if t else {}))
 
         run = local_opt.lift(step, W, in_roles=inputs, out_roles=("owned", "owned"))
-        x, state = local_opt.owned((jnp.zeros(()), opt.init(jnp.zeros(()))), W)
+        x, state = local_opt.replicate((jnp.zeros(()), opt.init(jnp.zeros(()))), W)
         return str(jax.make_jaxpr(run)(x, state, *([0] if "shared" in inputs else [])))
 
     assert "cond[" in text(("owned", "owned", "shared"))

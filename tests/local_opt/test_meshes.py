@@ -50,7 +50,7 @@ class Run(NamedTuple):
         if specs and self.inside:
             put = lambda x, spec: jax.device_put(x, NamedSharding(self.mesh, spec))  # noqa: E731
             tree = jax.tree.map(put, tree, specs)
-        return local_opt.owned(tree, self.workers, **how)
+        return local_opt.replicate(tree, self.workers, **how)
 
     def explicit(self):
         return bool({*self.inside} & {*self.mesh.explicit_axes}) if self.inside else False
@@ -83,7 +83,7 @@ def start(run):
     move = run.lift(lambda w: w + 2.0 * jax.lax.axis_index("worker"), "owned -> owned")
     with pytest.raises(ValueError, match=r"parameters are 2 apart .*worker 1 from worker 0"):
         local_opt.check_synced(move(own["w"]))
-    one = local_opt.consolidate(own | {"w": move(own["w"])})
+    one = local_opt.mean_over_workers(own | {"w": move(own["w"])})
     return one | {"key": jax.random.key_data(one["key"])}
 
 
@@ -115,7 +115,7 @@ def trained(run, rounds, specs=None, weighed=False):
         found.append(value)
     if specs and run.inside:
         assert all(x.sharding.shard_shape(x.shape)[1:] != x.shape[1:] for x in jax.tree.leaves(w))
-    return found, w, local_opt.consolidate(w)
+    return found, w, local_opt.mean_over_workers(w)
 
 
 def planned(run):
@@ -176,13 +176,13 @@ def ordered(
     return found, w
 
 
-def of_examples(run, order_of=ordering.pair_balance, maker=ordering.per_example, **how):
+def of_examples(run, order_of=ordering.pair_balance, maker=ordering.per_example_grads, **how):
     return ordered(run, order_of(UNITS, units_per_step=BATCH), maker(losses), **how)
 
 
 def in_auto_axes(run):
     """Where JAX takes no gradients along explicit axes, the compiler looks after them."""
-    gradients, sides = ordering.per_example(losses), (P(), P(), P())
+    gradients, sides = ordering.per_example_grads(losses), (P(), P(), P())
 
     def inside(*args):
         axes = tuple(jax.sharding.get_abstract_mesh().explicit_axes)
@@ -196,18 +196,18 @@ def in_numbers(run, *, gathers, order_of=ordering.cd_grab, maker=None):
     """A coordinated order of sketches."""
     how = {"start": jnp.zeros(K)}
     if maker is None:
-        to_sketch = ordering.sketch(SKETCH, size=K)
+        to_sketch = ordering.make_sketch(SKETCH, size=K)
         how["of_rows"] = functools.partial(ordering.sketch_rows, to_sketch=to_sketch)
     coordinated = functools.partial(order_of, gathers=gathers)
-    return of_examples(run, coordinated, maker or ordering.per_example, **how)
+    return of_examples(run, coordinated, maker or ordering.per_example_grads, **how)
 
 
 SKETCH = jax.random.key(3)  # made outside of meshes, into which JAX closes over no other
-SKETCHED = functools.partial(ordering.sketched, key=jax.random.key(7), size=K)
-WIRE = {"wire": local_opt.rounded_wire("int8")}
+SKETCHED = functools.partial(ordering.sketched_grads, key=jax.random.key(7), size=K)
+WIRE = {"wire": local_opt.quantize("int8")}
 FEATURES = {
     "`lift`, every word": words,
-    "`owned`, `consolidate`, `check_synced`": start,
+    "`replicate`, `mean_over_workers`, `check_synced`": start,
     "`local_rounds`, a batch over \"data\"": lambda run: trained(
         run, local_opt.local_rounds(optax.adam(0.05), opt_state="mean")
     ),
@@ -216,8 +216,8 @@ FEATURES = {
         run, local_opt.local_rounds(SGD, outer=optax.sgd(0.7, 0.9, nesterov=True), drift=True),
         weighed=True,
     ),
-    "`control_variates`, the same": lambda run: trained(
-        run, local_opt.local_rounds(optax.sgd(0.05), correction=local_opt.control_variates())
+    "`scaffold`, the same": lambda run: trained(
+        run, local_opt.local_rounds(optax.sgd(0.05), correction=local_opt.scaffold())
     ),
     "`streaming_rounds`, the same": streaming,
     "a wire, `specs=jax.P()`": lambda run: trained(
@@ -225,20 +225,20 @@ FEATURES = {
     ),
     "a wire without `specs`": lambda run: trained(run, local_opt.local_rounds(SGD, **WIRE)),
     "parameters that are split, by `specs`": split,
-    "`grab`, `per_example` on every device": lambda run: of_examples(run, ordering.grab),
-    "`pair_balance`, `per_example` over \"data\"": lambda run: of_examples(run, whole=False),
+    "`grab`, `per_example_grads` on every device": lambda run: of_examples(run, ordering.grab),
+    "`pair_balance`, `per_example_grads` over \"data\"": lambda run: of_examples(run, whole=False),
     "the same in `jax.sharding.auto_axes`": in_auto_axes,
-    "`pair_balance`, `sketched` over \"data\"": lambda run: of_examples(
+    "`pair_balance`, `sketched_grads` over \"data\"": lambda run: of_examples(
         run, maker=SKETCHED, start=jnp.zeros(K), whole=False
     ),
     "`cd_grab` of gradients": lambda run: of_examples(run, ordering.cd_grab),
     "`cd_grab(gathers=\"step\")` of `sketch_rows`": lambda run: in_numbers(run, gathers="step"),
-    "`cd_grab(gathers=\"sync\")` of `sketched`": lambda run: in_numbers(
+    "`cd_grab(gathers=\"sync\")` of `sketched_grads`": lambda run: in_numbers(
         run, gathers="sync", maker=SKETCHED
     ),
-    "`dealt` of the last": lambda run: in_numbers(
+    "`global_order` of the last": lambda run: in_numbers(
         run, gathers="sync", maker=SKETCHED,
-        order_of=lambda n, **how: ordering.dealt(ordering.cd_grab(n, **how), n),
+        order_of=lambda n, **how: ordering.global_order(ordering.cd_grab(n, **how), n),
     ),
 }  # fmt: skip
 

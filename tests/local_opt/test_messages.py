@@ -100,7 +100,7 @@ SYNCED = {  # by the name of an axis
     "outer": functools.partial(synced_over, name="local_rounds", outer=SGD),
     "int8": functools.partial(synced_over, name="local_rounds", wire=INT8),
     "top_k": functools.partial(synced_over, name="local_rounds", wire=TOP_K),
-    "synchronize": lambda axis: functools.partial(local_opt.synchronize, axis_name=axis),
+    "synchronize": lambda axis: functools.partial(local_opt.pmean, axis_name=axis),
 }
 
 
@@ -136,7 +136,7 @@ def test_none_is_the_only_axis_in_scope(name):
 
 def corrected(rate):
     rounds, one = (
-        local_opt.local_rounds(SGD, correction=local_opt.control_variates()),
+        local_opt.local_rounds(SGD, correction=local_opt.scaffold()),
         jnp.ones(2),
     )
     return rounds.update(one, rounds.init(one), one, rate=rate)
@@ -150,4 +150,4 @@ def test_a_rate_that_is_no_number_is_refused():
 
 def test_numbers_of_numpy_and_jax_are_numbers():
     for one in (np.float64(0.5), jnp.float32(0.5), np.array(0.5)):
-        local_opt.top_k_wire(one, feedback=one)
+        local_opt.top_k(one, feedback=one)

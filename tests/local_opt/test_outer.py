@@ -122,7 +122,7 @@ def after_two_rounds(way, run, weights):
             state = stream.start(x, state, fragment=0, **options)
             return stream.finish(x, state, fragment=0)
     else:
-        wire = local_opt.rounded_wire("float16") if way == "wire" else None
+        wire = local_opt.quantize("float16") if way == "wire" else None
         rounds = local_opt.local_rounds(optax.sgd(1.0), outer=BY_PERIOD, wire=wire)
         sync = rounds.sync
 

@@ -81,7 +81,7 @@ def streams_of(keys):
 @pytest.mark.parametrize("before,after", [(4, 2), (2, 5), (1, 3), (3, 3)])
 def test_workers_keys_become_new_ones_of_their_own(before, after):
     key = jax.random.split(jax.random.key(0), 2)  # two in a state
-    own = local_opt.owned({"dropout": key, "w": jnp.ones(2)}, before, keys="fold")
+    own = local_opt.replicate({"dropout": key, "w": jnp.ones(2)}, before, keys="fold")
     found = mean_of(own, after)["dropout"]
     assert found.shape == (after, 2) and found.dtype == key.dtype
     drawn = streams_of(found.reshape(-1))
@@ -89,7 +89,7 @@ def test_workers_keys_become_new_ones_of_their_own(before, after):
 
 
 def test_keys_that_all_workers_share_stay_shared():
-    own = local_opt.owned({"noise": jax.random.key(3)}, 4, keys="copy")
+    own = local_opt.replicate({"noise": jax.random.key(3)}, 4, keys="copy")
     for found in (mean_of(own, 2)["noise"], mean_of(own, 6)["noise"]):
         assert streams_of(found) == streams_of(own["noise"])
 

@@ -68,10 +68,10 @@ def test_one_that_is_new_takes_all_from_the_first_that_is_not_and_weighs_nothing
 
 def test_one_process_meets_itself_as_a_plain_sync_would():
     """With weights and wires; what is compiled for the same workers is compiled once."""
-    rounds = local_opt.local_rounds(optax.sgd(0.1), wire=local_opt.rounded_wire("int8"))
+    rounds = local_opt.local_rounds(optax.sgd(0.1), wire=local_opt.quantize("int8"))
     alone, count = local_opt.Survivors(rounds.sync), jax.local_device_count()
     first = jnp.arange(300.0)
-    own = local_opt.owned((first, rounds.init(first)), count)
+    own = local_opt.replicate((first, rounds.init(first)), count)
     own = (own[0] * jnp.arange(1, count + 1)[:, None], own[1])
     weight = jnp.arange(1.0, count + 1)
     plain = jax.vmap(lambda x, s, w: rounds.sync(x, s, weight=w), axis_name="worker")

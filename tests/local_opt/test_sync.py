@@ -96,7 +96,7 @@ def test_integers_and_keys_stay_the_workers_own():
         "key": jax.random.split(jax.random.key(0), 4),
         "raw": jnp.arange(8, dtype=jnp.uint32).reshape(4, 2),
     }
-    found = vmap(functools.partial(local_opt.synchronize, axis_name="worker"))(tree)
+    found = vmap(functools.partial(local_opt.pmean, axis_name="worker"))(tree)
     assert found["float"].tolist() == [1.5] * 4
     for name in ("int", "bool", "raw"):
         assert found[name].dtype == tree[name].dtype
@@ -113,12 +113,12 @@ def test_narrow_leaves_are_added_in_float32(run):
         "f16": jnp.array([2048.0, 1.0, 1.0, 2.0], jnp.float16)[:, None],
         "f32": jnp.array([1.0, 2.0, 3.0, 5.0])[:, None],
     }
-    sync = RUNS[run](functools.partial(local_opt.synchronize, axis_name="worker"))
+    sync = RUNS[run](functools.partial(local_opt.pmean, axis_name="worker"))
     found = jax.jit(sync)(tree)
     for name, x in tree.items():
         mean = jnp.mean(x.astype(jnp.float32), axis=0).astype(x.dtype)
         assert_bitwise_equal(found[name], jnp.stack([mean] * 4))
-        assert_bitwise_equal(local_opt.consolidate(x), mean)
+        assert_bitwise_equal(local_opt.mean_over_workers(x), mean)
     # 64.75 and 513.25 to the nearest; the ones lost, they would be 64 and 512.
     assert float(found["b16"][0, 0]) == 65 and float(found["f16"][0, 0]) == 513
 
@@ -126,7 +126,7 @@ def test_narrow_leaves_are_added_in_float32(run):
 def test_float64_stays_float64():
     with jax.enable_x64(True):
         x = {"a": jnp.array([1.0, 1.0 + 2**-48]), "b": jnp.array([1.0, 3.0], jnp.float32)}
-        found = jax.jit(vmap(functools.partial(local_opt.synchronize, axis_name="worker")))(x)
+        found = jax.jit(vmap(functools.partial(local_opt.pmean, axis_name="worker")))(x)
         assert found["a"].dtype == jnp.float64 and found["b"].dtype == jnp.float32
         assert found["a"].tolist() == [1 + 2**-49] * 2 and found["b"].tolist() == [2.0] * 2
         rounds = local_opt.local_rounds(SGD, axis_name="worker", outer=NESTEROV)
@@ -140,7 +140,7 @@ def test_float64_stays_float64():
 def test_a_sync_holds_the_mean_and_no_copy_of_what_is_donated(optimised, workers, outer):
     """Beside its arguments: as many bytes as one worker has parameters."""
     rounds = local_opt.local_rounds(SGD, outer=outer)
-    params = local_opt.owned({"a": jnp.ones((128, 96)), "b": jnp.ones((96, 40))}, workers)
+    params = local_opt.replicate({"a": jnp.ones((128, 96)), "b": jnp.ones((96, 40))}, workers)
     init = local_opt.lift(rounds.init, workers, "owned -> owned")
     sync = local_opt.lift(rounds.sync, workers, "owned owned -> owned owned")
     held = params, jax.jit(init)(params)
@@ -161,7 +161,7 @@ def test_processes_on_cpus_send_small_leaves_as_one_vector(weighs, sent, monkeyp
     rng, shapes = np.random.default_rng(0), {"a": (2, 4), "b": (), "c": (3,), "d": (9,), "e": (5,)}
     tree = {name: rng.normal(size=(W, *shape)).astype(np.float32) for name, shape in shapes.items()}
     tree["e"], tree["steps"] = tree["e"].astype(jnp.bfloat16), np.arange(W, dtype=np.int32)
-    mean = lambda x, v: local_opt.synchronize(x, weight=v if weighs else None)  # noqa: E731
+    mean = lambda x, v: local_opt.pmean(x, weight=v if weighs else None)  # noqa: E731
     run = jax.jit(local_opt.lift(mean, mesh, "owned owned -> owned"))
     args = tree, np.float32([1, 2, 0, 4])
     text = run.lower(*args).as_text()
@@ -183,9 +183,9 @@ PLANS_OF = {
 
 
 def test_fields_by_plans_of_their_own_equal_des_loc():
-    """By `synchronize` of each: parts of a sync need no more."""
+    """By `pmean` of each: parts of a sync need no more."""
     adam, history = optax.adam(0.05, b1=0.8, b2=0.9), []
-    step, mean = jax.jit(vmap(square_step(adam))), jax.jit(vmap(local_opt.synchronize))
+    step, mean = jax.jit(vmap(square_step(adam))), jax.jit(vmap(local_opt.pmean))
     params, state = copies(START), jax.vmap(adam.init)(copies(START))
     for t in range(13):
         params, state = step(params, state, MATRICES, TARGETS[t])

@@ -21,30 +21,30 @@ TREE = X | {"n": jnp.array([5, 5]), "np": np.ones((2, 2), np.float32), "rng": jn
 BY_POWER = dict(total_steps=9, alpha=0.2, h_base=1)
 STATES = [jax.vmap(local_opt.local_rounds(SGD).init, axis_size=w)({"w": jnp.ones((w, 3))})
           for w in (2, 3)]  # fmt: skip
-MESH, INT8 = worker_mesh(2), local_opt.rounded_wire("int8")
+MESH, INT8 = worker_mesh(2), local_opt.quantize("int8")
 HOST = {
     "accumulated_rounds": lambda: local_opt.accumulated_rounds(SGD).init(X),
     "bernoulli": lambda: local_opt.bernoulli(FALL, total_steps=8, key=KEY),
     "check_same": PLAN.check_same,
     "check_synced": lambda: local_opt.check_synced(TREE, before=TREE),
-    "consolidate": lambda: local_opt.consolidate(TREE),
+    "mean_over_workers": lambda: local_opt.mean_over_workers(TREE),
     "constant": lambda: local_opt.constant(2, total_steps=9).syncs_after(STEPS),
-    "control_variates": lambda: local_opt.local_rounds(
-        SGD, correction=local_opt.control_variates(), drift=True).init(X),
+    "scaffold": lambda: local_opt.local_rounds(
+        SGD, correction=local_opt.scaffold(), drift=True).init(X),
     "diloco": lambda: local_opt.diloco(SGD, PLAN).init(X),
     "from_function": lambda: local_opt.from_function(lambda t: 2, total_steps=9),
     "lift": lambda: local_opt.lift(
         local_opt.local_steps(SGD, PLAN).init, 2, "owned -> owned")(X),
-    "rounded_wire": lambda: local_opt.rounded_wire("int8", feedback=0.5),
+    "quantize": lambda: local_opt.quantize("int8", feedback=0.5),
     "local_rounds": lambda: local_opt.local_rounds(SGD, wire=INT8).init(X),
-    "top_k_wire": lambda: local_opt.top_k_wire(1 / 64, feedback=0.5),
+    "top_k": lambda: local_opt.top_k(1 / 64, feedback=0.5),
     "local_steps": lambda: local_opt.local_steps(SGD, PLAN, outer=SGD).init(X),
     "normalize_by_period": lambda: local_opt.local_rounds(
         SGD, outer=local_opt.normalize_by_period(SGD, h_base=2)).init(X),
-    "owned": lambda: local_opt.owned({"step": 0, "np": np.ones(3)} | X, MESH),
-    "owned, keys": lambda: local_opt.owned({"step": 0, "key": TYPED}, 2, keys="fold"),
+    "replicate": lambda: local_opt.replicate({"step": 0, "np": np.ones(3)} | X, MESH),
+    "owned, keys": lambda: local_opt.replicate({"step": 0, "key": TYPED}, 2, keys="fold"),
     "parallel_rounds": lambda: local_opt.parallel_rounds(SGD).init(X),
-    "proximal": lambda: local_opt.local_rounds(SGD, correction=local_opt.proximal(0.1)).init(X),
+    "fedprox": lambda: local_opt.local_rounds(SGD, correction=local_opt.fedprox(0.1)).init(X),
     "qsr": lambda: local_opt.qsr(FALL, **BY_POWER),
     "qsr, step by step": lambda: local_opt.qsr(lambda t: float(FALL(t)), **BY_POWER),
     "resize": lambda: resize.resize(*STATES, 3, "mean"),
@@ -54,7 +54,7 @@ HOST = {
     "streaming_rounds": lambda: local_opt.streaming_rounds(SGD, fragments=1).init(X),
     "sync_bytes": lambda: local_opt.sync_bytes(10, num_workers=2),
 }  # fmt: skip
-IN_STEPS = {"count_collectives", "synchronize"}
+IN_STEPS = {"count_collectives", "pmean"}
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -66,7 +66,7 @@ def by_hand(rounds, mesh):
 
 def trained(rounds, programs, workers):
     step, sync = programs(rounds, workers)
-    params, state = local_opt.owned((network(), rounds.init(network())), workers)
+    params, state = local_opt.replicate((network(), rounds.init(network())), workers)
     for t, batch in enumerate(zip(*DATA, strict=True)):
         params, state = step(params, state, *batch)
         if PLAN.syncs_after(t):
@@ -87,7 +87,7 @@ def test_a_worker_of_four_devices_trains_as_one_device_with_the_whole_batch():
 def test_steps_stay_inside_a_worker_and_a_sync_goes_between_workers_alone(programs, optimised):
     mesh, rounds = mesh_of(), local_opt.local_rounds(SGD)
     step, sync = programs(rounds, mesh)
-    state = local_opt.owned((network(), rounds.init(network())), mesh)
+    state = local_opt.replicate((network(), rounds.init(network())), mesh)
     place = jax.NamedSharding(mesh, P(("worker", "data")))
     batch = jax.device_put([x[0] for x in DATA], place)
 

@@ -22,7 +22,7 @@ DOORS = {  # an optimizer, and the worker's x after a step from 0 with gradients
     "chain": (optax.chain(optax.clip(9.0), local_opt.local_steps(SGD, PLAN)), OWN),
     "streaming": (local_opt.streaming_rounds(SGD, fragments=1), OWN),
     "diloco": (local_opt.diloco(SGD, local_opt.constant(2, total_steps=400)), OWN),
-    "control": (local_opt.local_rounds(SGD, correction=local_opt.control_variates()), OWN),
+    "control": (local_opt.local_rounds(SGD, correction=local_opt.scaffold()), OWN),
 }
 
 
@@ -81,8 +81,8 @@ def test_a_mean_of_what_is_equal_by_its_type_is_refused_and_beside_others_it_is_
         return jax.jit(run)({"w": jnp.ones(())}, jnp.arange(1.0, 5))
 
     with pytest.raises(ValueError, match=r"leaf \['w'\] is typed as equal"):
-        over(lambda x, t: local_opt.synchronize(jax.grad(loss)(x, t)), jax.P())
-    found = over(lambda x, t: local_opt.synchronize({"own": t, "rate": x, "n": 3}), jax.P())
+        over(lambda x, t: local_opt.pmean(jax.grad(loss)(x, t)), jax.P())
+    found = over(lambda x, t: local_opt.pmean({"own": t, "rate": x, "n": 3}), jax.P())
     assert found["own"] == 2.5 and found["rate"]["w"] == 1 and found["n"] == 3
     rounds = local_opt.local_rounds(SGD)
     stream = local_opt.streaming_rounds(SGD, fragments=1, mixing=0.0)

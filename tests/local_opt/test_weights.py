@@ -46,8 +46,8 @@ WAYS = {
     "outer": {"outer": NESTEROV, "drift": True},
     "int8": {"wire": WIRES["int8"]},
     "top_k": {"wire": WIRES["top_k"], "opt_state": "mean"},
-    "control": {"correction": local_opt.control_variates()},
-    "proximal": {"correction": local_opt.proximal(0.1)},
+    "control": {"correction": local_opt.scaffold()},
+    "proximal": {"correction": local_opt.fedprox(0.1)},
 }
 RUN = {"vmap": vmap, "mesh": on_mesh}
 
@@ -115,7 +115,7 @@ EXTREME = {
 def test_only_the_ratios_of_weights_count(weights, scale, run):
     weights = np.float32(weights)
     x = scale * X["a"]
-    found = jax.jit(RUN[run](lambda x, v: local_opt.synchronize(x, weight=v)))(x, weights)
+    found = jax.jit(RUN[run](lambda x, v: local_opt.pmean(x, weight=v)))(x, weights)
     expected = reference.weighted_mean(np.float64(x), np.float64(weights))
     np.testing.assert_allclose(found, copies(expected), rtol=1e-5, atol=1e-6 * scale)
 
@@ -214,7 +214,7 @@ def test_a_weight_counts_on_all_devices_of_a_worker(kind, wire):
 
 
 def one_number(weight):
-    return vmap(lambda x: local_opt.synchronize(x, weight=weight))(jnp.ones(W))
+    return vmap(lambda x: local_opt.pmean(x, weight=weight))(jnp.ones(W))
 
 
 PARALLEL = local_opt.parallel_rounds(SGD)

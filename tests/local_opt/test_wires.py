@@ -89,8 +89,8 @@ def test_a_sync_equals_the_reference_worker_by_worker(name, run, weights):
 FULL = {
     "int8": WIRES["int8"],
     "int4": WIRES["int4"],
-    "top_k": local_opt.top_k_wire(1 / 64, feedback=1.0),
-    "bfloat16": local_opt.rounded_wire(jnp.bfloat16, feedback=1.0),
+    "top_k": local_opt.top_k(1 / 64, feedback=1.0),
+    "bfloat16": local_opt.quantize(jnp.bfloat16, feedback=1.0),
 }
 
 
@@ -143,7 +143,7 @@ def test_a_block_of_sparseloco_takes_112_bytes():
         assert 0 <= 128 * wire.message_rows(n * 32) - 112 * n - 8 * -(-n // 64) < 1024
 
 
-@pytest.mark.parametrize("wire", [WIRES["int4"], local_opt.top_k_wire(1 / 64, block=256)])
+@pytest.mark.parametrize("wire", [WIRES["int4"], local_opt.top_k(1 / 64, block=256)])
 def test_groups_are_sent_as_each_of_them_alone(wire, monkeypatch):
     """To the bit, however leaves are cut."""
     size = 128 * 128 * wire.multiple * (16 if wire.gathers else W)
@@ -201,5 +201,5 @@ def one(tree):
 test_bad_wires_and_leaves_are_refused = refuses({
     "whole": (lambda: one({"n": jnp.arange(3)}), r"leaf \['n'\] is int32: the wire \(8 bits"),
     "complex": (lambda: one(jnp.ones(3, complex)), "complex64: .* sends real .* wire=None"),
-    "k": (lambda: local_opt.top_k_wire(0.3, block=128), "density is 0.3 of blocks of 128: .*38 /"),
+    "k": (lambda: local_opt.top_k(0.3, block=128), "density is 0.3 of blocks of 128: .*38 /"),
 })  # fmt: skip

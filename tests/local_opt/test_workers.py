@@ -160,7 +160,7 @@ def test_one_model_and_agreement_of_every_type_on_every_mesh(where):
     equal, _ = placed(jax.tree.map(lambda x: x[jnp.zeros(4, int)], given), where)
     for entered in {False, mesh is not None}:
         with jax.set_mesh(mesh) if entered else contextlib.nullcontext():
-            found = local_opt.consolidate(tree)
+            found = local_opt.mean_over_workers(tree)
             local_opt.check_synced(equal, ulps=0)
             for name in ("int32 number", "int4 matrix", "bool number", "float8_e5m2 matrix", "key"):
                 with pytest.raises(ValueError, match="parameters are .* apart"):
@@ -180,7 +180,7 @@ def test_means_of_every_floating_type():
         given[dtype.name] = x
     expected, x = jax.tree.map(mean_by_hand, given), jax.tree.map(jnp.asarray, given)
     with jax.numpy_dtype_promotion("strict"):
-        every = [jax.jit(RUNS[run](local_opt.synchronize))(x) for run in ("vmap", "shard_map")]
+        every = [jax.jit(RUNS[run](local_opt.pmean))(x) for run in ("vmap", "shard_map")]
         once = local_opt.lift(lambda x: x, 4, "owned -> mean")(x)
     for found in every:
         jax.tree.map(np.testing.assert_array_equal, found, copies(expected))
@@ -189,10 +189,10 @@ def test_means_of_every_floating_type():
 
 def test_numpy_leaves_of_64_bits_keep_their_type_and_their_numbers(recwarn):
     tree = {"w": np.array([[1.0], [1.0 + 1e-12]]), "n": np.array([2**40 + 9, 2**40 + 9])}
-    found = local_opt.consolidate(tree)
+    found = local_opt.mean_over_workers(tree)
     assert found["w"].dtype == np.float64 and found["w"].tolist() == [1.0 + 5e-13]
     assert isinstance(found["n"], np.ndarray) and found["n"].tolist() == 2**40 + 9
-    assert isinstance(local_opt.consolidate(np.array([7, 7], np.int32)), jax.Array)
+    assert isinstance(local_opt.mean_over_workers(np.array([7, 7], np.int32)), jax.Array)
     local_opt.check_synced(jax.tree.map(lambda x: x[[0, 0]], tree), ulps=0)
     for other in ({"w": tree["w"]}, {"n": tree["n"] + np.array([0, 2**33])}):
         with pytest.raises(ValueError, match="apart"):
@@ -250,8 +250,8 @@ PLAIN = optax.scale(-0.5)  # optax' own optimizers promote types
 OPTIONS = {
     "plain": {}, "mean": {"opt_state": "mean"}, "drift": {"drift": True},
     "period": {"outer": local_opt.normalize_by_period(PLAIN, h_base=2)},
-    "control": {"correction": local_opt.control_variates()},
-    "proximal": {"correction": local_opt.proximal(0.5)},
+    "control": {"correction": local_opt.scaffold()},
+    "proximal": {"correction": local_opt.fedprox(0.5)},
     **{name: {"wire": wire} for name, wire in WIRES.items()},
 }  # fmt: skip
 

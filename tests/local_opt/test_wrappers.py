@@ -396,9 +396,9 @@ def test_the_evaluation_point_of_schedule_free_is_that_of_the_mean():
     at = jax.vmap(contrib.schedule_free_eval_params)(inner, params)
     local_opt.check_synced(at, ulps=4)  # (y - 0.1 z) / 0.9, of equal y and z
     one = contrib.schedule_free_eval_params(
-        local_opt.consolidate(inner), local_opt.consolidate(params)
+        local_opt.mean_over_workers(inner), local_opt.mean_over_workers(params)
     )
-    assert_equal(one, local_opt.consolidate(at))
+    assert_equal(one, local_opt.mean_over_workers(at))
 
 
 # The inner optimizer's state is read and set as it is in optax without local steps.

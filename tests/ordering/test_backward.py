@@ -11,7 +11,7 @@ import pytest
 
 import models
 import ordering
-from ordering.gradients import grouped
+from ordering.gradients import group_loss
 from ordering.sketches.walk import Hooks, walk
 from tests.sketched import (
     KEY,
@@ -55,7 +55,7 @@ QUICK = ("mlp",)
 
 
 def sketched_by(loss, params, batch):
-    return jax.jit(parts_of(ordering.sketched(loss, SKETCH_KEY, size=64)))(params, batch)
+    return jax.jit(parts_of(ordering.sketched_grads(loss, SKETCH_KEY, size=64)))(params, batch)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def sketched_by(loss, params, batch):
 def test_sketches_of_every_model_equal_those_of_formed_gradients(name):
     make, batch = MODELS[name]
     model = make()
-    loss = grouped(model.loss) if batch["x"].ndim == 5 else model.loss
+    loss = group_loss(model.loss) if batch["x"].ndim == 5 else model.loss
     assert_sketched(loss, model.init(jax.random.key(0)), batch)
 
 
@@ -99,7 +99,7 @@ def test_linen_scanned_with_remat_and_tied_embeddings():
         logits = module.apply(params, batch["x"])
         return cross_entropy(logits, batch["y"]).mean(-1)
 
-    plan = ordering.sketched_parameters(loss, params, batch, KEY, size=64)
+    plan = ordering.sketch_plan(loss, params, batch, KEY, size=64)
     stacked = [leaf for leaf in plan if leaf.stack == 1]
     assert len([leaf for leaf in stacked if leaf.how == "sketched"]) == 6
     (embedding,) = [leaf for leaf in plan if "embedding" in leaf.name]
@@ -164,7 +164,7 @@ def layered_batch(*shape):
 
 def test_gradients_of_unsupported_uses_are_formed_and_listed():
     params, batch = layered_params(), layered_batch(N)
-    plan = ordering.sketched_parameters(layered, params, batch, KEY, size=64)
+    plan = ordering.sketch_plan(layered, params, batch, KEY, size=64)
     how = {leaf.name[2:-2]: (leaf.how, leaf.why) for leaf in plan}
     known = {"first", "heads", "project", "remat", "jit", "recurrent", "table"}
     assert {name for name, (kind, _) in how.items() if kind == "sketched"} == known
@@ -190,7 +190,7 @@ def test_parameters_without_numbers_change_no_sketch():
 def test_under_vmap_over_workers_and_with_a_large_sketch():
     """Small parameters are formed; workers may share the model or have their own."""
     params, batch = layered_params(), layered_batch(2, N)
-    run = parts_of(ordering.sketched(layered, SKETCH_KEY, size=1024))
+    run = parts_of(ordering.sketched_grads(layered, SKETCH_KEY, size=1024))
     own = jax.tree.map(lambda p: jnp.stack([p, p]), params)
     shared = jax.jit(jax.vmap(run, (None, 0)))(params, batch)
     close(jax.jit(jax.vmap(run))(own, batch), shared)
@@ -205,10 +205,10 @@ def test_under_shard_map_with_and_without_checked_types(in_turn):
     mesh = jax.make_mesh(
         (N,), ("worker",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:N]
     )
-    maker = ordering.sketched(model.loss, SKETCH_KEY, size=64)
+    maker = ordering.sketched_grads(model.loss, SKETCH_KEY, size=64)
     if in_turn:
-        to_sketch = ordering.sketch(SKETCH_KEY, size=64)
-        maker = ordering.per_example(model.loss, to_sketch=to_sketch, in_turn=True)
+        to_sketch = ordering.make_sketch(SKETCH_KEY, size=64)
+        maker = ordering.per_example_grads(model.loss, to_sketch=to_sketch, in_turn=True)
     of_one = parts_of(maker)
     for checked in (False, True):
 
@@ -234,7 +234,7 @@ def test_bfloat16_products_have_float32_sketches():
     w, batch = (RNG.normal(size=shape).astype(np.float32) for shape in ((60, 50), (N, 60)))
     _, mean, rows = sketched_by(loss, w, batch)
     assert mean.dtype == rows.dtype == jnp.float32
-    formed = jax.jit(parts_of(ordering.per_example(loss)))(w, batch)[2]
+    formed = jax.jit(parts_of(ordering.per_example_grads(loss)))(w, batch)[2]
     expected = jax.jit(jax.vmap(sketch_of(loss, w, batch, SKETCH_KEY, size=64)))(formed)
     assert np.linalg.norm(rows - expected) < 0.02 * np.linalg.norm(expected)
 

@@ -35,7 +35,7 @@ def rest(position):
         return [as_lists(batch) for batch in reads]
 
 
-@pytest.mark.parametrize("name", ["dealt_reshuffling", "dealt"])
+@pytest.mark.parametrize("name", ["global_reshuffling", "dealt"])
 def test_a_position_goes_through_orbax(name, tmp_path):
     """With a template, and without one."""
     ocp, flax = map(pytest.importorskip, ("orbax.checkpoint", "flax"))
@@ -55,41 +55,41 @@ def test_a_position_goes_through_orbax(name, tmp_path):
 
 
 def test_the_first_position_is_the_beginning():
-    state, _, _ = begun("dealt_reshuffling")
+    state, _, _ = begun("global_reshuffling")
     with read_blocks(BLOCKS, lambda: state, **SETTINGS) as reads:
         first = reads.position()
     names = ("epoch", "step", "unit_size", "window", "batch_size", "seed", "filter")
     assert [int(first[name]) for name in names] == [0, 0, 2, WINDOW, 4, 9, 0]
-    assert len(rest(first)) == 5 and rest(first)[2:] == begun("dealt_reshuffling")[2]
+    assert len(rest(first)) == 5 and rest(first)[2:] == begun("global_reshuffling")[2]
 
 
 def test_hosts_save_the_orders_of_all():
     """Each host has the state of its own worker, and is given those of all to save."""
-    state = begun("dealt_reshuffling")[0]
+    state = begun("global_reshuffling")[0]
     own = block_cases.rows_of(state, 0, 1)
     with read_blocks(BLOCKS, lambda: own, **SETTINGS) as reads:
         next(reads), next(reads)
-        assert_bitwise_equal(reads.position(state), begun("dealt_reshuffling")[1])
+        assert_bitwise_equal(reads.position(state), begun("global_reshuffling")[1])
 
 
 def at(position, blocks=BLOCKS, **settings):
     """Reads on from a position, with these settings in place of its own."""
-    state = begun("dealt_reshuffling")[0]
+    state = begun("global_reshuffling")[0]
     return lambda: read_blocks(blocks, lambda: state, position=position, **SETTINGS | settings)
 
 
 def used(blocks=BLOCKS, **settings):
-    return at(begun("dealt_reshuffling")[1], blocks, **settings)
+    return at(begun("global_reshuffling")[1], blocks, **settings)
 
 
 def changed(**changes):
     """Reads on from the position with other values; None leaves a name out."""
-    position = begun("dealt_reshuffling")[1] | changes
+    position = begun("global_reshuffling")[1] | changes
     return at({k: v for k, v in position.items() if v is not None})
 
 
 def read_from(orders, **changes):
-    position = begun("dealt_reshuffling")[1] | changes
+    position = begun("global_reshuffling")[1] | changes
     state = block_cases.given_states(np.stack([orders] * 2), 0)[0]
     return read_blocks(BLOCKS, lambda: state, position=position, **SETTINGS)
 

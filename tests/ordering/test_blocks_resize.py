@@ -70,10 +70,10 @@ def check(name, *stages):
         assert records_of(found[begin:end]) == records_of(alone[begin:end]), "windows are kept"
 
 
-@pytest.mark.parametrize("name", ["dealt_reshuffling", "dealt"])
+@pytest.mark.parametrize("name", ["global_reshuffling", "dealt"])
 def test_a_run_goes_on_with_any_number_of_workers(name):
     """After the first window of an epoch, between epochs, and once more in the same epoch."""
-    more = [(1, 4), (8, 1)] if name == "dealt_reshuffling" else []
+    more = [(1, 4), (8, 1)] if name == "global_reshuffling" else []
     for before, after in [(2, 4), (4, 2), *more]:
         for done in (3, 5, 8):
             check(name, (before, done), (after, 15 - done))
@@ -82,7 +82,7 @@ def test_a_run_goes_on_with_any_number_of_workers(name):
 
 def test_the_axis_of_the_workers_may_have_another_name():
     def of(workers):
-        order = ordering.dealt_reshuffling(UNITS // workers, axis_name="dp")
+        order = ordering.global_reshuffling(UNITS // workers, axis_name="dp")
         init = jax.jit(jax.vmap(lambda key: order.init(key, None), axis_name="dp"))
         return order, init(jax.random.split(jax.random.key(0), workers))
 
@@ -99,8 +99,8 @@ def test_the_axis_of_the_workers_may_have_another_name():
 
 
 def restarted(workers=2, steps=3, **changes):
-    order, first, *_ = parts_of("dealt_reshuffling", workers)
-    position = read("dealt_reshuffling", parts_of("dealt_reshuffling", 2)[1], most=steps)[1]
+    order, first, *_ = parts_of("global_reshuffling", workers)
+    position = read("global_reshuffling", parts_of("global_reshuffling", 2)[1], most=steps)[1]
     return resize(position | changes, first, order)
 
 
@@ -118,7 +118,7 @@ test_bad_input = refuses({
     ),
     "one worker's": (
         lambda: restarted(orders=jax.tree.map(
-            lambda x: x[0], parts_of("dealt_reshuffling", 2)[1])),
+            lambda x: x[0], parts_of("global_reshuffling", 2)[1])),
         "a DealtShuffleState: pass those of all workers",
     ),
 })  # fmt: skip

@@ -7,7 +7,7 @@ import pytest
 
 import ordering
 from ordering import base
-from ordering.dealing import DealtState, _following
+from ordering.global_order import DealtState, _following
 from tests import reference, tables
 from tests.refused import refuses
 
@@ -31,7 +31,7 @@ def run(order, gradients, units_per_step, **kwargs):
 )
 def test_equals_the_reference(name, workers, num_units, units_per_step):
     gradients = tables.whole_numbers((workers * num_units, 6), seed=num_units, high=50)
-    order = ordering.dealt(PAIRS[name](num_units, units_per_step), num_units)
+    order = ordering.global_order(PAIRS[name](num_units, units_per_step), num_units)
     orders = run(order, gradients, units_per_step, workers=workers, epochs=3)
     for before, after in zip(orders, orders[1:], strict=False):
         expected = reference.dealt_epoch(before, gradients, alone=name == "pair_balance")
@@ -48,9 +48,9 @@ def test_units_are_visited_at_most_once_and_each_epoch_leaves_out_others(
 ):
     total = workers * num_units + left
     gradients = tables.whole_numbers((total, 3), seed=workers)
-    order = ordering.dealt_reshuffling(num_units, total=total)
+    order = ordering.global_reshuffling(num_units, total=total)
     if name == "cd_grab":
-        order = ordering.dealt(PAIRS[name](num_units, 1), num_units, total=total)
+        order = ordering.global_order(PAIRS[name](num_units, 1), num_units, total=total)
     orders = run(order, gradients, 1, workers=workers, epochs=4).reshape(5, -1)
     seen = [set(units) for units in orders.tolist()]
     assert all(len(units) == workers * num_units for units in seen)
@@ -63,7 +63,7 @@ def test_units_are_visited_at_most_once_and_each_epoch_leaves_out_others(
 
 
 def test_front_of_the_next_order_is_final():
-    order = ordering.dealt(PAIRS["cd_grab"](8, 2), 8, total=27)
+    order = ordering.global_order(PAIRS["cd_grab"](8, 2), 8, total=27)
     gradients = jnp.asarray(tables.whole_numbers((27, 4)))
 
     def epoch(key):
@@ -82,7 +82,7 @@ def test_front_of_the_next_order_is_final():
 
 def test_the_end_of_an_epoch_sends_only_signs():
     """One gather, of one bit per pair."""
-    order = ordering.dealt(PAIRS["gathered"](32, 2), 32)
+    order = ordering.global_order(PAIRS["gathered"](32, 2), 32)
     state = tables.vmap_workers(lambda key: order.init(key, jnp.zeros(4)))(
         jax.random.split(jax.random.key(0), 8)
     )
@@ -107,7 +107,7 @@ def test_the_units_that_wait_next_follow_those_that_wait(total, count):
 
 
 def begin(order, num_units=4, **options):
-    dealt = ordering.dealt(order, num_units, **options)
+    dealt = ordering.global_order(order, num_units, **options)
     init = jax.vmap(lambda key: dealt.init(key, jnp.zeros(2)), axis_name="worker")
     return jax.eval_shape(init, jax.random.split(jax.random.key(0), 2))
 
@@ -117,7 +117,7 @@ test_bad_input = refuses({
     "too few": (lambda: begin(FOUR, total=7), "total is 7, and 2 workers with 4 units each take 8"),
     "too many": (lambda: begin(FOUR, total=17), "total is 17: at most as many units can wait"),
     "no pairs": (
-        lambda: begin(ordering.random_reshuffling(4)), "ShuffleState.*dealt_reshuffling"
+        lambda: begin(ordering.random_reshuffling(4)), "ShuffleState.*global_reshuffling"
     ),
     "other units": (lambda: begin(FOUR, 5), "num_units is 5 and the order has 4 units"),
 })  # fmt: skip
@@ -125,9 +125,9 @@ test_bad_input = refuses({
 
 @pytest.mark.parametrize("make", [
     lambda axis: ordering.cd_grab(4, units_per_step=2, axis_name=axis),
-    lambda axis: ordering.dealt(
+    lambda axis: ordering.global_order(
         ordering.cd_grab(4, units_per_step=2, axis_name=axis), 4, axis_name=axis),
-    lambda axis: ordering.dealt_reshuffling(4, axis_name=axis),
+    lambda axis: ordering.global_reshuffling(4, axis_name=axis),
 ])  # fmt: skip
 def test_no_name_is_the_only_axis_in_scope(make):
     def epoch(order, key, rows):

@@ -8,14 +8,14 @@ import pytest
 
 import ordering
 from ordering import blocks, echo
-from ordering.data import LoadError, load_ahead, read_epochs
+from ordering.data import LoadError, prefetch_to_device, read_epochs
 
 BIG = np.array([2**31 + 1, 2**40 + 9, 2**32 + 7])
 
 
 def arrived(batch):
     """What a step gets of a batch."""
-    with load_ahead([batch]) as loader:
+    with prefetch_to_device([batch]) as loader:
         return next(loader)
 
 
@@ -35,7 +35,7 @@ def by_echo(source):
 
 
 def by_load_ahead(source):
-    return load_ahead([{"id": source}])
+    return prefetch_to_device([{"id": source}])
 
 
 @pytest.mark.parametrize("read", [by_epochs, by_blocks, by_echo, by_load_ahead])

@@ -76,9 +76,9 @@ def test_a_run_that_is_over_needs_no_batch(total_steps):
 
     plan = echo.fixed(2, total_steps=total_steps)
     known = [use.fresh for use in echo_batches(Source(99), plan)]
-    policy = echo.measured(total_steps=total_steps, max_factor=3, decided=known)
+    policy = echo.adaptive(total_steps=total_steps, max_factor=3, decided=known)
     assert list(echo_batches(nothing(), plan, first_step=total_steps)) == []
-    loader = ordering.data.load_ahead(iter([]))
+    loader = ordering.data.prefetch_to_device(iter([]))
     assert list(echo_batches(loader, policy, first_step=total_steps)) == []
 
 

@@ -10,12 +10,12 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ordering import echo
-from ordering.data import LoadError, load_ahead
+from ordering.data import LoadError, prefetch_to_device
 from ordering.echo import echo_batches
 from tests.echo_source import PLAN, Source, assert_same, batch, whole_run
 from tests.waiting import PATIENCE, wait_for
 
-AHEAD = pytest.mark.parametrize("given", [lambda loads, **_: loads, load_ahead])
+AHEAD = pytest.mark.parametrize("given", [lambda loads, **_: loads, prefetch_to_device])
 
 
 @AHEAD
@@ -52,7 +52,7 @@ def test_a_run_resumes_from_the_load_that_an_error_names(given):
 
 def test_no_batch_is_lost_after_a_timeout():
     source = Source(99, wait_at=2)
-    with load_ahead(source, timeout=0.02) as loader:
+    with prefetch_to_device(source, timeout=0.02) as loader:
         wait_for(loader.ready)  # any load may take longer than this timeout
         steps, uses, late = echo_batches(loader, PLAN), [], 0
         while len(uses) < PLAN.total_steps and late < 1000:
@@ -72,7 +72,7 @@ def test_no_batch_is_lost_after_a_timeout():
 @pytest.mark.parametrize("depth", [1, 3])
 def test_a_loader_reads_depth_plus_one_batches_ahead(depth):
     source = Source(10**6)
-    loader = load_ahead(source, depth=depth)
+    loader = prefetch_to_device(source, depth=depth)
     for consumed in range(1, 5):
         np.testing.assert_array_equal(next(loader)["x"], batch(consumed - 1)["x"])
         wait_for(lambda c=consumed: source.asked == c + depth + 1)
@@ -85,9 +85,9 @@ def test_a_loader_reads_depth_plus_one_batches_ahead(depth):
 
 
 def test_a_loader_repeats_its_end_or_error():
-    loader = load_ahead(Source(2), first_load=5)
+    loader = prefetch_to_device(Source(2), first_load=5)
     assert len(list(loader)) == 2 and list(loader) == [] and loader.ready()
-    loader = load_ahead(Source(99, fail_at=1), first_load=5)
+    loader = prefetch_to_device(Source(99, fail_at=1), first_load=5)
     next(loader)
     for _ in range(2):
         with pytest.raises(LoadError, match="load 6 failed: OSError: disk") as error:
@@ -101,7 +101,7 @@ def loading_threads():
 
 def test_a_batch_that_arrives_after_closing_is_dropped():
     source, before = Source(99, wait_at=0), loading_threads()
-    loader = load_ahead(source)
+    loader = prefetch_to_device(source)
     (thread,) = loading_threads() - before
     wait_for(lambda: source.asked == 1)
     assert not loader.ready()
@@ -115,7 +115,7 @@ def test_a_batch_that_arrives_after_closing_is_dropped():
 
 def test_an_abandoned_loader_is_freed_and_its_thread_ends():
     before = loading_threads()
-    loader = load_ahead(Source(10**6))
+    loader = prefetch_to_device(Source(10**6))
     (thread,) = loading_threads() - before
     steps = echo_batches(loader, PLAN)
     next(steps)
@@ -131,12 +131,12 @@ def test_batches_are_placed_once_with_the_given_sharding():
     mesh = jax.make_mesh((8,), ("worker",), (AxisType.Auto,))
     sharding = NamedSharding(mesh, PartitionSpec("worker"))
     loads = [np.arange(16.0).reshape(8, 2) + i for i in range(3)]
-    with load_ahead(loads, sharding=sharding) as loader:
+    with prefetch_to_device(loads, sharding=sharding) as loader:
         for use in echo_batches(loader, echo.fixed(2, total_steps=6)):
             assert use.batch.sharding == sharding
             assert len(use.batch.addressable_shards) == 8
             np.testing.assert_array_equal(use.batch, np.float32(loads[use.load]))
-    (placed,) = load_ahead(loads[:1], sharding=jax.devices()[3])
+    (placed,) = prefetch_to_device(loads[:1], sharding=jax.devices()[3])
     assert placed.devices() == {jax.devices()[3]}
 
 
@@ -163,7 +163,7 @@ def test_a_loader_may_be_collected_by_its_own_thread(monkeypatch):
         yield np.ones(1)
 
     before = loading_threads()
-    held.append(load_ahead(source(), depth=2))
+    held.append(prefetch_to_device(source(), depth=2))
     next(held[0])
     (thread,) = loading_threads() - before
     dropped.set()

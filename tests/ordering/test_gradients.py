@@ -19,7 +19,7 @@ MODELS = {
 }
 
 
-SMALL = ordering.sketch(jax.random.key(1), size=64)
+SMALL = ordering.make_sketch(jax.random.key(1), size=64)
 
 
 def problem(name, size=6):
@@ -57,12 +57,12 @@ def close(left, right):
 def test_means_and_rows_are_gradients_of_the_batch_and_of_its_units(name, key):
     model, params, batch = problem(name)
     loss, expected = plain(model, params, batch, key)
-    losses, mean, rows = compiled(ordering.per_example(model.loss), params, batch, key)
+    losses, mean, rows = compiled(ordering.per_example_grads(model.loss), params, batch, key)
     np.testing.assert_allclose(losses.mean(), loss, rtol=1e-5)
     close(mean, expected)
     one = plain(model, params, jax.tree.map(lambda x: x[2:3], batch), key)[1]
     close(jax.tree.map(lambda g: g[2], rows), one)
-    losses, mean, rows = compiled(ordering.microbatch(model.loss), params, batch, key)
+    losses, mean, rows = compiled(ordering.microbatch_grads(model.loss), params, batch, key)
     np.testing.assert_allclose(losses, [loss], rtol=1e-6)
     close(mean, expected)
     close(rows, jax.tree.map(lambda g: g[None], mean))
@@ -74,7 +74,7 @@ def test_sketches_in_turn_take_the_memory_of_one_gradient(optimised, key):
     gradient = 4 * ordering.trees.tree_size(params)
 
     def temporary(in_turn):
-        gradients = ordering.per_example(model.loss, to_sketch=SMALL, in_turn=in_turn)
+        gradients = ordering.per_example_grads(model.loss, to_sketch=SMALL, in_turn=in_turn)
         run = jax.jit(lambda *args: (gradients(*args)[1], gradients(*args)[2]))
         program = run.lower(params, batch, key).compile()
         return program.memory_analysis().temp_size_in_bytes
@@ -134,10 +134,10 @@ def test_mean_gradients_by_rules_that_are_not_linear_are_those_of_the_mean_loss(
     w, x = (rng.normal(size=shape).astype(np.float32) for shape in ((90, 50), (5, 90)))
     loss = lambda w, x, key: NOT_LINEAR[name](w, x).sum(-1)  # noqa: E731
     makers = {
-        "side by side": ordering.per_example(loss),
-        "in turn": ordering.per_example(loss, in_turn=True),
-        "small": ordering.sketched(loss, jax.random.key(1), size=8192),
-        "sketched": ordering.sketched(loss, jax.random.key(1), size=64),
+        "side by side": ordering.per_example_grads(loss),
+        "in turn": ordering.per_example_grads(loss, in_turn=True),
+        "small": ordering.sketched_grads(loss, jax.random.key(1), size=8192),
+        "sketched": ordering.sketched_grads(loss, jax.random.key(1), size=64),
     }
 
     @jax.jit
@@ -172,17 +172,19 @@ def whole_batch(model):
 
 GROUP = 2
 MAKERS = {
-    "in turn": lambda loss, **aux: ordering.per_example(loss, in_turn=True, **aux),
-    "in turn, to sketches": lambda loss, **aux: ordering.per_example(
+    "in turn": lambda loss, **aux: ordering.per_example_grads(loss, in_turn=True, **aux),
+    "in turn, to sketches": lambda loss, **aux: ordering.per_example_grads(
         loss, to_sketch=SMALL, in_turn=True, **aux
     ),
-    "per_example": lambda loss, **aux: ordering.per_example(loss, **aux),
-    "microbatch": lambda loss, **aux: ordering.microbatch(loss, **aux),
-    "sketched": lambda loss, **aux: ordering.sketched(loss, jax.random.key(1), size=64, **aux),
-    "sketched whole": lambda loss, **aux: ordering.sketched(loss, jax.random.key(1), **aux),
-    "groups": lambda loss, **aux: ordering.per_example(ordering.grouped(loss, **aux), **aux),
-    "sketched groups": lambda loss, **aux: ordering.sketched(
-        ordering.grouped(loss, **aux), jax.random.key(1), size=64, **aux
+    "per_example": lambda loss, **aux: ordering.per_example_grads(loss, **aux),
+    "microbatch": lambda loss, **aux: ordering.microbatch_grads(loss, **aux),
+    "sketched": lambda loss, **aux: ordering.sketched_grads(
+        loss, jax.random.key(1), size=64, **aux
+    ),
+    "sketched whole": lambda loss, **aux: ordering.sketched_grads(loss, jax.random.key(1), **aux),
+    "groups": lambda loss, **aux: ordering.per_example_grads(ordering.group_loss(loss, **aux),
+    **aux), "sketched groups": lambda loss, **aux: ordering.sketched_grads(
+        ordering.group_loss(loss, **aux), jax.random.key(1), size=64, **aux
     ),
 }  # fmt: skip
 
@@ -256,7 +258,7 @@ def test_a_loss_that_draws_nothing_takes_no_key(maker, key):
 def test_checks_of_a_loss_that_draws_nothing_take_no_key(key):
     w, x, loss, _ = drawing_nothing()
     keyed = lambda w, x, key: loss(w, x)  # noqa: E731
-    of_leaves = functools.partial(ordering.sketched_parameters, size=64)
+    of_leaves = functools.partial(ordering.sketch_plan, size=64)
     assert of_leaves(loss, w, x) == of_leaves(keyed, w, x, key)
     for check in (of_leaves, ordering.check_separable):
         check(loss, params=w, batch=x)

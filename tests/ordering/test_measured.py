@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import ordering
 from ordering import echo
-from ordering.echo import echo_batches, measured, stream
+from ordering.echo import adaptive, echo_batches, stream
 from syncopate.unstable import multihost_utils
 from tests import reference
 from tests.commands import start_two
@@ -44,7 +44,7 @@ def test_measured_decides_like_the_reference(data):
     answers = data.draw(st.lists(st.booleans(), min_size=total_steps, max_size=total_steps))
     fresh, asked = reference.load_if_ready(answers, max_factor)
     loader = Scripted(answers)
-    uses = loader.run(measured(total_steps=total_steps, max_factor=max_factor))
+    uses = loader.run(adaptive(total_steps=total_steps, max_factor=max_factor))
     assert [use.fresh for use in uses] == fresh
     assert loader.asked_in == asked  # only if the decision depends on it
     plan = echo.EchoPlan(fresh)
@@ -56,7 +56,7 @@ ANSWERS = [t % 5 in (1, 2) or t % 7 == 3 for t in range(24)]
 
 
 def policy(max_factor=4, **options):
-    return measured(total_steps=24, max_factor=max_factor, **options)
+    return adaptive(total_steps=24, max_factor=max_factor, **options)
 
 
 def test_measured_resumes_at_any_step():
@@ -98,8 +98,8 @@ def test_a_step_loads_only_if_all_processes_are_ready(monkeypatch):
 
 def test_measured_echoes_while_a_real_loader_waits():
     source = Source(99, wait_at=1)
-    with ordering.data.load_ahead(source, depth=3) as loader:
-        steps = echo_batches(loader, measured(total_steps=8, max_factor=3))
+    with ordering.data.prefetch_to_device(source, depth=3) as loader:
+        steps = echo_batches(loader, adaptive(total_steps=8, max_factor=3))
         assert [next(steps)[:3] for _ in range(3)] == [(0, 0, True), (1, 0, False), (2, 0, False)]
         source.go_on.set()
         assert next(steps)[:3] == (3, 1, True)  # max_factor is reached, so it waits for the batch
@@ -120,9 +120,9 @@ def slow():
         time.sleep(0.03 * rank)  # the input of process 0 is always ready
         yield np.ones(2)
 
-policy = ordering.echo.measured(total_steps=60, max_factor=50)
+policy = ordering.echo.adaptive(total_steps=60, max_factor=50)
 fresh = []
-with ordering.data.load_ahead(slow()) as loader:
+with ordering.data.prefetch_to_device(slow()) as loader:
     for use in ordering.echo.echo_batches(loader, policy):
         fresh.append(use.fresh)
         time.sleep(0.005)
@@ -147,7 +147,7 @@ def test_two_processes_load_in_the_same_steps(tmp_path):
 test_bad_input = refuses({
     "measured without a loader": (
         lambda: echo_batches([batch(0)], policy()),
-        r"asks whether a batch is ready: pass loads=load_ahead",
+        r"asks whether a batch is ready: pass loads=prefetch_to_device",
     ),
     "first_step undecided": (
         lambda: echo_batches(Scripted(ANSWERS), policy(decided=[True, False]), first_step=3),

@@ -210,9 +210,9 @@ def test_a_random_order_is_the_permutation_that_jax_draws(size, key):
 MESHES = {"simulated": None, "a mesh": (4,), "auto": (4, 2), "explicit": (4, 2)}
 STARTS = {
     "coordinated": lambda: ordering.cd_grab(6, units_per_step=2),
-    "dealt": lambda: ordering.dealt(ordering.cd_grab(6, units_per_step=2), 6),
+    "dealt": lambda: ordering.global_order(ordering.cd_grab(6, units_per_step=2), 6),
     "of one": lambda: ordering.grab(6),
-    "random": lambda: ordering.dealt_reshuffling(6),
+    "random": lambda: ordering.global_reshuffling(6),
 }
 
 
@@ -226,7 +226,7 @@ def test_all_workers_start_as_each_would_with_the_sizes_that_it_observes(name, w
     if shape:
         kinds = (AxisType.Explicit if where == "explicit" else AxisType.Auto,) * len(shape)
         workers = jax.make_mesh(shape, ("worker", "data")[: len(shape)], axis_types=kinds)
-    gradients = ordering.sketched(lambda w, x, key: (x @ w) ** 2, key, size=8)
+    gradients = ordering.sketched_grads(lambda w, x, key: (x @ w) ** 2, key, size=8)
     args = (jnp.ones(40), jnp.ones((2, 40)), key) if name != "random" else ()
     given = (gradients, args) if args else ()
     found = ordering.start(order, key, *given, workers=workers)

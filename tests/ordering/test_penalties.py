@@ -84,7 +84,7 @@ SELDOM = ("leaf by leaf", "a copy", "zero")  # ways to write L2
 )
 def test_sketches_of_penalised_losses_are_those_of_gradients_without_a_copy(name, scaled):
     loss = with_key(LOSSES[name])
-    plan = ordering.sketched_parameters(loss, PARAMS, BATCH, KEY, size=SIZE)
+    plan = ordering.sketch_plan(loss, PARAMS, BATCH, KEY, size=SIZE)
     large = [leaf for leaf in plan if leaf.shape not in ((), (12,))]
     assert {leaf.how for leaf in large} <= {"sketched", "shared"}, plan
     assert_sketched(loss, PARAMS, BATCH, scale=scale_like(PARAMS, plan) if scaled else None)
@@ -95,7 +95,7 @@ def test_copies_of_large_parameters_are_warned_of():
     derived = lambda w: (w / jnp.linalg.norm(w)).reshape(20, 40, 24).sum(1)  # noqa: E731
     loss = with_key(lambda p, b: fit(p | {"in": derived(p["in"])}, b))
     params = PARAMS | {"in": large}
-    run = parts_of(ordering.sketched(loss, SKETCH_KEY, size=SIZE))
+    run = parts_of(ordering.sketched_grads(loss, SKETCH_KEY, size=SIZE))
     numbers = sum(np.size(w) for w in params.values())
     ratio = f"{N * large.size / numbers:.3g} times"
     with pytest.warns(UserWarning, match=rf"\['in'\].*each of {N} units.* {ratio}") as caught:
@@ -105,8 +105,8 @@ def test_copies_of_large_parameters_are_warned_of():
 
 
 def test_a_term_that_all_units_share_cancels_in_differences_of_pairs():
-    small = ordering.sketched(with_key(LOSSES["L2"]), SKETCH_KEY, size=SIZE)
-    plain = ordering.sketched(with_key(LOSSES["no gradient"]), SKETCH_KEY, size=SIZE)
+    small = ordering.sketched_grads(with_key(LOSSES["L2"]), SKETCH_KEY, size=SIZE)
+    plain = ordering.sketched_grads(with_key(LOSSES["no gradient"]), SKETCH_KEY, size=SIZE)
     found, without = (jax.jit(parts_of(maker))(PARAMS, BATCH)[2] for maker in (small, plain))
     close(found[0] - found[1], without[0] - without[1])
     assert float(jnp.max(jnp.abs(found - without))) > 0.1

@@ -230,12 +230,12 @@ def test_after_ends_each_epoch_once_for_all_workers(name, axes):
     axis_name = axes[0][0] if axes else "worker"
     order = {
         "cd_grab": ordering.cd_grab(12, units_per_step=2, gathers="sync", axis_name=axis_name),
-        "dealt": ordering.dealt_reshuffling(12, axis_name=axis_name),
+        "dealt": ordering.global_reshuffling(12, axis_name=axis_name),
         "random_reshuffling": ordering.random_reshuffling(12),
     }[name]
     workers = 4 if axes is None else jax.make_mesh([n for _, n in axes], [n for n, _ in axes])
     key, args = np.asarray(jax.random.PRNGKey(0)), (jnp.zeros(3), jnp.zeros((2, 3)))
-    gradients = ordering.per_example(lambda w, x: jnp.square(x @ w))
+    gradients = ordering.per_example_grads(lambda w, x: jnp.square(x @ w))
     named = dict(workers=4, axis_name=axis_name)
     expected = ordering.start(order, jax.random.key(0), gradients, args, **named)
     with jax.transfer_guard("disallow"):

@@ -20,9 +20,9 @@ ORDERS = {name: row.make(M, B) for name, row in tables.ORDERS.items()}
 
 
 DEALT = {
-    "dealt": ordering.dealt(ORDERS["cd_grab"], M),
-    "dealt at syncs": ordering.dealt(ORDERS["cd_grab, at syncs"], M),
-    "dealt_reshuffling": ordering.dealt_reshuffling(M),
+    "dealt": ordering.global_order(ORDERS["cd_grab"], M),
+    "dealt at syncs": ordering.global_order(ORDERS["cd_grab, at syncs"], M),
+    "global_reshuffling": ordering.global_reshuffling(M),
 }
 NEED_AXIS = {name: ORDERS[name] for name in ("cd_grab", "cd_grab, at syncs")} | DEALT
 PARAMS, KEY = jnp.zeros(D), jax.random.key(0)
@@ -64,7 +64,7 @@ def test_calls_outside_of_the_axis_name_it(name):
     run = tables.vmap_workers(lambda key: order.init(key, PARAMS))
     state = jax.tree.map(lambda x: x[0], run(jax.random.split(jax.random.key(0), W)))
     rows = jnp.zeros((B, D))
-    if name != "dealt_reshuffling":
+    if name != "global_reshuffling":
         with pytest.raises(ValueError, match=needed):  # gathered rows may wait for a sync
             order.sync(order.observe(state, rows))
     if name in DEALT:
@@ -77,7 +77,7 @@ def test_sizes_of_numpy_do_not_overflow():
     order = ordering.block_reshuffling(np.uint8(200), block_size=np.uint8(3))
     second = order.next_epoch(order.next_epoch(order.init(KEY)))
     assert sorted(second.current.tolist()) == list(range(200))
-    assert states(ordering.dealt_reshuffling(np.uint8(200))).current.shape == (W, 200)
+    assert states(ordering.global_reshuffling(np.uint8(200))).current.shape == (W, 200)
 
 
 Z = jnp.ones((2, D))
@@ -89,13 +89,15 @@ LOSSES = {  # what the loss returns, the message
     "rows of it": (lambda x: jnp.ones((1, 5)), r"the shape \(1, 1, 5\): return one loss|\(1, 5\)"),
 }
 MAKERS = {
-    "per_example": ordering.per_example,
-    "in turn": functools.partial(ordering.per_example, in_turn=True),
-    "sketched": lambda loss, **given: ordering.sketched(loss, KEY, size=3, **given),
+    "per_example": ordering.per_example_grads,
+    "in turn": functools.partial(ordering.per_example_grads, in_turn=True),
+    "sketched": lambda loss, **given: ordering.sketched_grads(loss, KEY, size=3, **given),
 }
 
 
-def gradients(loss=squares, params=PARAMS, batch=Z, key=KEY, make=ordering.per_example, **given):
+def gradients(
+    loss=squares, params=PARAMS, batch=Z, key=KEY, make=ordering.per_example_grads, **given
+):
     return lambda: jax.eval_shape(lambda: make(loss, **given)(params, batch, key)[:2])
 
 
@@ -157,8 +159,9 @@ test_bad_input = refuses({
     "no aux": (gradients(has_aux=True), r"with has_aux=True return a tuple \(losses, aux\)"),
     "params": (gradients(lambda *_: 1.0, PARAMS > 0), "dtype .*: gradients are arrays of real num"),
     "batch": (gradients(batch=4.0), "the batch must be arrays with a common leading axis"),
-    "uncalled order": (lambda: ordering.dealt(ordering.cd_grab, 4), "order is <function cd_grab"),
-    "sketch of nothing": (lambda: ordering.sketch(KEY)({}), "nothing to sketch in {}"),
+    "uncalled order": (
+        lambda: ordering.global_order(ordering.cd_grab, 4), "order is <function cd_grab"),
+    "sketch of nothing": (lambda: ordering.make_sketch(KEY)({}), "nothing to sketch in {}"),
     "repeated": (
         lambda: ordering.herding_bound(jnp.ones((2, 3, 1)), np.array([[0, 1, 2], [0, 0, 1]])),
         "orders are no permutations of the units 0 .. 2",

@@ -36,14 +36,14 @@ def test_every_step_keeps_its_units_and_every_unit_has_one_worker(before, after,
 
 
 DEALT = {  # 20 units, of which each epoch leaves out two
-    "dealt": lambda m, b: ordering.dealt(
+    "dealt": lambda m, b: ordering.global_order(
         ordering.cd_grab(m, units_per_step=b, gathers="step"), m, total=20
     ),
-    "dealt_reshuffling": lambda m, b: ordering.dealt_reshuffling(m, total=20),
+    "global_reshuffling": lambda m, b: ordering.global_reshuffling(m, total=20),
 }
 FIXED = ("block_reshuffling", "grab", "greedy_herding", "cd_grab_walk", "cd_grab, at syncs")
 NAMED = {name: ORDERS[name] for name in (*FIXED, "kh")}
-NAMED |= {name: Order(make, name != "dealt_reshuffling") for name, make in DEALT.items()}
+NAMED |= {name: Order(make, name != "global_reshuffling") for name, make in DEALT.items()}
 # 18 units, 6 in a step: 3 workers with 6 each, or 2 with 9 each, where one has no partner.
 SIZES, STEPS = {3: (6, 2), 2: (9, 3)}, 3
 

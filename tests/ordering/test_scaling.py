@@ -52,11 +52,13 @@ OPTIMIZERS = {
 def test_a_scale_equals_the_reference(name):
     state, moments = stepped(OPTIMIZERS[name])
     for power in (0.25, 0.5):
-        found = ordering.scale_of(state, PARAMS, floor=0.1, power=power)
+        found = ordering.second_moment_scale(state, PARAMS, floor=0.1, power=power)
         wanted = reference.scale(moments, 0.1, power)
         for mine, expected in zip(jax.tree.leaves(found), wanted, strict=True):
             np.testing.assert_allclose(mine, expected, rtol=1e-5)
-    factored = whole_scale(ordering.scale_of(state, PARAMS, leaves=FACTORED, floor=0.1), PARAMS)
+    factored = whole_scale(
+        ordering.second_moment_scale(state, PARAMS, leaves=FACTORED, floor=0.1), PARAMS
+    )
     mean = sum(v.sum() for v in moments) / sum(v.size for v in moments)
     np.testing.assert_allclose(factored["b"], found["b"], rtol=1e-6)
     expected = reference.factored_scale(moments[1], mean, 0.1)
@@ -65,7 +67,7 @@ def test_a_scale_equals_the_reference(name):
 
 def test_a_scale_before_the_first_step_is_one():
     for leaves in (None, FACTORED):
-        found = ordering.scale_of(ADAM.init(PARAMS), PARAMS, leaves=leaves)
+        found = ordering.second_moment_scale(ADAM.init(PARAMS), PARAMS, leaves=leaves)
         assert all((x == 1).all() for x in jax.tree.leaves(found))
 
 
@@ -73,22 +75,22 @@ def test_a_scale_before_the_first_step_is_one():
 def test_a_scale_is_one_where_a_moment_is_not_finite(leaves, value):
     state = optax.ScaleByRmsState({"b": jnp.ones(PARAMS["b"].shape), "w": PARAMS["w"] ** 2})
     broken = state._replace(nu={**state.nu, "w": state.nu["w"].at[0].set(value)})
-    assert any((x != 1).any() for x in jax.tree.leaves(ordering.scale_of(state, PARAMS)))
-    found = ordering.scale_of(broken, PARAMS, leaves=leaves)
+    assert any((x != 1).any() for x in jax.tree.leaves(ordering.second_moment_scale(state, PARAMS)))
+    found = ordering.second_moment_scale(broken, PARAMS, leaves=leaves)
     assert all((x == 1).all() for x in jax.tree.leaves(found))
 
 
 def test_parameters_without_numbers_change_no_scale():
     alone = jnp.array([1.0, 4.0, 9.0])
     both = {"empty": jnp.ones((0, 2)), "w": alone}
-    found = ordering.scale_of(optax.ScaleByRmsState(both), both)
-    assert_close(found["w"], ordering.scale_of(optax.ScaleByRmsState(alone), alone))
+    found = ordering.second_moment_scale(optax.ScaleByRmsState(both), both)
+    assert_close(found["w"], ordering.second_moment_scale(optax.ScaleByRmsState(alone), alone))
 
 
 def test_parameters_may_be_called_like_the_moment():
     params = {"nu": {"w": jnp.ones(3)}, "w": jnp.ones(3)}
     state, moments = stepped(ADAM, params)
-    found = jax.tree.leaves(ordering.scale_of(state, params, floor=0.1))
+    found = jax.tree.leaves(ordering.second_moment_scale(state, params, floor=0.1))
     jax.tree.map(assert_close, found, reference.scale(moments, 0.1))
 
 
@@ -100,13 +102,13 @@ def test_rows_of_a_look_up_table_are_scaled_alike():
         return jnp.square(jnp.square(x["features"] @ w.T) @ w + w[x["token"]]).sum(-1)
 
     batch = {"features": jnp.ones((3, 70)), "token": jnp.arange(3)}
-    leaves = ordering.sketched_parameters(loss, table, batch, jax.random.clone(KEY), size=64)
+    leaves = ordering.sketch_plan(loss, table, batch, jax.random.clone(KEY), size=64)
     assert (leaves[0].why, leaves[0].rows) == ("product, look-up", (0,))
     v = RNG.uniform(0.01, 4, size=table.shape).astype(np.float32)
-    found = ordering.scale_of(optax.ScaleByRmsState(v), table, leaves=leaves, floor=0.1)
+    found = ordering.second_moment_scale(optax.ScaleByRmsState(v), table, leaves=leaves, floor=0.1)
     expected = reference.factored_scale(np.tile(v.mean(0), (90, 1)), v.mean(), 0.1)
     np.testing.assert_allclose(whole_scale(found, table), expected, rtol=1e-5)
-    gradients = ordering.sketched(loss, SKETCH_KEY, size=64)
+    gradients = ordering.sketched_grads(loss, SKETCH_KEY, size=64)
     assert jax.eval_shape(gradients, table, batch, KEY, found)[2].shape == (3, 64)
 
 
@@ -114,7 +116,7 @@ def test_rows_of_a_look_up_table_are_scaled_alike():
 def test_workers_with_their_own_moments_get_one_scale(leaves):
     """That of the mean of their moments."""
     nu = {"b": jnp.arange(6.0).reshape(2, 3), "w": jnp.arange(24.0).reshape(2, 4, 3)}
-    of = lambda nu, axis=None: ordering.scale_of(  # noqa: E731
+    of = lambda nu, axis=None: ordering.second_moment_scale(  # noqa: E731
         optax.ScaleByRmsState(nu), PARAMS, leaves=leaves, axis_name=axis
     )
     found = jax.vmap(lambda nu: of(nu, "worker"), axis_name="worker")(nu)
@@ -124,7 +126,7 @@ def test_workers_with_their_own_moments_get_one_scale(leaves):
 
 def test_optimizers_without_a_second_moment_are_told_to_keep_one_beside():
     with pytest.raises(ValueError, match="no second moment for params.* optax.scale_by_rms"):
-        ordering.scale_of(optax.lion(1e-3).init(PARAMS), PARAMS)
+        ordering.second_moment_scale(optax.lion(1e-3).init(PARAMS), PARAMS)
 
 
 def product(w, batch, key):
@@ -135,9 +137,9 @@ def test_a_scaled_step_has_the_products_of_the_plain_one():
     """And with a scale of ones its bits."""
     x, y = (RNG.normal(size=(2, 64, n)).astype(np.float32) for n in (300, 200))
     w, batch = jnp.zeros((300, 200)), {"x": x, "y": y}
-    leaves = ordering.sketched_parameters(product, w, batch, KEY, size=128)
-    ones = ordering.scale_of(ADAM.init(w), w, leaves=leaves)
-    gradients = ordering.sketched(product, SKETCH_KEY, size=128)
+    leaves = ordering.sketch_plan(product, w, batch, KEY, size=128)
+    ones = ordering.second_moment_scale(ADAM.init(w), w, leaves=leaves)
+    gradients = ordering.sketched_grads(product, SKETCH_KEY, size=128)
     run = lambda *scale: gradients(w, batch, jax.random.clone(KEY), *scale)[1:]  # noqa: E731
     plain, scaled = jax.jit(run).lower().compile(), jax.jit(run).lower(ones).compile()
     dots = [program.as_text().count(" dot(") for program in (plain, scaled)]
@@ -149,8 +151,8 @@ def test_a_scaled_step_has_the_products_of_the_plain_one():
 
 def test_a_scale_that_does_not_fit_is_refused():
     w, batch = jnp.zeros((60, 40)), {"x": jnp.ones((2, 3, 60)), "y": jnp.ones((2, 3, 40))}
-    gradients = ordering.sketched(product, SKETCH_KEY, size=128)
-    with pytest.raises(ValueError, match="sketches need factors: pass scale_of"):
+    gradients = ordering.sketched_grads(product, SKETCH_KEY, size=128)
+    with pytest.raises(ValueError, match="sketches need factors: pass second_moment_scale"):
         gradients(w, batch, jax.random.clone(KEY), w)
     with pytest.raises(ValueError, match="scale is real.60. and in one gradient real.60, 40."):
         gradients(w, batch, jax.random.clone(KEY), w[:, 0])

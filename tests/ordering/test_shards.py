@@ -73,7 +73,7 @@ def test_sketches_of_shards_keep_inner_products(size):
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), [SPECS] * 2), out_specs=P())
     def sketches(keys, trees):
         def one(key):
-            return [ordering.sketch(key, size=size, specs=SPECS)(tree) for tree in trees]
+            return [ordering.make_sketch(key, size=size, specs=SPECS)(tree) for tree in trees]
 
         return jax.lax.map(one, keys)
 
@@ -103,7 +103,7 @@ def observed(mesh, order, tree, specs, **options):
 
 GRADIENTS = np.random.default_rng(2).normal(size=(2, 4, 8)).astype(np.float32)
 WHOLE, SPLIT, BY_COMPILER = P("worker"), P("worker", None, "model"), {"axis_names": {"worker"}}
-BESIDE = r"mesh axes \['model'\] beside the workers' 'worker'.*ordering.sketch\(specs=\)"
+BESIDE = r"mesh axes \['model'\] beside the workers' 'worker'.*ordering.make_sketch\(specs=\)"
 
 
 @pytest.mark.parametrize("gathers,specs,options", [

@@ -73,11 +73,11 @@ def test_inner_products_are_unbiased_and_as_accurate_as_promised(kind):
 
 def test_gradients_smaller_than_a_sketch_are_kept_and_give_the_same_orders():
     g = {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(2)}
-    found = ordering.sketch(jax.random.key(0), size=10)(g)
+    found = ordering.make_sketch(jax.random.key(0), size=10)(g)
     assert found.tolist() == [1, 1, 0, 1, 2, 3, 4, 5, 0, 0]
     vectors = jax.random.normal(jax.random.key(1), (8, 20))
     order = ordering.pair_balance(8, units_per_step=2)
-    to_sketch = ordering.sketch(jax.random.key(2), size=32)
+    to_sketch = ordering.make_sketch(jax.random.key(2), size=32)
     short = order._replace(
         init=lambda key, params: order.init(key, jnp.zeros(32)),
         observe=lambda s, rows: order.observe(s, ordering.sketch_rows(rows, to_sketch)),
@@ -89,7 +89,7 @@ def test_gradients_smaller_than_a_sketch_are_kept_and_give_the_same_orders():
 def test_nothing_as_large_as_the_gradient_is_written(optimised):
     """On an accelerator one fusion reads the leaf; on a CPU blocks of it are added up."""
     leaf = jax.ShapeDtypeStruct((4000, 1000), jnp.float32)
-    program = jax.jit(ordering.sketch(jax.random.key(0))).lower({"w": leaf}).compile()
+    program = jax.jit(ordering.make_sketch(jax.random.key(0))).lower({"w": leaf}).compile()
     assert program.memory_analysis().temp_size_in_bytes < leaf.size / 4
     assert not re.search(r"= f32\[4000000\]\S* (copy|fusion)", program.as_text())
 
@@ -104,13 +104,13 @@ RANKS = {"one example of an MLP": 1, "a few words": 8, "a text": 256}
 
 @pytest.mark.parametrize("rank", RANKS.values(), ids=RANKS)
 def test_inner_products_are_unbiased_whatever_the_rank_and_nearly_as_accurate(rank):
-    """E s_i . s_j = G_i . G_j over keys, with at most six times the variance of `sketch`."""
+    """E s_i . s_j = G_i . G_j over keys, with at most six times the variance of `make_sketch`."""
     rng, size, keys = np.random.default_rng(3), 256, 200
     x, y = (rng.normal(size=(2, rank, n)).astype(np.float32) for n in (300, 200))
     w, batch = jnp.zeros((300, 200)), {"x": x, "y": y}
 
     def rows(key):
-        sketched = ordering.sketched(outer_products, key, size=size)
+        sketched = ordering.sketched_grads(outer_products, key, size=size)
         return sketched(w, batch, jax.random.key(0))[2]
 
     found = jax.jit(jax.vmap(rows))(jax.random.split(SKETCH_KEY, keys))
@@ -137,7 +137,7 @@ def test_sketches_of_a_table_keep_how_frequent_its_rows_are():
         return jnp.einsum("ntv,nv->n", logits, batch["errors"])
 
     def rows(key):
-        return ordering.sketched(loss, key, size=size)(table, batch, jax.random.key(0))[2]
+        return ordering.sketched_grads(loss, key, size=size)(table, batch, jax.random.key(0))[2]
 
     found = jax.jit(jax.vmap(rows))(jax.random.split(SKETCH_KEY, keys))
     formed = np.einsum("nv,ntc->nvc", batch["errors"], batch["features"]).reshape(2, -1)

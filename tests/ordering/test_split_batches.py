@@ -82,10 +82,10 @@ def mesh_of(shape, names, kind=AxisType.Auto):
 
 
 MAKERS = {
-    "per_example": ordering.per_example,
-    "in turn": functools.partial(ordering.per_example, in_turn=True),
-    "sketched": functools.partial(ordering.sketched, key=SKETCH_KEY, size=16),
-    "microbatch": ordering.microbatch,
+    "per_example": ordering.per_example_grads,
+    "in turn": functools.partial(ordering.per_example_grads, in_turn=True),
+    "sketched": functools.partial(ordering.sketched_grads, key=SKETCH_KEY, size=16),
+    "microbatch": ordering.microbatch_grads,
 }
 
 
@@ -149,7 +149,7 @@ def test_gradients_of_convolutions_inside_lift_with_split_batches(maker):
 
     lifted = local_opt.lift(step, mesh, "owned split -> owned owned")
     split = jax.device_put(x, NamedSharding(mesh, jax.P(("worker", "data"))))
-    mean, rows = jax.jit(lifted)(local_opt.owned(w, mesh), split)
+    mean, rows = jax.jit(lifted)(local_opt.replicate(w, mesh), split)
     each = [jax.jit(step)(w, x[:4]), jax.jit(step)(w, x[4:])]
     close((mean, rows), jax.tree.map(lambda *of: np.stack(of), *each))
     close(mean, alone(loss, w, x).reshape(2, 4, *w.shape).mean(1))

@@ -111,7 +111,7 @@ def test_a_pipeline_is_read_ahead_of_the_next_epoch():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("read", ["iter(dataset)", "ordering.data.load_ahead(dataset)"])
+@pytest.mark.parametrize("read", ["iter(dataset)", "ordering.data.prefetch_to_device(dataset)"])
 def test_the_interpreter_exits_while_a_dataset_is_read(read):
     """Also, TensorFlow is imported only when it is used."""
     code = f"""

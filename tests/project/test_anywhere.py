@@ -101,19 +101,19 @@ def opt(function, *args, **options):
 
 SUBJECTS = {
     **{name: of_order(lambda row=row: row.make(M, B)) for name, row in tables.ORDERS.items()},
-    "dealt": of_order(lambda: ordering.dealt(ordering.cd_grab(M, units_per_step=B), M)),
-    "dealt_reshuffling": of_order(lambda: ordering.dealt_reshuffling(M)),
-    "per_example": of_gradients(lambda: ordering.per_example(loss)),
-    "microbatch": of_gradients(lambda: ordering.microbatch(lambda *a: jnp.mean(loss(*a)))),
-    "sketched": of_gradients(lambda: ordering.sketched(loss, SKETCH_KEY, size=D)),
+    "dealt": of_order(lambda: ordering.global_order(ordering.cd_grab(M, units_per_step=B), M)),
+    "global_reshuffling": of_order(lambda: ordering.global_reshuffling(M)),
+    "per_example": of_gradients(lambda: ordering.per_example_grads(loss)),
+    "microbatch": of_gradients(lambda: ordering.microbatch_grads(lambda *a: jnp.mean(loss(*a)))),
+    "sketched": of_gradients(lambda: ordering.sketched_grads(loss, SKETCH_KEY, size=D)),
     "local_steps": of_steps(opt(local_opt.local_steps, PLAN)),
     "local_steps, wire": of_steps(
-        opt(local_opt.local_steps, PLAN, wire=local_opt.rounded_wire("int8"), opt_state="mean")
+        opt(local_opt.local_steps, PLAN, wire=local_opt.quantize("int8"), opt_state="mean")
     ),
     "diloco": of_steps(opt(local_opt.diloco, PLAN, momentum=0.0)),
     "local_rounds": of_rounds(opt(local_opt.local_rounds)),
     "local_rounds, corrected": of_rounds(
-        opt(local_opt.local_rounds, correction=local_opt.control_variates())
+        opt(local_opt.local_rounds, correction=local_opt.scaffold())
     ),
     "parallel_rounds": of_rounds(opt(local_opt.parallel_rounds)),
     "accumulated_rounds": of_rounds(opt(local_opt.accumulated_rounds)),
@@ -275,7 +275,7 @@ def test_a_number_of_a_plan_that_is_traced_is_refused_with_what_to_do(ask):
 
 def test_what_is_drawn_at_once_is_so_on_a_mesh_that_is_not_in_scope():
     """Explicit axes of several devices are named in a lifted step, and no device is known."""
-    sketched, key = ordering.sketched(lambda w, x: x @ w, jax.random.key(7), size=8), KEYS[0]
+    sketched, key = ordering.sketched_grads(lambda w, x: x @ w, jax.random.key(7), size=8), KEYS[0]
 
     def step(w, x):
         plan = local_opt.bernoulli(lambda t: 1 / (1 + t), total_steps=30, key=key)

@@ -34,7 +34,7 @@ order = ordering.cd_grab(4, units_per_step=2)
 states = jax.vmap(order.init, (0, None), axis_name="worker")(
     jax.random.split(jax.random.key(0), 2), jnp.zeros(3)
 )
-sketch = ordering.sketch(jax.random.key(1), size=4)
+sketch = ordering.make_sketch(jax.random.key(1), size=4)
 plan = local_opt.qsr(optax.cosine_decay_schedule(0.1, 20), total_steps=20, alpha=0.2, h_base=2)
 opt = local_opt.local_steps(optax.adam(1e-3), plan, axis_name="worker")
 state = jax.vmap(opt.init)(jnp.zeros((2, 3)))

@@ -123,14 +123,14 @@ def test_an_nnx_loop_with_grain_trains_and_every_epoch_reads_all_examples(load, 
 def test_an_nnx_loop_with_local_steps_trains_and_ends_with_one_model(load, monkeypatch):
     pytest.importorskip("grain", reason="Grain is not installed: pip install grain")
     example, ended = load("nnx_grain", "local_steps"), []
-    consolidate = example.local_opt.consolidate
+    mean_over_workers = example.local_opt.mean_over_workers
 
     def noted(state):
         example.local_opt.check_synced(state, ulps=4)
         ended.append(state)
-        return consolidate(state)
+        return mean_over_workers(state)
 
-    monkeypatch.setattr(example.local_opt, "consolidate", noted)
+    monkeypatch.setattr(example.local_opt, "mean_over_workers", noted)
     found = example.main(seed=0, learning_rate=0.2, epochs=3)
     assert len(ended) == 1 and found["losses"][-1] < 0.5 * found["losses"][0]
     assert found["train"]["loss"] < 1 and found["valid"]["accuracy"] > 0.75

@@ -52,8 +52,8 @@ TAKE_KEYS = {
     **{name: lambda key, row=row: row.make(M, B).init(key, ROWS[0, 0])
        for name, row in tables.ORDERS.items() if not row.coordinated},
     "bernoulli": lambda key: local_opt.bernoulli(0.5, total_steps=40, key=key).starts,
-    "sketch": lambda key: ordering.sketch(key, size=4)(jnp.asarray(ROWS[0])),
-    "loss": lambda key: ordering.per_example(
+    "sketch": lambda key: ordering.make_sketch(key, size=4)(jnp.asarray(ROWS[0])),
+    "loss": lambda key: ordering.per_example_grads(
         lambda p, x, key: p * x.sum() * jax.random.normal(key)
     )(jnp.ones(()), jnp.asarray(ROWS[0]), key),
     "echo": lambda key: echo.bernoulli(0.5, total_steps=40, key=key).marked,

@@ -185,7 +185,7 @@ def test_plans_and_the_measured_policy_decide_through_one_method(data):
     fresh = [True, *data.draw(st.lists(st.booleans(), min_size=total_steps - 1,
                                        max_size=total_steps - 1))]  # fmt: skip
     plan = EchoPlan(fresh)
-    policy = echo.measured(total_steps=total_steps, max_factor=99, decided=fresh)
+    policy = echo.adaptive(total_steps=total_steps, max_factor=99, decided=fresh)
     assert (plan.online, policy.online) == (False, True)
     assert plan.total_steps == policy.total_steps and plan.known == policy.known == plan
     for step in range(total_steps):  # decided already: `ready` is not needed

@@ -110,7 +110,7 @@ def test_workers_may_be_devices(name, capsys):
     assert left["WORKERS"].shape["worker"] > 1 and first > 2
     assert float(left["loss"]) < 0.75 * first
     if name == "flax_equinox-0":  # as its page says that the step is read
-        assert int(local_opt.consolidate(left["state"].step)) == 24
+        assert int(local_opt.mean_over_workers(left["state"].step)) == 24
 
 
 def test_workers_of_a_balanced_order_may_be_devices(capsys):

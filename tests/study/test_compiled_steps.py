@@ -33,15 +33,15 @@ HOT = {
         rounds_of(optax.adamw(0.1), outer=NESTEROV, opt_state={"mu": "mean"}), {}),
     "planned": (
         local_opt.local_steps(optax.adamw(0.1), PLAN, axis_name="worker"), {"sync": False}),
-    "control variates": (rounds_of(correction=local_opt.control_variates()), {}),
-    "proximal": (rounds_of(correction=local_opt.proximal(0.1)), {}),
+    "control variates": (rounds_of(correction=local_opt.scaffold()), {}),
+    "proximal": (rounds_of(correction=local_opt.fedprox(0.1)), {}),
     "streaming": (STREAM, {}),
 }  # fmt: skip
 SYNCS = {
     "plain": {},
     "mean": {"opt_state": "mean"},
-    "control variates": {"correction": local_opt.control_variates()},
-    "proximal": {"correction": local_opt.proximal(0.1)},
+    "control variates": {"correction": local_opt.scaffold()},
+    "proximal": {"correction": local_opt.fedprox(0.1)},
     **{name: {"wire": wire} for name, wire in WIRES.items()},
 }
 

@@ -248,7 +248,7 @@ def test_the_page_shows_the_output_of_its_command():
 def test_a_wire_takes_memory_for_a_group_and_sends_the_bytes_of_all(monkeypatch):
     """Four workers with 2^22 numbers, in one group and in eight."""
     mesh = worker_mesh(WORKERS)
-    wire, found = local_opt.rounded_wire("int8"), []
+    wire, found = local_opt.quantize("int8"), []
     rounds = local_opt.local_rounds(optax.sgd(0.1), wire=wire)
     params = {f"w{i}": jax.ShapeDtypeStruct((256, 1024), np.float32) for i in range(16)}
     place = owned_sharding(mesh)
@@ -496,7 +496,7 @@ def test_collectives_of_a_step_are_counted():
         assert found == collections.Counter(one.kind for one in collectives_of(compiled))
         return found
 
-    rows = local_opt.owned(jnp.ones(3), worker_mesh(WORKERS))
+    rows = local_opt.replicate(jnp.ones(3), worker_mesh(WORKERS))
     assert count(step) == {"all-reduce": 3, "all-gather": 1, "collective-permute": 1}
     assert count(jnp.sin) == {}
     simulated = local_opt.lift(step, WORKERS, "owned -> owned")

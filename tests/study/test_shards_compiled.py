@@ -144,14 +144,14 @@ def test_sketches_gather_no_gradient():
     mesh, activations = mesh_of(2), BATCH * 1024 * 4
     params = placed(copies(network(1024), 2), SPECS, mesh)
     data = placed(jax.tree.map(lambda x: x[:, :BATCH], data_of(2)), P(), mesh)
-    made = ordering.sketched(loss, SKETCH, size=128)
-    to_sketch = ordering.sketch(SKETCH, size=128, specs=SPECS)
+    made = ordering.sketched_grads(loss, SKETCH, size=128)
+    to_sketch = ordering.make_sketch(SKETCH, size=128, specs=SPECS)
 
     def backward(params, batch):
         return made(params, batch, jax.random.key(0))[2]
 
     def of_gradients(params, batch):
-        rows = ordering.per_example(loss)(params, batch, jax.random.key(0))[2]
+        rows = ordering.per_example_grads(loss)(params, batch, jax.random.key(0))[2]
         return ordering.sketch_rows(rows, to_sketch)
 
     over, _ = left_to_the_compiler(2, check_vma=False)

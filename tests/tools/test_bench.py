@@ -108,7 +108,7 @@ def test_ways_to_single_examples_are_compared_before_they_are_timed(monkeypatch)
     monkeypatch.setattr(timing, "step_task", lambda name: task)
     rows = list(single_examples.rows_of("digits", 6))
     ours = [f"optax micro_grad, microbatches {size}" for size in ("none", 4, 1)]
-    names = ["plain step", "ordering.sketched", "vmap, then a sketch", *ours]
+    names = ["plain step", "ordering.sketched_grads", "vmap, then a sketch", *ours]
     assert [r["way"] for r in rows][:6] == names and rows[0]["times_plain"] == "1.00"
 
     ways = single_examples.ways_of
@@ -118,7 +118,7 @@ def test_ways_to_single_examples_are_compared_before_they_are_timed(monkeypatch)
         return found | {names[1]: lambda *args: (found[names[0]](*args)[0], np.eye(16, 1024))}
 
     monkeypatch.setattr(single_examples, "ways_of", wrong)
-    with pytest.raises(AssertionError, match="ordering.sketched: inner products are off by"):
+    with pytest.raises(AssertionError, match="ordering.sketched_grads: inner products are off by"):
         list(single_examples.rows_of("digits", 6))
 
 

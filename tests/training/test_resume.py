@@ -18,7 +18,7 @@ import local_opt
 from experiments.cluster import processes
 from experiments.study.arms import TABLES, row_of
 from experiments.training import checkpoint, input, loop, run
-from ordering.echo import EchoPlan, measured
+from ordering.echo import EchoPlan, adaptive
 from tests.little_run import (
     STEPS,
     STREAMED,
@@ -57,7 +57,7 @@ def coins(patch):
 
 
 def online(decided=()):
-    return measured(total_steps=STEPS, max_factor=12, decided=decided)
+    return adaptive(total_steps=STEPS, max_factor=12, decided=decided)
 
 
 MANY = [(case, {}, 1) for case in cases()] + [

@@ -104,7 +104,7 @@ def test_workers_with_their_own_moments_have_the_scale_of_the_mean():
     state = little_run.trained(program, plans)[0].state
     first = lambda tree: jax.tree.map(lambda x: x[0], tree)  # noqa: E731
     nu = jax.tree.map(lambda v: v.mean(0), optax.tree_utils.tree_get(state.opt_state, "nu"))
-    expected = ordering.scale_of(optax.ScaleByRmsState(nu), first(state.params))
+    expected = ordering.second_moment_scale(optax.ScaleByRmsState(nu), first(state.params))
     for mine, other in zip(*map(jax.tree.leaves, (state.scale, expected)), strict=True):
         for of_worker in mine:
             np.testing.assert_allclose(of_worker, other, rtol=1e-4)
@@ -116,7 +116,7 @@ def test_reshuffling_is_that_of_the_library(name):
     orders = measured(name)[2]
     order = ordering.random_reshuffling(11)
     if name != "rr":  # of 44 examples, 40 in 5 steps; a batch is 2 of every worker
-        order = ordering.dealt_reshuffling(10, total=44)
+        order = ordering.global_reshuffling(10, total=44)
     state = tables.vmap_workers(lambda key: order.init(key, None))(program.keys_of(0, 4)[1])
     next_epoch = tables.vmap_workers(order.next_epoch)
     for found in orders[1:]:  # at the ends of epochs, when the next order is current

@@ -44,10 +44,10 @@ class DealtState(NamedTuple):
 
 
 class DealtShuffleState(ShuffleState):
-    """State of one worker of `dealt_reshuffling`, whose units are numbers in [0, total)."""
+    """State of one worker of `global_reshuffling`, whose units are numbers in [0, total)."""
 
 
-def dealt(
+def global_order(
     order: base.Ordering,
     num_units: int,
     *,
@@ -89,7 +89,7 @@ def dealt(
     Examples:
       >>> import jax, jax.numpy as jnp
       >>> from syncopate import ordering
-      >>> order = ordering.dealt(ordering.cd_grab(4, units_per_step=2), 4)
+      >>> order = ordering.global_order(ordering.cd_grab(4, units_per_step=2), 4)
       >>> keys = jax.random.split(jax.random.key(0), 8)  # 8 workers on one device
       >>> state = jax.vmap(lambda key: order.init(key, jnp.zeros(3)), axis_name="worker")(keys)
       >>> sorted(state.current.ravel().tolist()) == list(range(32))
@@ -100,7 +100,7 @@ def dealt(
       2023, https://arxiv.org/abs/2302.00845, whose units stay where they are.
     """
     if axis_name is None:
-        make = lambda own: dealt(order, num_units, total=total, axis_name=own)  # noqa: E731
+        make = lambda own: global_order(order, num_units, total=total, axis_name=own)  # noqa: E731
         return base.of_only_axis(make)
     num_units, _ = base.check_units(num_units)
     if not isinstance(order, base.Ordering):
@@ -122,8 +122,8 @@ def dealt(
         pairs = order.init(key, params)
         if not isinstance(pairs, PairBalanceState | GatheredState):
             raise ValueError(
-                f"the order's state is {type(pairs).__name__}: dealt needs an order that signs "
-                "pairs. Pass cd_grab or pair_balance, or use dealt_reshuffling."
+                f"the order's state is {type(pairs).__name__}: global_order needs an order that "
+                "signs pairs. Pass cd_grab or pair_balance, or use global_reshuffling."
             )
         if pairs.current.shape != (num_units,):
             raise ValueError(
@@ -167,7 +167,7 @@ def dealt(
     return base.checked(of_all, num_units, DealtState, observes=False)
 
 
-def dealt_reshuffling(
+def global_reshuffling(
     num_units: int, *, total: int | None = None, axis_name: str | None = "worker"
 ) -> base.Ordering:
     """Random reshuffling over the units of all workers, dealt to the workers in every epoch.
@@ -189,7 +189,7 @@ def dealt_reshuffling(
     Examples:
       >>> import jax
       >>> from syncopate import ordering
-      >>> order = ordering.dealt_reshuffling(4)
+      >>> order = ordering.global_reshuffling(4)
       >>> keys = jax.random.split(jax.random.key(0), 2)
       >>> state = jax.vmap(lambda key: order.init(key, None), axis_name="worker")(keys)
       >>> sorted(jax.vmap(order.next_epoch, axis_name="worker")(state).current.ravel().tolist())
@@ -200,7 +200,7 @@ def dealt_reshuffling(
       2020, https://arxiv.org/abs/2006.05988
     """
     if axis_name is None:
-        make = lambda own: dealt_reshuffling(num_units, total=total, axis_name=own)  # noqa: E731
+        make = lambda own: global_reshuffling(num_units, total=total, axis_name=own)  # noqa: E731
         return base.of_only_axis(make)
     num_units, _ = base.check_units(num_units)
 
@@ -253,11 +253,11 @@ def _placed(current, plus, count):
 
 def _all_units(num_units, total, axis_name) -> int:
     workers = mesh.axis_size(axis_name)
-    dealt = workers * num_units
-    total = dealt if total is None else total
-    if not plans.is_whole(total) or not dealt <= int(total) <= base.MOST_UNITS:
+    least = workers * num_units
+    total = least if total is None else total
+    if not plans.is_whole(total) or not least <= int(total) <= base.MOST_UNITS:
         raise ValueError(
-            f"total is {total!r}, and {workers} workers with {num_units} units each take {dealt}: "
+            f"total is {total!r}, and {workers} workers with {num_units} units each take {least}: "
             f"lower num_units, or pass the number of units of the data, up to {base.MOST_UNITS}."
         )
     return int(total)
