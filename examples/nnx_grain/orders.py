@@ -35,10 +35,8 @@ def loss_fn(model, batch):
 
 @nnx.jit
 def train_step(model, optimizer, metrics, orders, batch):
-    grad_fn = ordering.per_example_grads(
-        lambda p, b, _: loss_fn(nnx.merge(nnx.graphdef(model), p), b)
-    )
-    loss, grads, rows = grad_fn(nnx.state(model, nnx.Param), batch, jax.random.key(0))
+    grad_fn = ordering.per_example_grads(lambda p, b: loss_fn(nnx.merge(nnx.graphdef(model), p), b))
+    loss, grads, rows = grad_fn(nnx.state(model, nnx.Param), batch)
     metrics.update(loss=loss)
     optimizer.update(model, grads)
     return ORDER.observe(orders, rows)
