@@ -2,7 +2,7 @@
 
 from local_opt.corrections import Correction, fedprox, scaffold
 from local_opt.cost import count_collectives, sync_bytes
-from local_opt.formats import Wire, quantize, top_k
+from local_opt.formats import Compressor, quantize, top_k
 from local_opt.lift import lift, replicate
 from local_opt.mean import pmean
 from local_opt.plans import SyncPlan, from_function
@@ -18,7 +18,7 @@ __all__ = [
     "Rounds",
     "Survivors",
     "SyncPlan",
-    "Wire",
+    "Compressor",
     "accumulated_rounds",
     "bernoulli",
     "check_synced",

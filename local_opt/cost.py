@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from local_opt.formats import LANES, Wire, check_wire, rows_of
+from local_opt.formats import LANES, Compressor, check_compressor, rows_of
 from syncopate.plans import check_function, check_whole
 
 KINDS = (
@@ -48,19 +48,19 @@ def count_collectives(step: Callable, *args: Any) -> dict[str, int]:
     return {kind: found.count(kind) for kind in KINDS if kind in found}
 
 
-def sync_bytes(num_params: int, *, num_workers: int, wire: Wire | None = None) -> float:
+def sync_bytes(num_params: int, *, num_workers: int, compress: Compressor | None = None) -> float:
     """Bytes that each worker sends in one sync of the parameters.
 
-    8 (W - 1) / W D for a ring all-reduce in float32. A narrow wire sends 2 (W - 1) messages of
+    8 (W - 1) / W D for a ring all-reduce in float32. A compressor sends 2 (W - 1) messages of
     whole rows of 128 numbers, or W - 1 messages of all D if it gathers.
 
     Args:
       num_params: D >= 1, numbers that are averaged.
       num_workers: W >= 1, members of the ring.
-      wire: as `quantize("int8")`; None for float32.
+      compress: as `quantize("int8")`; None for float32.
 
     Returns:
-      Bytes; 0 for one worker. With a wire, exactly those of the compiled collectives.
+      Bytes; 0 for one worker. With a compressor, exactly those of the compiled collectives.
 
     Raises:
       ValueError: for values out of range.
@@ -69,8 +69,8 @@ def sync_bytes(num_params: int, *, num_workers: int, wire: Wire | None = None) -
       >>> from syncopate import local_opt
       >>> local_opt.sync_bytes(1000, num_workers=4)
       6000.0
-      >>> wire = local_opt.quantize("bfloat16")
-      >>> local_opt.sync_bytes(2**20, num_workers=4, wire=wire) / 2**20
+      >>> bfloat16 = local_opt.quantize("bfloat16")
+      >>> local_opt.sync_bytes(2**20, num_workers=4, compress=bfloat16) / 2**20
       3.0
 
     References:
@@ -79,10 +79,10 @@ def sync_bytes(num_params: int, *, num_workers: int, wire: Wire | None = None) -
     """
     num_params = check_whole("num_params", num_params, 1)
     num_workers = check_whole("num_workers", num_workers, 1)
-    check_wire(wire)
-    if wire is None:
+    check_compressor(compress)
+    if compress is None:
         return 2 * (num_workers - 1) / num_workers * num_params * 4.0
-    parts = 1 if wire.gathers else num_workers
-    message = wire.message_rows(rows_of(wire, num_params, parts) // parts)
-    messages = (num_workers - 1) * (1 if wire.gathers else 2)
-    return float(messages * message * LANES * np.dtype(wire.dtype).itemsize)
+    parts = 1 if compress.gathers else num_workers
+    message = compress.message_rows(rows_of(compress, num_params, parts) // parts)
+    messages = (num_workers - 1) * (1 if compress.gathers else 2)
+    return float(messages * message * LANES * np.dtype(compress.dtype).itemsize)

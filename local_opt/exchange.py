@@ -9,13 +9,13 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PyTree
 
-from local_opt.formats import LANES, Wire, rows_of
+from local_opt.formats import LANES, Compressor, rows_of
 from local_opt.mean import pieces_of, weighed
 from local_opt.workers import AxisName, check_kind
 from syncopate import mesh
 from syncopate.workers import AXIS
 
-# Numbers of a group, unless a share of all is more: a wire takes a few copies of its group.
+# Numbers of a group, unless a share of all is more: a compressor takes a few copies of its group.
 GROUP, GROUPS = 2**22, 16
 
 
@@ -24,8 +24,8 @@ def synchronize_changes(
     *,
     axis_name: AxisName = AXIS,
     anchor: PyTree,
-    wire: Wire,
-    lost: PyTree = (),
+    compressor: Compressor,
+    residual: PyTree = (),
     specs: PyTree[P] | None = None,
     share: Float[Array, ""] | None = None,
 ) -> tuple[PyTree, PyTree]:
@@ -37,140 +37,148 @@ def synchronize_changes(
     With feedback f = 1 nothing is lost for good: W x + sum_w e_w is as without rounding, also under
     weights: a worker with weight zero still sends what it has lost of changes that counted. Each
     worker averages one slice of the blocks, with its own changes unrounded, and keeps W times what
-    the second rounding loses. With a wire that `gathers`, every worker averages everything, and
-    there is no second rounding. With specs each device exchanges its shards alone.
-    `lost` is `nothing_lost` at first, and `share` as of `averaged`. Returns x, bitwise equal on all
-    workers, and e_w.
+    the second rounding loses. With a compressor that `gathers`, every worker averages everything,
+    and there is no second rounding. With specs each device exchanges its shards alone.
+    `residual` is `no_residual` at first, and `share` as of `averaged`. Returns x, bitwise equal on
+    all workers, and e_w.
 
     References:
       Tang et al., DoubleSqueeze: Parallel Stochastic Gradient Descent with Double-pass
       Error-Compensated Compression, 2019, https://arxiv.org/abs/1905.05957
     """
-    why = f"the wire ({wire.rule}) sends real floating numbers only. Keep it outside, or wire=None."
+    why = (
+        f"the compressor ({compressor.rule}) sends real floating numbers only. Keep it outside, or "
+        "compress=None."
+    )
     check_kind(tree, jnp.floating, why)
     leaves, treedef = jax.tree.flatten(tree)
-    anchors, losses = jax.tree.leaves(anchor), jax.tree.leaves(lost)
+    anchors, residuals = jax.tree.leaves(anchor), jax.tree.leaves(residual)
     if not leaves:
-        return tree, lost
+        return tree, residual
     if specs is None and (others := mesh.beside(axis_name)):
         raise ValueError(
-            f"the wire ({wire.rule}) sends leaves as one vector, for which a compiler would gather "
-            f"shards over the mesh axes {others} beside the workers' {axis_name!r}. Pass specs=, "
-            "how parameters are split over these axes, or specs=jax.P() if they are not."
+            f"the compressor ({compressor.rule}) sends leaves as one vector, for which a compiler "
+            f"would gather shards over the mesh axes {others} beside the workers' {axis_name!r}. "
+            "Pass specs=, how parameters are split over these axes, or specs=jax.P() if they are "
+            "not."
         )
     of, by_axes = jax.tree.leaves(mesh.like(P() if specs is None else specs, tree)), {}
     for i, spec in enumerate(of):
         by_axes.setdefault(frozenset(mesh.axes_in(spec)), []).append(i)
 
-    def send(leaves, anchors, losses, share):
+    def send(leaves, anchors, residuals, share):
         # Leaves that are whole on all devices of a worker go apart, to be rounded alike on all.
-        new, lost = list(leaves), list(losses)
+        new, residual = list(leaves), list(residuals)
         for group in by_axes.values():
-            args = [[x[i] for i in group if x] for x in (leaves, anchors, losses)]
-            sent = _sent(wire, axis_name, share, *args)
-            for all_of, found in zip((new, lost), sent, strict=True):
+            args = [[x[i] for i in group if x] for x in (leaves, anchors, residuals)]
+            sent = _sent(compressor, axis_name, share, *args)
+            for all_of, found in zip((new, residual), sent, strict=True):
                 for i, x in zip(group, found, strict=False):
                     all_of[i] = x
-        return new, lost
+        return new, residual
 
-    of_all = of, of, of[: len(losses)], P()
+    of_all = of, of, of[: len(residuals)], P()
     send = mesh.over_shards(mesh.axes_of(specs), send, of_all, of_all[1:3])
-    new, losses = send(leaves, anchors, losses, share)
-    return jax.tree.unflatten(treedef, new), jax.tree.unflatten(jax.tree.structure(lost), losses)
+    new, residuals = send(leaves, anchors, residuals, share)
+    kept = jax.tree.unflatten(jax.tree.structure(residual), residuals)
+    return jax.tree.unflatten(treedef, new), kept
 
 
-def _sent(wire, axis_name, share, leaves, anchors, losses):
+def _sent(compressor, axis_name, share, leaves, anchors, residuals):
     """Lists of the leaves after the sync, and of what is lost."""
-    exchange, done = _gathered if wire.gathers else _in_halves, []
-    parts = 1 if wire.gathers else lax.axis_size(axis_name)
-    changes, means, lost = {}, [[] for _ in leaves], [[] for _ in leaves]
-    new, new_lost = list(leaves), list(losses)
-    for group in groups_of([x.size for x in leaves], wire, axis_name):
+    exchange, done = _gathered if compressor.gathers else _in_halves, []
+    parts = 1 if compressor.gathers else lax.axis_size(axis_name)
+    changes, means, left = {}, [[] for _ in leaves], [[] for _ in leaves]
+    new, new_residuals = list(leaves), list(residuals)
+    for group in groups_of([x.size for x in leaves], compressor, axis_name):
         after = after_all(done, axis_name)
         for i, start, _ in group:
             if start == 0:
                 anchors[i] = after(anchors[i])
                 change = _float32(leaves[i]) - _float32(anchors[i])
                 change = change if share is None else weighed(change, share)
-                if wire.feedback:
-                    change += wire.feedback * losses[i]
+                if compressor.feedback:
+                    change += compressor.feedback * residuals[i]
                 changes[i] = change.reshape(-1)
             else:
                 changes[i] = after(changes[i])
         pieces = [changes[i][start:end] for i, start, end in group]
         size = sum(x.size for x in pieces)
-        fill = rows_of(wire, size, parts) * LANES - size  # to equal slices of whole blocks
+        fill = rows_of(compressor, size, parts) * LANES - size  # to equal slices of whole blocks
         # Without the barriers a compiler may compute all of it again for every leaf.
         flat = jnp.concatenate([*pieces, jnp.zeros(fill, jnp.float32)])
         rows = lax.optimization_barrier(flat.reshape(-1, LANES))
-        mean, lost_rows = lax.optimization_barrier(exchange(wire, rows, axis_name))
-        done = [mean, lost_rows]
-        found = zip(group, pieces_of(mean, pieces), pieces_of(lost_rows, pieces), strict=True)
-        for (i, _, end), mean_piece, lost_piece in found:
+        mean, residual_rows = lax.optimization_barrier(exchange(compressor, rows, axis_name))
+        done = [mean, residual_rows]
+        found = zip(group, pieces_of(mean, pieces), pieces_of(residual_rows, pieces), strict=True)
+        for (i, _, end), mean_piece, residual_piece in found:
             means[i].append(mean_piece)
-            lost[i].append(lost_piece)
+            left[i].append(residual_piece)
             if end == leaves[i].size:
                 x, moved = leaves[i], jnp.concatenate(means[i]).reshape(leaves[i].shape)
                 new[i] = (_float32(anchors[i]) + moved).astype(x.dtype)
-                if wire.feedback:
-                    new_lost[i] = jnp.concatenate(lost[i]).reshape(x.shape)
-                done += [new[i], *new_lost[i : i + 1]]
-    return new, new_lost
+                if compressor.feedback:
+                    new_residuals[i] = jnp.concatenate(left[i]).reshape(x.shape)
+                done += [new[i], *new_residuals[i : i + 1]]
+    return new, new_residuals
 
 
 def _float32(x):
     return jnp.asarray(x).astype(jnp.float32)
 
 
-def nothing_lost(tree: PyTree, wire: Wire | None) -> PyTree:
-    """The `lost` of `synchronize_changes` before the first sync: zeros, or () without feedback."""
-    if wire is None or not wire.feedback:
+def no_residual(tree: PyTree, compressor: Compressor | None) -> PyTree:
+    """The `residual` of the first `synchronize_changes`: zeros, or () without feedback."""
+    if compressor is None or not compressor.feedback:
         return ()
     return jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.float32), tree)
 
 
-def _in_halves(wire, rows, axis_name):
+def _in_halves(compressor, rows, axis_name):
     """The mean of the rows, and what is lost: each worker averages a slice and sends it to all."""
     num_workers, mine = lax.axis_size(axis_name), lax.axis_index(axis_name)
     each = len(rows) // num_workers
-    decode = functools.partial(wire.decode, r=each)
+    decode = functools.partial(compressor.decode, r=each)
     slices = rows.reshape(num_workers, each, -1)
-    messages = jax.vmap(wire.encode)(slices)
+    messages = jax.vmap(compressor.encode)(slices)
     swapped = lax.all_to_all(messages, axis_name, 0, 0) if axis_name != () else messages
     received = jax.vmap(decode)(swapped)
     own, rounded = (lax.dynamic_index_in_dim(x, mine, keepdims=False) for x in (slices, messages))
     mean = (jnp.sum(received, axis=0) + own - decode(rounded)) / num_workers  # its own unrounded
-    message = wire.encode(mean)
-    lost = lax.dynamic_update_index_in_dim(
+    message = compressor.encode(mean)
+    residual = lax.dynamic_update_index_in_dim(
         slices - jax.vmap(decode)(messages), num_workers * (mean - decode(message)), mine, 0
     )
     found = lax.all_gather(message, axis_name, tiled=True).reshape(num_workers, *message.shape)
-    return jax.vmap(decode)(found).reshape(rows.shape), lost.reshape(rows.shape)
+    return jax.vmap(decode)(found).reshape(rows.shape), residual.reshape(rows.shape)
 
 
-def _gathered(wire, rows, axis_name):
+def _gathered(compressor, rows, axis_name):
     """The mean of the rows, and what is lost: each worker receives the rows of all workers."""
     num_workers = lax.axis_size(axis_name)
-    message = wire.encode(rows)
+    message = compressor.encode(rows)
     found = lax.all_gather(message, axis_name, tiled=True).reshape(num_workers, *message.shape)
 
     def add(w, total):
-        return total + wire.decode(found[w], len(rows))
+        return total + compressor.decode(found[w], len(rows))
 
-    lost = rows - wire.decode(message, len(rows))
+    residual = rows - compressor.decode(message, len(rows))
     # One worker after another: all at once would take W copies of the parameters.
-    return lax.fori_loop(1, num_workers, add, wire.decode(found[0], len(rows))) / num_workers, lost
+    total = lax.fori_loop(1, num_workers, add, compressor.decode(found[0], len(rows)))
+    return total / num_workers, residual
 
 
-def groups_of(sizes: Sequence[int], wire: Wire, axis_name: AxisName) -> list[list[tuple]]:
+def groups_of(
+    sizes: Sequence[int], compressor: Compressor, axis_name: AxisName
+) -> list[list[tuple]]:
     """Groups of (leaf, start, end): parts of the leaves that are sent one after the other.
 
     Groups together have messages of as many bytes as one of everything, because all but the last
-    fill rows: with the scales of a multiple of 128 rows in every worker's slice, or, of a wire that
-    gathers, with the tables of a multiple of 2048 blocks.
+    fill rows: with the scales of a multiple of 128 rows in every worker's slice, or, of a
+    compressor that gathers, with the tables of a multiple of 2048 blocks.
     """
-    times = 16 if wire.gathers else lax.axis_size(axis_name)
-    unit = times * wire.multiple * LANES * LANES
+    times = 16 if compressor.gathers else lax.axis_size(axis_name)
+    unit = times * compressor.multiple * LANES * LANES
     size = -(-max(GROUP, sum(sizes) // GROUPS) // unit) * unit
     groups, seen = [], 0
     for i, length in enumerate(sizes):

@@ -1,4 +1,4 @@
-"""Wires: the formats in which changes are sent at a sync, and the feedback of what they round off.
+"""Compressors: formats in which changes are sent at a sync, and the feedback of what they lose.
 
 Rows are 128 numbers, the lanes of a TPU, where a gather of other slices becomes an all-reduce.
 """
@@ -18,7 +18,7 @@ LANES = 128
 TOGETHER = 64  # blocks whose values share four means
 
 
-class Wire(NamedTuple):
+class Compressor(NamedTuple):
     """A format in which workers send the changes of their parameters.
 
     Attributes:
@@ -47,7 +47,7 @@ class Wire(NamedTuple):
 NARROW = {"bfloat16": 0.0, "float16": 0.0, "int8": 1.0, "int4": 1.0}  # the usual feedback
 
 
-def quantize(dtype: DTypeLike, *, feedback: float | None = None) -> Wire:
+def quantize(dtype: DTypeLike, *, feedback: float | None = None) -> Compressor:
     """Changes rounded to a narrow type, and error feedback.
 
     For bfloat16 and float16 Q(x) is the nearest number of the type. For int8 and int4 it is
@@ -60,7 +60,7 @@ def quantize(dtype: DTypeLike, *, feedback: float | None = None) -> Wire:
         whole numbers, and 0, which keeps no state, for floating ones.
 
     Returns:
-      A `Wire`, for `local_steps`, `local_rounds` and `sync_bytes`.
+      A `Compressor`, for `local_steps`, `local_rounds` and `sync_bytes`.
 
     Raises:
       ValueError: for another type, or a feedback out of range.
@@ -68,8 +68,8 @@ def quantize(dtype: DTypeLike, *, feedback: float | None = None) -> Wire:
     Examples:
       >>> import optax
       >>> from syncopate import local_opt
-      >>> wire = local_opt.quantize("int8")
-      >>> rounds = local_opt.local_rounds(optax.sgd(0.1), wire=wire)
+      >>> compressor = local_opt.quantize("int8")
+      >>> rounds = local_opt.local_rounds(optax.sgd(0.1), compress=compressor)
 
     References:
       Thérien et al., MuLoCo: Muon is a Practical Inner Optimizer for DiLoCo, 2025,
@@ -93,11 +93,11 @@ def quantize(dtype: DTypeLike, *, feedback: float | None = None) -> Wire:
         return lax.bitcast_convert_type(message, kind).astype(jnp.float32)
 
     rule = f"{name}, feedback {feedback:g}"
-    return Wire(rule, encode, decode, jnp.uint16, 1, lambda r: r, feedback, False)
+    return Compressor(rule, encode, decode, jnp.uint16, 1, lambda r: r, feedback, False)
 
 
 def _whole_numbers(bits, feedback):
-    """A wire of codes of 8 or 4 bits, and a scale per row."""
+    """A compressor of codes of 8 or 4 bits, and a scale per row."""
     per_byte, most = 8 // bits, 2 ** (bits - 1) - 1
 
     def encode(rows):
@@ -120,10 +120,12 @@ def _whole_numbers(bits, feedback):
         return r // per_byte + 2 * -(-r // LANES)
 
     rule = f"{bits} bits, a scale per {LANES}, feedback {feedback:g}"
-    return Wire(rule, encode, decode, jnp.uint8, per_byte, message_rows, feedback, False)
+    return Compressor(rule, encode, decode, jnp.uint8, per_byte, message_rows, feedback, False)
 
 
-def top_k(density: float, *, bits: int = 16, block: int = 4096, feedback: float = 0.95) -> Wire:
+def top_k(
+    density: float, *, bits: int = 16, block: int = 4096, feedback: float = 0.95
+) -> Compressor:
     """The largest changes of every block, and error feedback for the others.
 
     Q(x) = q(x) if |x| is among the k = density b largest of its block, else 0. With 16 bits, q
@@ -144,7 +146,7 @@ def top_k(density: float, *, bits: int = 16, block: int = 4096, feedback: float 
         paper, where it replaces outer momentum.
 
     Returns:
-      A `Wire`, as `quantize`.
+      A `Compressor`, as `quantize`.
 
     Raises:
       ValueError: for values out of range.
@@ -206,21 +208,21 @@ def top_k(density: float, *, bits: int = 16, block: int = 4096, feedback: float 
         return packed_rows(m, of_place) + packed_rows(m, bits) + means
 
     rule = f"the largest {k} of {block}, {bits} bits, feedback {feedback:g}"
-    return Wire(rule, encode, decode, jnp.uint8, block // LANES, message_rows, feedback, True)
+    return Compressor(rule, encode, decode, jnp.uint8, block // LANES, message_rows, feedback, True)
 
 
-def rows_of(wire: Wire, size: int, parts: int = 1) -> int:
+def rows_of(compressor: Compressor, size: int, parts: int = 1) -> int:
     """r for `size` numbers in so many parts of whole blocks."""
-    multiple = parts * wire.multiple
+    multiple = parts * compressor.multiple
     return -(-max(size, 1) // (LANES * multiple)) * multiple
 
 
-def check_wire(wire: Wire | None) -> None:
-    """Raises ValueError for anything but a wire or None."""
-    if not isinstance(wire, Wire | None):
+def check_compressor(compressor: Compressor | None) -> None:
+    """Raises ValueError for anything but a compressor or None."""
+    if not isinstance(compressor, Compressor | None):
         raise ValueError(
-            f"wire is {wire!r}: pass one, as local_opt.quantize('int8') or top_k(1 / 64), "
-            "or None for means in full precision."
+            f"compress is {compressor!r}: pass one, as local_opt.quantize('int8') or "
+            "top_k(1 / 64), or None for means in full precision."
         )
 
 

@@ -95,13 +95,13 @@ def placed(
     return jax.tree.unflatten(treedef, leaves)
 
 
-def checked_policies(opt_state: str | Mapping[str, str]) -> dict[str, str]:
+def checked_policies(sync_opt_state: str | Mapping[str, str]) -> dict[str, str]:
     """{name of a field: policy}, where the empty name stands for all floating leaves."""
-    policies = opt_state if isinstance(opt_state, Mapping) else {"": opt_state}
+    policies = sync_opt_state if isinstance(sync_opt_state, Mapping) else {"": sync_opt_state}
     for name, policy in policies.items():
         if str(policy) not in (LOCAL, MEAN, RESET):
             raise ValueError(
-                f"opt_state is {policy!r}{f' for {name!r}' if name else ''}: it must be "
+                f"sync_opt_state is {policy!r}{f' for {name!r}' if name else ''}: it must be "
                 f"{LOCAL!r}, {MEAN!r} or {RESET!r}."
             )
     return dict(policies)
@@ -119,8 +119,8 @@ def policy_of_leaves(opt_state: optax.OptState, policies: Mapping[str, str]) -> 
         floating = jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
         if policy == MEAN and names[0] and not floating:
             raise ValueError(
-                f"opt_state averages {text.strip('.')!r}, which is {jnp.result_type(leaf)}: only "
-                "floating leaves are averaged. Name a floating field, or reset this one."
+                f"sync_opt_state averages {text.strip('.')!r}, which is {jnp.result_type(leaf)}: "
+                "only floating leaves are averaged. Name a floating field, or reset this one."
             )
         used.update(names)
         chosen.append(policy if floating or (names and names[0]) else LOCAL)
@@ -128,7 +128,7 @@ def policy_of_leaves(opt_state: optax.OptState, policies: Mapping[str, str]) -> 
     if missing:
         known = sorted({str(k.name) for path, _ in paths for k in path if hasattr(k, "name")})
         raise ValueError(
-            f"opt_state names {missing}, which the optimizer state does not have: use one of "
+            f"sync_opt_state names {missing}, which the optimizer state does not have: use one of "
             f"{known}."
         )
     return chosen
@@ -143,7 +143,7 @@ def check_survives(state: optax.OptState, chosen: list[str]) -> None:
         if kept:
             raise ValueError(
                 f"{factory} computes the next parameters from {kept} of its state, which are each "
-                "worker's own: every sync would be undone. Pass opt_state="
+                "worker's own: every sync would be undone. Pass sync_opt_state="
                 f"{dict.fromkeys(fields, 'mean')}. Fragments have no sync of the state: take "
                 "local_rounds or local_steps, or another optimizer."
             )

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Int, PyTree
 
 from local_opt.corrections import Correction
-from local_opt.formats import Wire
+from local_opt.formats import Compressor
 from local_opt.mean import check_scalar
 from local_opt.opt_state import LOCAL, checked
 from local_opt.plans import SyncPlan, check_plan
@@ -30,8 +30,8 @@ def diloco(
     axis_name: AxisName = AXIS,
     learning_rate: float = 0.7,
     momentum: float = 0.9,
-    opt_state: str | Mapping[str, str] = LOCAL,
-    wire: Wire | None = None,
+    sync_opt_state: str | Mapping[str, str] = LOCAL,
+    compress: Compressor | None = None,
     correction: Correction | None = None,
     specs: PyTree[PartitionSpec] | None = None,
     drift: bool = False,
@@ -49,7 +49,7 @@ def diloco(
       inner: the workers' optimizer; `optax.adamw` in the paper.
       plan: `constant(500, total_steps=T)` in the paper; a run of at least 44 rounds for m = 0.9.
       learning_rate, momentum: of the outer optimizer: lr > 0 and m in [0, 1).
-      axis_name, opt_state, wire, correction, specs, drift: see `local_rounds`.
+      axis_name, sync_opt_state, compress, correction, specs, drift: see `local_rounds`.
 
     Returns:
       A GradientTransformationExtraArgs, as `local_steps`.
@@ -73,8 +73,8 @@ def diloco(
     """
     outer = outer_momentum("diloco", plan, learning_rate, momentum)
     return local_steps(
-        inner, plan, axis_name=axis_name, opt_state=opt_state, outer=outer, wire=wire,
-        correction=correction, specs=specs, drift=drift,
+        inner, plan, axis_name=axis_name, sync_opt_state=sync_opt_state, outer=outer,
+        compress=compress, correction=correction, specs=specs, drift=drift,
     )  # fmt: skip
 
 
@@ -86,8 +86,8 @@ def slowmo(
     learning_rate: float = 1.0,
     momentum: float = 0.5,
     inner_rate: optax.ScalarOrSchedule = 1.0,
-    opt_state: str | Mapping[str, str] = LOCAL,
-    wire: Wire | None = None,
+    sync_opt_state: str | Mapping[str, str] = LOCAL,
+    compress: Compressor | None = None,
     correction: Correction | None = None,
     specs: PyTree[PartitionSpec] | None = None,
     drift: bool = False,
@@ -107,8 +107,8 @@ def slowmo(
         to 0.8 there.
       inner_rate: gamma > 0, the schedule of `inner` over the steps since `init`; any number for a
         constant rate. At a rate of 0 the momentum of a round is not added to.
-      axis_name, opt_state, wire, correction, specs, drift: see `local_rounds`; the paper has
-        `opt_state="reset"`.
+      axis_name, sync_opt_state, compress, correction, specs, drift: see `local_rounds`; the paper
+        has `sync_opt_state="reset"`.
 
     Returns:
       A GradientTransformationExtraArgs, as `local_steps`.
@@ -133,8 +133,8 @@ def slowmo(
     outer = outer_momentum("slowmo", plan, learning_rate, momentum, nesterov=False)
     outer = _per_rate(outer, inner_rate) if callable(inner_rate) else outer
     return local_steps(
-        inner, plan, axis_name=axis_name, opt_state=opt_state, outer=outer, wire=wire,
-        correction=correction, specs=specs, drift=drift,
+        inner, plan, axis_name=axis_name, sync_opt_state=sync_opt_state, outer=outer,
+        compress=compress, correction=correction, specs=specs, drift=drift,
     )  # fmt: skip
 
 

@@ -58,8 +58,8 @@ def resize(
     """The state of rounds of W workers as one of W' workers.
 
     Fields that are equal on all workers stay: the steps since the last sync, the outer optimizer
-    and the anchor. The wire's losses are averaged. Corrections of drift start anew, as the workers'
-    data change. Keys of the inner optimizers are treated as by `mean_of`.
+    and the anchor. Residuals of compression are averaged. Corrections of drift start anew, as
+    the workers' data change. Keys of the inner optimizers are treated as by `mean_of`.
 
     Args:
       state: of `local_rounds` or `accumulated_rounds` of W workers, leaves [W, ...].
@@ -101,7 +101,7 @@ def resize(
         inner=inner,
         anchor=of_all(state.anchor),
         outer=of_all(state.outer),
-        lost=mean_of(state.lost, workers),
+        residual=mean_of(state.residual, workers),
         drift=mean_of(state.drift, workers),
         correction=fresh.correction,
     )

@@ -13,8 +13,8 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from local_opt import opt_state as state_lib
 from local_opt.corrections import Correction
-from local_opt.exchange import nothing_lost, synchronize_changes
-from local_opt.formats import Wire, check_wire
+from local_opt.exchange import no_residual, synchronize_changes
+from local_opt.formats import Compressor, check_compressor
 from local_opt.mean import averaged, check_own, check_scalar, if_counted, pmean
 from local_opt.opt_state import LOCAL, check_call, check_state, checked
 from local_opt.plans import SyncPlan, check_plan
@@ -52,7 +52,7 @@ class LocalState(NamedTuple):
     inner: Any
     anchor: Any = ()  # the parameters after the last sync; () if nothing needs them
     outer: Any = ()  # state of the outer optimizer, equal on all workers
-    lost: Any = ()  # what the wire has rounded off this worker's changes; () without feedback
+    residual: Any = ()  # what compression has lost of this worker's changes; () without feedback
     drift: Float[Array, ""] | tuple[()] = ()  # at the last sync; () if it is not measured
     correction: Any = ()  # state of the correction; () without one
 
@@ -61,9 +61,9 @@ def local_rounds(
     inner: optax.GradientTransformation,
     *,
     axis_name: AxisName = AXIS,
-    opt_state: str | Mapping[str, str] = LOCAL,
+    sync_opt_state: str | Mapping[str, str] = LOCAL,
     outer: optax.GradientTransformation | None = None,
-    wire: Wire | None = None,
+    compress: Compressor | None = None,
     correction: Correction | None = None,
     specs: PyTree[PartitionSpec] | None = None,
     drift: bool = False,
@@ -83,19 +83,19 @@ def local_rounds(
       inner: the workers' optimizer.
       axis_name: the workers' axis, bound by `jax.vmap` or `jax.shard_map`; None for the only named
         axis in scope; () for one worker, under a plain `jax.jit`.
-      opt_state: what a sync does with the optimizer state: "local" (each worker keeps its own, as
-        in the papers), "mean" or "reset" (to its first value), for all floating leaves. Or by field
-        name, as {"mu": "mean", "0.nu": "reset"}: the longest matching name counts, and fields
+      sync_opt_state: what a sync does with the optimizer state: "local" (each worker keeps its own,
+        as in the papers), "mean" or "reset" (to its first value), for all floating leaves. Or by
+        field name, as {"mu": "mean", "0.nu": "reset"}: the longest matching name counts, and fields
         without one stay local. Integers, as counts, are only reset by name.
       outer: an optax optimizer that takes a - x_bar as its gradient, and the round's number of
         steps, the weighted mean of the workers', as the extra argument `period`, float32[]; None is
         plain averaging.
-      wire: the format in which the parameters' changes since the last sync are sent, as
+      compress: the format in which the parameters' changes since the last sync are sent, as
         `quantize("int8")`; None for no rounding. The optimizer state is never rounded.
-      correction: `scaffold` or `fedprox`, against drift between syncs; not with a wire.
+      correction: `scaffold` or `fedprox`, against drift between syncs; not with a compressor.
       specs: if a worker spans several devices, how its parameters are split over them: a `jax.P`
         per leaf, or one for all, without the workers' axis. The optimizer state is split alike. A
-        wire needs it, and so does the drift if all axes are manual; see docs/use/meshes.md.
+        compressor needs it, and so does the drift if all axes are manual; see docs/use/meshes.md.
       drift: whether a sync measures |x_w - x_bar| / |x_bar| for `Rounds.drift`, which reads the
         parameters twice more; 0 for a worker with weight zero.
 
@@ -123,17 +123,17 @@ def local_rounds(
       Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models, 2023,
       https://arxiv.org/abs/2311.08105
     """
-    policies = state_lib.checked_policies(opt_state)
+    policies = state_lib.checked_policies(sync_opt_state)
     inner = checked(inner)
     outer = None if outer is None else checked(outer, "outer")
-    anchored = outer is not None or wire is not None
-    check_wire(wire)
+    anchored = outer is not None or compress is not None
+    check_compressor(compress)
     if not isinstance(correction, Correction | None):
         raise ValueError(f"correction is {correction!r}: pass scaffold() or fedprox(0.1).")
-    if correction and wire:
+    if correction and compress:
         raise ValueError(
-            f"the wire ({wire.rule}) rounds what workers send, and a correction would take the "
-            "rounding for drift: leave out correction= or wire=."
+            f"the compressor ({compress.rule}) rounds what workers send, and a correction would "
+            "take the rounding for drift: leave out correction= or compress=."
         )
     if not isinstance(drift, bool):
         raise ValueError(f"drift is {drift!r}: pass True to measure it at every sync, or False.")
@@ -152,7 +152,7 @@ def local_rounds(
             # A copy: one buffer cannot be given away twice.
             anchor=jax.tree.map(jnp.copy, params) if anchored else (),
             outer=state_lib.apart(outer.init(params), params) if outer else (),
-            lost=state_lib.floating_as(nothing_lost(params, wire), params, axis_name),
+            residual=state_lib.floating_as(no_residual(params, compress), params, axis_name),
             drift=state_lib.floating_as(no_drift, params, axis_name),
             correction=state_lib.floating_as(correction.init(params), params, axis_name),
         )
@@ -175,14 +175,14 @@ def local_rounds(
         chosen = state_lib.policy_of_leaves(state.inner, policies)
         pairs = zip(jax.tree.leaves(state.inner), chosen, strict=True)
         fields = [leaf for leaf, policy in pairs if policy == state_lib.MEAN]
-        exact = params if wire is None else ()
+        exact = params if compress is None else ()
         steps = state.since.astype(jnp.float32) if outer else ()
         (mean, fields, steps), share = averaged((exact, fields, steps), axis, weight)
-        lost = state.lost
-        if wire is not None:
-            mean, lost = synchronize_changes(
-                params, axis_name=axis, anchor=state.anchor, wire=wire, lost=lost, specs=specs,
-                share=share,
+        residual = state.residual
+        if compress is not None:
+            mean, residual = synchronize_changes(
+                params, axis_name=axis, anchor=state.anchor, compressor=compress, residual=residual,
+                specs=specs, share=share,
             )  # fmt: skip
         first = lambda: state_lib.apart(inner.init(mean), mean)  # noqa: E731
         own = if_counted(params, mean, share)
@@ -193,7 +193,7 @@ def local_rounds(
             inner=state_lib.placed(state.inner, chosen, fields, first),
             anchor=jax.tree.map(jnp.copy, new) if anchored else (),
             outer=outer_state,
-            lost=lost,
+            residual=residual,
             drift=state_lib.distance(own, mean, specs) if drift else (),
             correction=correction.sync(
                 state.correction, own=own, mean=mean, new=new, axis_name=axis, share=share
@@ -365,9 +365,9 @@ def local_steps(
     plan: SyncPlan,
     *,
     axis_name: AxisName = AXIS,
-    opt_state: str | Mapping[str, str] = LOCAL,
+    sync_opt_state: str | Mapping[str, str] = LOCAL,
     outer: optax.GradientTransformation | None = None,
-    wire: Wire | None = None,
+    compress: Compressor | None = None,
     correction: Correction | None = None,
     specs: PyTree[PartitionSpec] | None = None,
     drift: bool = False,
@@ -392,7 +392,7 @@ def local_steps(
         where its number is known; a compiled step cannot refuse it and synchronises.
       axis_name: the workers' axis, bound by `jax.vmap` or `jax.shard_map`; None for the only named
         axis in scope; () for one worker, under a plain `jax.jit`.
-      opt_state, outer, wire, correction, specs, drift: see `local_rounds`.
+      sync_opt_state, outer, compress, correction, specs, drift: see `local_rounds`.
 
     Returns:
       A GradientTransformationExtraArgs. Its `update` needs `params` and takes `sync`: None (the
@@ -429,10 +429,10 @@ def local_steps(
     """
     check_plan(plan)
     rounds = local_rounds(
-        inner, axis_name=axis_name, opt_state=opt_state, outer=outer, wire=wire,
+        inner, axis_name=axis_name, sync_opt_state=sync_opt_state, outer=outer, compress=compress,
         correction=correction, specs=specs, drift=drift,
     )  # fmt: skip
-    overwrites = outer is not None or wire is not None
+    overwrites = outer is not None or compress is not None
 
     @jax.transfer_guard("allow")
     def init(params):

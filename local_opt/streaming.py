@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int, PyTree
 
-from local_opt.formats import Wire, check_wire
+from local_opt.formats import Compressor, check_compressor
 from local_opt.mean import checked_weight, if_counted
 from local_opt.opt_state import check_call, check_state, checked
 from local_opt.plans import SyncPlan
@@ -66,7 +66,7 @@ class StreamingState(NamedTuple):
     inner: Any
     anchor: Any  # the common parameters; from a fragment's start on, those that `finish` merges
     outer: Any  # F states of the outer optimizer, each () without one
-    lost: Any  # of F fragments, what the wire has rounded off; each () without feedback
+    residual: Any  # of F fragments, what the compressor has rounded off; each () without feedback
 
 
 def streaming_rounds(
@@ -76,7 +76,7 @@ def streaming_rounds(
     fragments: int | PyTree[int],
     mixing: float = 0.5,
     outer: optax.GradientTransformation | None = None,
-    wire: Wire | None = None,
+    compress: Compressor | None = None,
     specs: PyTree[PartitionSpec] | None = None,
 ) -> Streaming:
     """Streaming DiLoCo: syncs are spread over fragments and hidden behind the next steps.
@@ -99,7 +99,7 @@ def streaming_rounds(
       mixing: m in [0, 1), the share of its own parameters that a worker keeps; 0.5 in the paper.
       outer: as in `local_rounds`, with a state per fragment, in which other leaves are
         `optax.MaskedNode`.
-      wire, specs: as in `local_rounds`.
+      compress, specs: as in `local_rounds`.
 
     Returns:
       A `Streaming`.
@@ -125,19 +125,19 @@ def streaming_rounds(
     """
     check_number("mixing", mixing, "[0, 1)")
     outer = None if outer is None else checked(outer, "outer")
-    check_wire(wire)
+    check_compressor(compress)
     # One rounds takes the steps, and each fragment has rounds of its own, whose sync is its start.
     steps = local_rounds(inner, axis_name=axis_name, specs=specs)
 
     def rounds_of(params, part):
         own = None if specs is None else _pick(mesh.like(specs, params), part)
         return local_rounds(
-            optax.identity(), axis_name=axis_name, outer=outer, wire=wire, specs=own
+            optax.identity(), axis_name=axis_name, outer=outer, compress=compress, specs=own
         )
 
     def part_of(params, state, fragment):
         check_call(init, state, params, params)
-        fragment = check_whole("fragment", fragment, 0, len(state.lost) - 1)
+        fragment = check_whole("fragment", fragment, 0, len(state.residual) - 1)
         return parts_of(params, fragments)[fragment]
 
     @jax.transfer_guard("allow")
@@ -149,7 +149,7 @@ def streaming_rounds(
             inner=whole.inner,
             anchor=jax.tree.map(jnp.copy, params),
             outer=tuple(state.outer for state in own),
-            lost=tuple(state.lost for state in own),
+            residual=tuple(state.residual for state in own),
         )
 
     def update(grads, state, params=None, **extra):
@@ -163,18 +163,18 @@ def streaming_rounds(
         own = LocalState(
             since=state.since[fragment],
             inner=optax.EmptyState(),
-            anchor=_pick(state.anchor, part) if outer or wire else (),
+            anchor=_pick(state.anchor, part) if outer or compress else (),
             outer=state.outer[fragment],
-            lost=state.lost[fragment],
+            residual=state.residual[fragment],
         )
         new, own = rounds_of(params, part).sync(_pick(params, part), own, weight=weight)
-        outers, losses = list(state.outer), list(state.lost)
-        outers[fragment], losses[fragment] = own.outer, own.lost
+        outers, residuals = list(state.outer), list(state.residual)
+        outers[fragment], residuals[fragment] = own.outer, own.residual
         return state._replace(
             since=state.since.at[fragment].set(own.since),
             anchor=_placed(state.anchor, part, new),
             outer=tuple(outers),
-            lost=tuple(losses),
+            residual=tuple(residuals),
         )
 
     def finish(

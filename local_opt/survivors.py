@@ -44,7 +44,7 @@ class Survivors:
     """The sync of the processes that live, in a loop whose steps stay within each process.
 
     x_w <- sync over the workers w of the living: a mean is divided by their number, or by the sum
-    of their weights. An outer optimizer and what a wire has lost stay in the state of each.
+    of their weights. An outer optimizer and a compressor's residual stay in the state of each.
 
     A process is dead after `heartbeat_timeout_seconds` of `jax.distributed.initialize`; process 0
     holds the coordination service and must live. The units of the dead are not visited any more. A

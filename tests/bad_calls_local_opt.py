@@ -78,7 +78,7 @@ CALLS = {
     "top_k": call(
         local_opt.top_k, density=Arg(1 / 64, real(0)), bits=Arg(2, [4, *whole()]),
         block=Arg(4096, [100, *whole()]), feedback=Arg(0.5, real(0))),
-    "sync_bytes": call(local_opt.sync_bytes, num_params=100, num_workers=2, wire=None),
+    "sync_bytes": call(local_opt.sync_bytes, num_params=100, num_workers=2, compress=None),
     "stream_segments": call(
         local_opt.stream_segments, plans_of=Arg(PARTS, [*NO_PLANS, *TURNS]),
         delay=also("delay", 1, 5), start=also("start", 0, T + 1),
@@ -138,8 +138,8 @@ OWN = Arg(None, [*STATES, lambda: SGD.init(X)])
 AXIS = Arg("worker", but_none(AXES))  # None is the one in scope
 INNER = {"inner": SGD, "axis_name": AXIS, "params": X, "grads": X}
 POLICIES = word({"trace": "unknown"}, {"nu": "mean"}, {3: "mean"}, {"trace": None})
-OPTIONS = {"opt_state": Arg("local", POLICIES), "outer": None, "wire": None, "correction": None,
-           "specs": None, "drift": Arg(False, ["yes", 1, None])}  # fmt: skip
+OPTIONS = {"sync_opt_state": Arg("local", POLICIES), "outer": None, "compress": None,
+           "correction": None, "specs": None, "drift": Arg(False, ["yes", 1, None])}  # fmt: skip
 WEIGHT = Arg(None, [NAN, INF, -1, np.float32(-0.5), "3", THING, {}, 1j, jnp.ones(2), [1.0], KEY])
 FRAGMENTS = [None, 0, -1, 2, 0.5, NAN, "1", True, THING, {}, {"w": 1}, {"w": -1}, {"w": "0"},
              {"w": 0.0}, {"w": None}, {"v": 0}, {"w": True}, 1j, [0], {"w": NAN}]  # fmt: skip
@@ -164,7 +164,7 @@ CALLS |= {
                                weight=WEIGHT),
     "streaming_rounds": call(
         streamed, **INNER, state=OWN, fragments=Arg(1, FRAGMENTS), mixing=0.5, outer=None,
-        wire=None, specs=None, due=Arg(None, DUE),
+        compress=None, specs=None, due=Arg(None, DUE),
         fragment=Arg(0, [1, -1, -2, NAN, 0.5, "0", None, THING, {}, True]), weight=WEIGHT),
     "fedprox": call(local_opt.fedprox, strength=0.5),
     "normalize_by_period": call(
@@ -177,10 +177,10 @@ CALLS |= {
             lambda w: local_opt.pmean(varying(tree, w), axis_name=axis_name, weight=weight)),
         tree=Arg(X, leaves_of(3)[:-3]), axis_name=AXIS, weight=WEIGHT),
 }  # fmt: skip
-WIRES = {"int8": local_opt.quantize("int8"), "top_k": local_opt.top_k(0.5)}
-for name, wire in WIRES.items():
-    make = lambda wire=wire, **args: local_opt.local_rounds(  # noqa: E731
-        SGD, wire=wire, **args)  # fmt: skip
+COMPRESSORS = {"int8": local_opt.quantize("int8"), "top_k": local_opt.top_k(0.5)}
+for name, compressor in COMPRESSORS.items():
+    make = lambda compress=compressor, **args: local_opt.local_rounds(  # noqa: E731
+        SGD, compress=compress, **args)  # fmt: skip
     CALLS[f"local_rounds, {name}"] = call(
         rounded(make), axis_name=AXIS, params=X,
         correction=also("correction", None, local_opt.fedprox(0.1)),

@@ -118,7 +118,7 @@ FRESH = np.arange(T) % 2 == 0
 NOT_FRESH = [3, "text", [1, 0], np.ones((2, 2), bool), FRESH.astype(float), THING, {}, KEY,
              [False, True], [True, None], np.array(["a"] * T), Foreign(T)]  # fmt: skip
 SPECS = [3, "worker", THING, jax.P("worker"), {"w": 3}]
-WIRES = [3, "int8", THING, {}, local_opt.quantize, jnp.int8, ("int8",)]
+COMPRESSORS = [3, "int8", THING, {}, local_opt.quantize, jnp.int8, ("int8",)]
 CORRECTIONS = [3, "scaffold", local_opt.scaffold, local_opt.fedprox, THING, {},
                optax.sgd(0.1)]  # fmt: skip
 RULES = [3, "greedy", ordering.self_balancing_walk, THING, {}, (),
@@ -142,8 +142,8 @@ KINDS = {
         ("key", KEYS), ("axis_name", AXES), ("params", PARAMS), ("lr", SCHEDULES),
         ("p", [2.0, 0.0, lambda t: 0.0, *SCHEDULES]),
         ("floor", [2.0, 0.0, lambda t: 0.0, *but_none(SCHEDULES)]), ("rule", RULES),
-        ("inner", [None, *OPTIMIZERS]), ("outer", OPTIMIZERS), ("wire", WIRES), ("specs", SPECS),
-        ("correction", CORRECTIONS), ("grads update_params", LIKE_PARAMS),
+        ("inner", [None, *OPTIMIZERS]), ("outer", OPTIMIZERS), ("compress", COMPRESSORS),
+        ("specs", SPECS), ("correction", CORRECTIONS), ("grads update_params", LIKE_PARAMS),
         ("how", word()), ("gathers keys", but_none(word())), ("fresh", NOT_FRESH),
         ("pool gelu norm stem", word()), ("dtype", word(jnp.float16, "float64")),
     ) for name in names.split()

@@ -16,7 +16,7 @@ from tests import reference
 W = 4
 RATE, MOMENTUM = 0.05, 0.9
 PLAN = local_opt.SyncPlan([0, 1, 3, 6, 10], 13)  # rounds of 1, 2, 3, 4, 3 steps
-WIRES = {name: make() for name, make in arms.WIRES.items()}
+COMPRESSORS = {name: make() for name, make in arms.COMPRESSORS.items()}
 SGD = optax.sgd(RATE, momentum=MOMENTUM)
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)  # DiLoCo's outer optimizer
 

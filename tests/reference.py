@@ -374,30 +374,30 @@ def four_means(values):
     return found
 
 
-def rounded(rows, wire):
-    """What is left of rows [r, 128] after a wire, number by number."""
+def rounded(rows, compressor):
+    """What is left of rows [r, 128] after a compressor, number by number."""
     rows = np.asarray(rows, np.float64)
-    if wire in ("bfloat16", "float16"):
-        bits, least = {"bfloat16": (8, -126), "float16": (11, -14)}[wire]
+    if compressor in ("bfloat16", "float16"):
+        bits, least = {"bfloat16": (8, -126), "float16": (11, -14)}[compressor]
         exponent = np.floor(np.log2(np.maximum(np.abs(rows), 2.0**least)))
         unit = 2.0 ** (exponent - bits + 1)
         return np.round(rows / unit) * unit
-    if wire.startswith("top_k"):  # 1 of 64, in blocks of 4096
+    if compressor.startswith("top_k"):  # 1 of 64, in blocks of 4096
         blocks = rows.reshape(-1, 4096)
         sent = np.argsort(-np.abs(blocks), axis=1, kind="stable")[:, :64]
         found = np.zeros(blocks.shape)
         for start in range(0, len(blocks), 64):  # 64 blocks share what their values are rounded to
             at = np.arange(start, min(start + 64, len(blocks)))[:, None]
             at = at, sent[at[:, 0]]
-            found[at] = four_means(blocks[at]) if "2bit" in wire else blocks[at]
+            found[at] = four_means(blocks[at]) if "2bit" in compressor else blocks[at]
         return rounded(found, "bfloat16").reshape(rows.shape)
-    most = {"int8": 127, "int4": 7}[wire]
+    most = {"int8": 127, "int4": 7}[compressor]
     top = np.abs(rows).max(axis=1, keepdims=True)
     scale = rounded(np.float32(np.float32(top) * np.float32(1.00390625 / most)), "bfloat16")
     return scale * np.clip(np.round(rows / np.where(scale == 0, 1, scale)), -most, most)
 
 
-def synchronize_changes(anchor, changes, lost, wire, feedback, weights=None):
+def synchronize_changes(anchor, changes, lost, compressor, feedback, weights=None):
     """Changes [W, D] with error feedback: (the parameters [D] of all, what is lost [W, D]).
 
     Changes count by weights [W], those of a worker with weight zero not at all.
@@ -407,7 +407,8 @@ def synchronize_changes(anchor, changes, lost, wire, feedback, weights=None):
     al. 2025) gathers everything instead.
     """
     workers, size = changes.shape
-    unit = 4096 if wire.startswith("top_k") else 256 * workers if wire == "int4" else 128 * workers
+    unit = 128 * workers * (2 if compressor == "int4" else 1)
+    unit = 4096 if compressor.startswith("top_k") else unit
     weights = np.ones(workers) if weights is None else np.asarray(weights, np.float64)
     sent = np.zeros((workers, size))
     for w, weight in enumerate(weights):
@@ -415,15 +416,15 @@ def synchronize_changes(anchor, changes, lost, wire, feedback, weights=None):
         if weight > 0:
             sent[w] += workers * weight / weights.sum() * np.asarray(changes[w], np.float64)
     sent = np.pad(sent, ((0, 0), (0, -size % unit)))
-    got = np.stack([rounded(c.reshape(-1, 128), wire).ravel() for c in sent])
+    got = np.stack([rounded(c.reshape(-1, 128), compressor).ravel() for c in sent])
     lost = sent - got
-    if wire.startswith("top_k"):
+    if compressor.startswith("top_k"):
         return anchor + got.mean(axis=0)[:size], lost[:, :size]
     mean, each = np.zeros(sent.shape[1]), sent.shape[1] // workers
     for w in range(workers):
         mine = slice(w * each, (w + 1) * each)
         own = sum(got[v][mine] if v != w else sent[v][mine] for v in range(workers)) / workers
-        mean[mine] = rounded(own.reshape(-1, 128), wire).ravel()
+        mean[mine] = rounded(own.reshape(-1, 128), compressor).ravel()
         lost[w][mine] = workers * (own - mean[mine])
     return anchor + mean[:size], lost[:, :size]
 

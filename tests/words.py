@@ -35,7 +35,7 @@ def all_rows(kind: str) -> list[str]:
     found = []
     for name in TABLES[kind]:
         mine = taken(kind, name)
-        # A correction of the drift and a wire do not go together.
+        # A correction of the drift and a compressor do not go together.
         together = {flag: word for word, flag in mine.items() if flag != "correction"}
         found += [name, *(complete(name, word) for word in mine)]
         found += ["+".join([name, *together.values()])] if len(together) > 1 else []

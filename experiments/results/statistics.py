@@ -227,7 +227,7 @@ def spent(comparison: Comparison, runs: Mapping[int, Run], name: str) -> dict[in
 def volume(record: Mapping) -> float:
     """What a run has sent up to a record, as a share of syncs in every step: all-reduces per step.
 
-    Older records, none of a wire, of fragments or of an order that sends, have rounds alone.
+    Older records, none of a compressor, of fragments or of an order that sends, have rounds alone.
     """
     sent = record["allreduces"] if "allreduces" in record else record["rounds"]
     return sent / record["step"]

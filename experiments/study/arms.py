@@ -21,7 +21,7 @@ from syncopate.command import meant
 from syncopate.refusals import UserError
 
 POST_LOCAL_UNTIL, SWAP_UNTIL = 0.5, 0.8  # of T: where local steps, and SWAP's last round, begin
-WIRES: dict[str, Callable] = {  # what makes the wire of each name
+COMPRESSORS: dict[str, Callable] = {  # what makes the compressor of each name
     "bfloat16": lambda: syncopate.local_opt.quantize("bfloat16"),
     "float16": lambda: syncopate.local_opt.quantize("float16"),
     "int8": lambda: syncopate.local_opt.quantize("int8"),
@@ -66,7 +66,7 @@ class SyncRule(NamedTuple):
     plan: Callable  # of a RunConfig
     # (inner optimizer, axis_name=) -> Rounds
     rounds: Callable = DRIFTING
-    wire: Callable | None = None  # makes that in which `rounds` sends changes
+    compressor: Callable | None = None  # makes that with which `rounds` sends changes
     takes: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()  # fields of the recipe, of `flags.OF_ROWS`, that it reads
 
@@ -261,11 +261,12 @@ SYNC_RULES = {
 }  # fmt: skip
 
 
-def _sync_rule(row: SyncRule, *, align=None, **of_rounds):
-    """The row with values of its options; those `of_rounds` are wire, correction and outer."""
+def _sync_rule(row: SyncRule, *, align=None, wire=None, **of_rounds):
+    """The row with values of its options; those `of_rounds` are correction and outer."""
+    of_rounds |= {} if wire is None else {"compress": wire}
     rounds = functools.partial(row.rounds, **of_rounds) if of_rounds else row.rounds
     plan = row.plan if align is None else _aligned(row.plan, align)
-    return row._replace(plan=plan, rounds=rounds, wire=of_rounds.get("wire", row.wire))
+    return row._replace(plan=plan, rounds=rounds, compressor=wire or row.compressor)
 
 
 def _aligned(plan: Callable, share: float) -> Callable:
@@ -378,7 +379,7 @@ OPTIONS = {
         "documents": ("documents permuted", "documents"), "shifted": ("shifted", "shifted"),
     }),
     "wire": Option("sync", "in which workers send their changes", {
-        name: (name, make) for name, make in WIRES.items()
+        name: (name, make) for name, make in COMPRESSORS.items()
     }),
     "correction": Option("sync", "of the drift between two syncs", {
         "control": ("control variates", lambda: syncopate.local_opt.scaffold()),

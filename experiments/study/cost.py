@@ -58,12 +58,13 @@ def traffic(
 ) -> Callable[[int, int], float]:
     """`(rounds, loads) -> what a worker has sent`, in all-reduces of the task's parameters.
 
-    A sync sends one, or the share of it that its wire leaves; orders send as of `order_traffic`.
+    A sync sends one, or the share of it that compression leaves; orders send as of `order_traffic`.
     """
     size = num_params(task.model)
     of_order = order_traffic(order, sizes, size, sync_in_step=sync_in_step)
     sent = functools.partial(local_opt.sync_bytes, size, num_workers=sizes.workers)
-    share = sent(wire=rule.wire()) / sent() if rule.wire and sizes.workers > 1 else 1
+    narrow = rule.compressor is not None and sizes.workers > 1
+    share = sent(compress=rule.compressor()) / sent() if narrow else 1
     return lambda rounds, loads: share * rounds + of_order(loads)
 
 

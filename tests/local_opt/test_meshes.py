@@ -204,12 +204,12 @@ def in_numbers(run, *, gathers, order_of=ordering.cd_grab, maker=None):
 
 SKETCH = jax.random.key(3)  # made outside of meshes, into which JAX closes over no other
 SKETCHED = functools.partial(ordering.sketched_grads, key=jax.random.key(7), size=K)
-WIRE = {"wire": local_opt.quantize("int8")}
+COMPRESSED = {"compress": local_opt.quantize("int8")}
 FEATURES = {
     "`lift`, every word": words,
     "`replicate`, `mean_over_workers`, `check_synced`": start,
     "`local_rounds`, a batch over \"data\"": lambda run: trained(
-        run, local_opt.local_rounds(optax.adam(0.05), opt_state="mean")
+        run, local_opt.local_rounds(optax.adam(0.05), sync_opt_state="mean")
     ),
     "`local_steps` by QSR, the same": planned,
     "DiLoCo with weights and drift, the same": lambda run: trained(
@@ -220,10 +220,12 @@ FEATURES = {
         run, local_opt.local_rounds(optax.sgd(0.05), correction=local_opt.scaffold())
     ),
     "`streaming_rounds`, the same": streaming,
-    "a wire, `specs=jax.P()`": lambda run: trained(
-        run, local_opt.local_rounds(SGD, specs=P(), **WIRE)
+    "a compressor, `specs=jax.P()`": lambda run: trained(
+        run, local_opt.local_rounds(SGD, specs=P(), **COMPRESSED)
     ),
-    "a wire without `specs`": lambda run: trained(run, local_opt.local_rounds(SGD, **WIRE)),
+    "a compressor without `specs`": lambda run: trained(
+        run, local_opt.local_rounds(SGD, **COMPRESSED)
+    ),
     "parameters that are split, by `specs`": split,
     "`grab`, `per_example_grads` on every device": lambda run: of_examples(run, ordering.grab),
     "`pair_balance`, `per_example_grads` over \"data\"": lambda run: of_examples(run, whole=False),
@@ -289,7 +291,7 @@ def test_a_cell_of_the_table(name, number):
             return
         found = FEATURES[name](Run(mesh))
     # A change that differs in its last bits may be rounded to the next of 255 steps.
-    near = {"atol": 1e-3} if "wire" in name else {"rtol": 1e-5, "atol": 1e-6}
+    near = {"atol": 1e-3} if "compressor" in name else {"rtol": 1e-5, "atol": 1e-6}
     check = functools.partial(np.testing.assert_allclose, **near)
     jax.tree.map(check, found, expected)
 

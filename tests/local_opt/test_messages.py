@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import local_opt
-from tests.problems import WIRES
+from tests.problems import COMPRESSORS
 from tests.refused import refuses
 
 SGD, X = optax.sgd(0.1), jnp.zeros((2, 3))
@@ -38,13 +38,13 @@ def lifted(function, *args, roles="owned -> owned owned"):
     return local_opt.lift(function, 2, roles)(*args)
 
 
-SPECS, INT8, TOP_K = jax.P("model"), WIRES["int8"], WIRES["top_k"]
+SPECS, INT8, TOP_K = jax.P("model"), COMPRESSORS["int8"], COMPRESSORS["top_k"]
 UNEVEN = {"w": jnp.zeros((2, 3)), "b": jnp.zeros(3)}
 
 
 def sent(specs):
-    """A sync by a wire, of one worker whose parameters are split by the specs."""
-    rounds = local_opt.local_rounds(SGD, wire=INT8, specs=specs)
+    """A sync by a compressor, of one worker whose parameters are split by the specs."""
+    rounds = local_opt.local_rounds(SGD, compress=INT8, specs=specs)
     return jax.vmap(lambda x: rounds.sync(x, rounds.init(x)), axis_name="worker")(X)
 
 
@@ -76,8 +76,8 @@ test_what_does_not_fit_is_named = refuses({
 
 
 def test_leaves_without_numbers_are_synchronized():
-    for wire in (None, *WIRES.values()):
-        rounds = local_opt.local_rounds(SGD, wire=wire)
+    for compressor in (None, *COMPRESSORS.values()):
+        rounds = local_opt.local_rounds(SGD, compress=compressor)
         for tree in ({}, {"w": jnp.zeros((2, 0))}, {"w": jnp.zeros((2, 0, 3)), "n": None}):
             by = dict(axis_name="worker", axis_size=2)
             state = jax.vmap(rounds.init, **by)(tree)
@@ -98,8 +98,8 @@ def synced_over(axis_name, name, **options):
 SYNCED = {  # by the name of an axis
     **{name: functools.partial(synced_over, name=name) for name in MAKERS},
     "outer": functools.partial(synced_over, name="local_rounds", outer=SGD),
-    "int8": functools.partial(synced_over, name="local_rounds", wire=INT8),
-    "top_k": functools.partial(synced_over, name="local_rounds", wire=TOP_K),
+    "int8": functools.partial(synced_over, name="local_rounds", compress=INT8),
+    "top_k": functools.partial(synced_over, name="local_rounds", compress=TOP_K),
     "synchronize": lambda axis: functools.partial(local_opt.pmean, axis_name=axis),
 }
 

@@ -122,8 +122,8 @@ def after_two_rounds(way, run, weights):
             state = stream.start(x, state, fragment=0, **options)
             return stream.finish(x, state, fragment=0)
     else:
-        wire = local_opt.quantize("float16") if way == "wire" else None
-        rounds = local_opt.local_rounds(optax.sgd(1.0), outer=BY_PERIOD, wire=wire)
+        compressor = local_opt.quantize("float16") if way == "compressor" else None
+        rounds = local_opt.local_rounds(optax.sgd(1.0), outer=BY_PERIOD, compress=compressor)
         sync = rounds.sync
 
     def one(x, state, size, count, weight):
@@ -146,9 +146,9 @@ def after_two_rounds(way, run, weights):
 
 @pytest.mark.parametrize("run", ["vmap", "shard_map"])
 @pytest.mark.parametrize("weights", [None, WEIGHTS])
-@pytest.mark.parametrize("way", ["rounds", "wire", "streaming"])
+@pytest.mark.parametrize("way", ["rounds", "compressor", "streaming"])
 def test_workers_of_uneven_steps_agree_after_an_outer_step(way, weights, run):
     found = after_two_rounds(way, run, weights)
     changes = STEPS * np.arange(1.0, 5)
     expected = means_of(changes, STEPS, np.ones(4) if weights is None else np.float64(WEIGHTS))
-    np.testing.assert_allclose(found, expected, rtol=1e-3 if way == "wire" else 1e-6)
+    np.testing.assert_allclose(found, expected, rtol=1e-3 if way == "compressor" else 1e-6)

@@ -8,6 +8,7 @@ import pytest
 import local_opt
 from tests import reference
 from tests.problems import (
+    COMPRESSORS,
     MATRICES,
     NESTEROV,
     PLAN,
@@ -15,7 +16,6 @@ from tests.problems import (
     RUNS,
     START,
     TARGETS,
-    WIRES,
     W,
     assert_bitwise_equal,
     distance,
@@ -118,7 +118,10 @@ def test_diloco_equals_its_pseudocode(run):
     opt = local_opt.diloco(SGD, PLAN, learning_rate=0.6, momentum=0.8)
     found, _ = run_squares(opt, RUNS[run])
     assert distance(found, nesterov(square_gradient, (0.6, 0.8))) < 2e-6
-    options, inner = {"axis_name": "worker", "opt_state": "reset"}, optax.sgd(RATE, momentum=0.9)
+    options, inner = (
+        {"axis_name": "worker", "sync_opt_state": "reset"},
+        optax.sgd(RATE, momentum=0.9),
+    )
     plain = local_opt.local_steps(inner, PLAN, outer=NESTEROV, **options)
     found = run_squares(local_opt.diloco(inner, PLAN, **options))
     assert_bitwise_equal(found, run_squares(plain))
@@ -190,8 +193,8 @@ def test_sparseloco_equals_its_pseudocode():
     grads = np.float32(RNG.normal(size=(plan.total_steps, W, size)) ** 3)
     found = run_given(
         local_opt.local_steps(
-            optax.sgd(rate), plan, outer=optax.sgd(0.65), wire=WIRES["top_k_2bit"]), {"x": first},
-        [[{"x": g} for g in own] for own in grads], plan,
+            optax.sgd(rate), plan, outer=optax.sgd(0.65), compress=COMPRESSORS["top_k_2bit"]),
+        {"x": first}, [[{"x": g} for g in own] for own in grads], plan,
     )  # fmt: skip
     anchor, lost = np.asarray(first, np.float64), np.zeros((W, size))
     for (start, length), new in zip(plan.rounds_from(0), found, strict=True):

@@ -24,7 +24,7 @@ def state_of(workers, inner):
         inner=inner,
         anchor=equal(ROWS[0], workers),
         outer={"trace": equal(ROWS[1], workers)},
-        lost=ROWS[:workers],
+        residual=ROWS[:workers],
         drift=np.arange(workers, dtype=np.float32),
         correction=ROWS[:workers],
     )
@@ -43,7 +43,7 @@ def test_shared_fields_stay_and_the_policy_decides_about_others(before, after, p
     }[policy]  # fmt: skip
     np.testing.assert_array_equal(new.inner["mu"], equal(mu, after))
     np.testing.assert_array_equal(new.inner["count"], equal(np.int32(count), after))
-    np.testing.assert_array_equal(new.lost, equal(mean, after))
+    np.testing.assert_array_equal(new.residual, equal(mean, after))
     for name in ("since", "anchor"):
         np.testing.assert_array_equal(getattr(new, name), getattr(fresh, name))
     np.testing.assert_array_equal(new.outer["trace"], fresh.outer["trace"])

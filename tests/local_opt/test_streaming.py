@@ -15,13 +15,13 @@ from local_opt import streaming
 from tests import reference
 from tests.cases import FAST_XLA
 from tests.problems import (
+    COMPRESSORS,
     NESTEROV,
     PLAN,
     RATE,
     RUNS,
     SGD,
     START,
-    WIRES,
     W,
     assert_bitwise_equal,
     assert_workers_bitwise_equal,
@@ -128,7 +128,7 @@ def test_one_fragment_without_delay_is_plain_averaging_bitwise(outer, monkeypatc
 
 def test_a_run_that_stops_with_a_mean_in_transit_resumes_bitwise():
     stream = local_opt.streaming_rounds(
-        SGD, axis_name="worker", fragments=2, outer=NESTEROV, wire=WIRES["int8"]
+        SGD, axis_name="worker", fragments=2, outer=NESTEROV, compress=COMPRESSORS["int8"]
     )
     turns, delay = TWO["constant"]
     segments = segments_of(TWO["constant"])
@@ -234,11 +234,11 @@ def test_outer_optimizers_see_the_names_of_the_leaves(name, run):
         assert distance(found, ends[0]) < 1e-6
 
 
-@pytest.mark.parametrize("wire", [None, "int8", "top_k"])
-def test_a_finish_takes_back_a_worker_that_does_not_count(wire):
+@pytest.mark.parametrize("compressor", [None, "int8", "top_k"])
+def test_a_finish_takes_back_a_worker_that_does_not_count(compressor):
     """One fragment: all that was not finite is overwritten, and nobody else has seen it."""
     stream = local_opt.streaming_rounds(
-        optax.sgd(RATE), fragments=1, mixing=0.5, wire=wire and WIRES[wire]
+        optax.sgd(RATE), fragments=1, mixing=0.5, compress=compressor and COMPRESSORS[compressor]
     )
     segments = segments_of(({0: local_opt.constant(1, total_steps=13)}, 0))
     found, _, state = run_segments(stream, segments, weights=STEPPED, lost=np.nan)
@@ -247,10 +247,10 @@ def test_a_finish_takes_back_a_worker_that_does_not_count(wire):
     np.testing.assert_array_equal(found, same)
 
 
-@pytest.mark.parametrize("wire", [None, "int8"])
-def test_weights_are_two_collectives_of_a_start_and_none_of_a_finish(wire):
+@pytest.mark.parametrize("compressor", [None, "int8"])
+def test_weights_are_two_collectives_of_a_start_and_none_of_a_finish(compressor):
     stream = local_opt.streaming_rounds(
-        optax.sgd(RATE), fragments=2, mixing=0.5, wire=wire and WIRES[wire]
+        optax.sgd(RATE), fragments=2, mixing=0.5, compress=compressor and COMPRESSORS[compressor]
     )
     x, weight = copies(START), jnp.ones(W)
     args = x, jax.vmap(stream.init)(x)

@@ -67,8 +67,8 @@ def test_one_that_is_new_takes_all_from_the_first_that_is_not_and_weighs_nothing
 
 
 def test_one_process_meets_itself_as_a_plain_sync_would():
-    """With weights and wires; what is compiled for the same workers is compiled once."""
-    rounds = local_opt.local_rounds(optax.sgd(0.1), wire=local_opt.quantize("int8"))
+    """With weights and compressors; what is compiled for the same workers is compiled once."""
+    rounds = local_opt.local_rounds(optax.sgd(0.1), compress=local_opt.quantize("int8"))
     alone, count = local_opt.Survivors(rounds.sync), jax.local_device_count()
     first = jnp.arange(300.0)
     own = local_opt.replicate((first, rounds.init(first)), count)

@@ -36,7 +36,7 @@ HOST = {
     "lift": lambda: local_opt.lift(
         local_opt.local_steps(SGD, PLAN).init, 2, "owned -> owned")(X),
     "quantize": lambda: local_opt.quantize("int8", feedback=0.5),
-    "local_rounds": lambda: local_opt.local_rounds(SGD, wire=INT8).init(X),
+    "local_rounds": lambda: local_opt.local_rounds(SGD, compress=INT8).init(X),
     "top_k": lambda: local_opt.top_k(1 / 64, feedback=0.5),
     "local_steps": lambda: local_opt.local_steps(SGD, PLAN, outer=SGD).init(X),
     "normalize_by_period": lambda: local_opt.local_rounds(

@@ -15,6 +15,7 @@ from jax.sharding import AxisType
 import local_opt
 from tests import reference
 from tests.problems import (
+    COMPRESSORS,
     MOMENTUM,
     NESTEROV,
     PLAN,
@@ -22,7 +23,6 @@ from tests.problems import (
     RUNS,
     SGD,
     START,
-    WIRES,
     W,
     assert_workers_bitwise_equal,
     copies,
@@ -42,10 +42,10 @@ X = {"a": RNG.normal(size=(W, 3)).astype(np.float32), "b": RNG.normal(size=W).as
 WEIGHTS = np.float32([[1, 2, 3, 4], [0, 1, 1, 5], [2, 0, 0, 0], [1, 1, 0, 1e4], [0.1, 3, 1e-3, 2]])
 WAYS = {
     "plain": {},
-    "mean": {"opt_state": "mean"},
+    "mean": {"sync_opt_state": "mean"},
     "outer": {"outer": NESTEROV, "drift": True},
-    "int8": {"wire": WIRES["int8"]},
-    "top_k": {"wire": WIRES["top_k"], "opt_state": "mean"},
+    "int8": {"compress": COMPRESSORS["int8"]},
+    "top_k": {"compress": COMPRESSORS["top_k"], "sync_opt_state": "mean"},
     "control": {"correction": local_opt.scaffold()},
     "proximal": {"correction": local_opt.fedprox(0.1)},
 }
@@ -93,11 +93,11 @@ def test_any_weights_equal_the_reference_and_nothing_is_read_of_who_does_not_cou
     error = {"int8": 2 * 3 / 127, "top_k": 3 / 128}.get(way, 2e-6)
     for name in X:
         np.testing.assert_allclose(new[name][0], 1 + moved * mean[name], rtol=0, atol=error)
-    if "opt_state" in WAYS[way]:
+    if "sync_opt_state" in WAYS[way]:
         for name in X:
             trace = state.inner[0].trace[name]
             np.testing.assert_allclose(trace, copies(mean[name]), rtol=0, atol=2e-6)
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves((state.lost, state.correction)))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((state.residual, state.correction)))
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((state.anchor, state.outer)))
     if "drift" in WAYS[way]:
         assert np.isfinite(state.drift).all() and (state.drift[weights == 0] == 0).all()
@@ -145,8 +145,8 @@ def test_weights_are_two_numbers_more_and_without_them_nothing_changes(way):
     strip = lambda text: text.split("\n", 1)[1]  # the module's name  # noqa: E731
     assert same == plain and strip(none) == strip(text)
     assert weighed == plain | {"all_reduce": plain["all_reduce"] + 2}  # the largest, and the sum
-    leaves = 0 if "wire" in WAYS[way] else 2
-    leaves += 2 if "opt_state" in WAYS[way] else 0
+    leaves = 0 if "compress" in WAYS[way] else 2
+    leaves += 2 if "sync_opt_state" in WAYS[way] else 0
     # Whether steps are uneven, and a branch with a weighted mean if they are.
     assert plain["all_reduce"] == leaves + (1 + 2 + leaves if way == "control" else 0)
 
@@ -165,7 +165,7 @@ def test_every_sync_of_a_run_is_weighed_as_in_the_reference(run):
 
 @pytest.mark.parametrize("make", [local_opt.local_steps, local_opt.diloco, local_opt.slowmo])
 def test_a_planned_sync_takes_back_a_worker_whose_last_gradient_is_not_finite(make, recwarn):
-    opt = make(optax.sgd(RATE), local_opt.constant(2, total_steps=4), opt_state="mean")
+    opt = make(optax.sgd(RATE), local_opt.constant(2, total_steps=4), sync_opt_state="mean")
     step, x = jax.jit(vmap(lambda g, s, x, w: opt.update(g, s, x, weight=w))), copies(jnp.ones(3))
     state, grads = jax.vmap(opt.init)(x), jnp.arange(12.0).reshape(W, 3)
     for bad in (grads, grads.at[1].set(jnp.nan)):
@@ -194,14 +194,14 @@ def test_mean_gradients_are_weighed_in_steps_and_over_rounds():
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("wire", [None, "int8"])
-def test_a_weight_counts_on_all_devices_of_a_worker(kind, wire):
+@pytest.mark.parametrize("compressor", [None, "int8"])
+def test_a_weight_counts_on_all_devices_of_a_worker(kind, compressor):
     mesh = jax.make_mesh((2, 2), ("worker", "model"), (kind,) * 2, devices=jax.devices()[:4])
     specs, found = {"a": jax.P("model"), "b": jax.P()}, []
     x = {"a": np.float32(RNG.normal(size=(2, 512))), "b": X["b"][:2]}
     for workers in (2, mesh):
         options = {"specs": specs, "drift": True} if workers is mesh else {}
-        rounds = local_opt.local_rounds(SGD, wire=wire and WIRES[wire], **options)
+        rounds = local_opt.local_rounds(SGD, compress=COMPRESSORS.get(compressor), **options)
 
         def one(x, w, rounds=rounds):
             return rounds.sync(x, rounds.init(jax.tree.map(jnp.zeros_like, x)), weight=w)[0]
@@ -210,7 +210,7 @@ def test_a_weight_counts_on_all_devices_of_a_worker(kind, wire):
         own = placed(x, specs, mesh) if workers is mesh else x
         found.append(jax.jit(run)(own, jnp.array([3, 1])))
     # Shards have other rows of 128 numbers, and scales of their own.
-    assert distance(*found) < (1e-6 if wire is None else 1e-2)
+    assert distance(*found) < (1e-6 if compressor is None else 1e-2)
 
 
 def one_number(weight):

@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 import local_opt
 from ordering import echo
 from syncopate import plans
-from tests.problems import RUNS, WIRES, copies, vmap
+from tests.problems import COMPRESSORS, RUNS, copies, vmap
 
 
 def started(workers=4):
@@ -248,11 +248,11 @@ def test_workers_that_were_not_moved_together_are_refused_whatever_was_before():
 PLAN = local_opt.constant(2, total_steps=4)
 PLAIN = optax.scale(-0.5)  # optax' own optimizers promote types
 OPTIONS = {
-    "plain": {}, "mean": {"opt_state": "mean"}, "drift": {"drift": True},
+    "plain": {}, "mean": {"sync_opt_state": "mean"}, "drift": {"drift": True},
     "period": {"outer": local_opt.normalize_by_period(PLAIN, h_base=2)},
     "control": {"correction": local_opt.scaffold()},
     "proximal": {"correction": local_opt.fedprox(0.5)},
-    **{name: {"wire": wire} for name, wire in WIRES.items()},
+    **{name: {"compress": compressor} for name, compressor in COMPRESSORS.items()},
 }  # fmt: skip
 
 

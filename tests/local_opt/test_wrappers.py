@@ -390,7 +390,7 @@ def test_check_synced_finds_what_is_wrong_around_local_steps(name):
 
 
 def test_the_evaluation_point_of_schedule_free_is_that_of_the_mean():
-    opt = local(contrib.schedule_free_sgd(0.1), opt_state={"z": "mean"})
+    opt = local(contrib.schedule_free_sgd(0.1), sync_opt_state={"z": "mean"})
     history, state = found(opt)
     inner, params = state.rounds.inner, last(history)
     at = jax.vmap(contrib.schedule_free_eval_params)(inner, params)

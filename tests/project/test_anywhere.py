@@ -107,8 +107,8 @@ SUBJECTS = {
     "microbatch": of_gradients(lambda: ordering.microbatch_grads(lambda *a: jnp.mean(loss(*a)))),
     "sketched": of_gradients(lambda: ordering.sketched_grads(loss, SKETCH_KEY, size=D)),
     "local_steps": of_steps(opt(local_opt.local_steps, PLAN)),
-    "local_steps, wire": of_steps(
-        opt(local_opt.local_steps, PLAN, wire=local_opt.quantize("int8"), opt_state="mean")
+    "local_steps, compressor": of_steps(
+        opt(local_opt.local_steps, PLAN, compress=local_opt.quantize("int8"), sync_opt_state="mean")
     ),
     "diloco": of_steps(opt(local_opt.diloco, PLAN, momentum=0.0)),
     "local_rounds": of_rounds(opt(local_opt.local_rounds)),

@@ -13,7 +13,7 @@ import pytest
 import local_opt
 from experiments.study.cost import collectives_of
 from tests.compiled_runs import conditionals, donated, operations, types_of
-from tests.problems import NESTEROV, PLAN, SGD, WIRES, copies, on_mesh
+from tests.problems import COMPRESSORS, NESTEROV, PLAN, SGD, copies, on_mesh
 
 pytestmark = pytest.mark.usefixtures("optimised")  # what users compile
 
@@ -30,7 +30,7 @@ STREAM = local_opt.streaming_rounds(
 )
 HOT = {
     "an outer step, a mean moment": (
-        rounds_of(optax.adamw(0.1), outer=NESTEROV, opt_state={"mu": "mean"}), {}),
+        rounds_of(optax.adamw(0.1), outer=NESTEROV, sync_opt_state={"mu": "mean"}), {}),
     "planned": (
         local_opt.local_steps(optax.adamw(0.1), PLAN, axis_name="worker"), {"sync": False}),
     "control variates": (rounds_of(correction=local_opt.scaffold()), {}),
@@ -39,10 +39,10 @@ HOT = {
 }  # fmt: skip
 SYNCS = {
     "plain": {},
-    "mean": {"opt_state": "mean"},
+    "mean": {"sync_opt_state": "mean"},
     "control variates": {"correction": local_opt.scaffold()},
     "proximal": {"correction": local_opt.fedprox(0.1)},
-    **{name: {"wire": wire} for name, wire in WIRES.items()},
+    **{name: {"compress": compressor} for name, compressor in COMPRESSORS.items()},
 }
 
 
@@ -86,8 +86,8 @@ def test_a_step_without_a_sync_has_no_collective_and_no_copy(name):
 
 @pytest.mark.parametrize("name", SYNCS)
 def test_a_sync_sends_the_bytes_of_the_forecast(name):
-    """To the byte. Control variates add two numbers, and wires send whole rows."""
-    rounds, wire = rounds_of(**SYNCS[name]), SYNCS[name].get("wire")
+    """To the byte. Control variates add two numbers, and compressors send whole rows."""
+    rounds, compressor = rounds_of(**SYNCS[name]), SYNCS[name].get("compress")
     text = compiled(rounds.sync, *started(rounds)).as_text()
     found = collectives_of(text)
     if name == "control variates":  # whose workers took different numbers of steps in a branch
@@ -96,21 +96,21 @@ def test_a_sync_sends_the_bytes_of_the_forecast(name):
         (ends,) = [one for one in found if one.bytes == 8]
         found.remove(ends)
     types = set.union(*map(types_of, found))
-    if wire is None:
+    if compressor is None:
         assert ([one.kind for one in found], types) == (["all-reduce"], {"f32"})
     else:
-        kinds = ["all-gather"] if wire.gathers else ["all-to-all", "all-gather"]
+        kinds = ["all-gather"] if compressor.gathers else ["all-to-all", "all-gather"]
         assert [one.kind for one in found] == kinds
-        assert types == {"u16" if wire.dtype == jnp.uint16 else "u8"}
+        assert types == {"u16" if compressor.dtype == jnp.uint16 else "u8"}
     # Of what a worker holds of all, an eighth is its own; an all-reduce does both halves.
     total = sum((2 if one.kind == "all-reduce" else 1) * one.bytes * 7 / 8 for one in found)
     numbers = 24 * (2 if name == "mean" else 1)
-    assert total == local_opt.sync_bytes(numbers, num_workers=8, wire=wire)
+    assert total == local_opt.sync_bytes(numbers, num_workers=8, compress=compressor)
 
 
 def test_the_only_collective_of_a_planned_step_is_in_a_branch():
     plan = local_opt.constant(2, total_steps=8)
-    opt = local_opt.local_steps(SGD, plan, axis_name="worker", opt_state="mean")
+    opt = local_opt.local_steps(SGD, plan, axis_name="worker", sync_opt_state="mean")
     held = started(opt)
     module = compiled(linear_step(opt), *held, SCALES)
     (reduction,), (conditional,) = (f(module.as_text()) for f in (collectives_of, conditionals))

@@ -20,7 +20,7 @@ import ordering
 from experiments import train
 from experiments.cluster.devices import owned_sharding, worker_mesh
 from experiments.study import cost
-from experiments.study.arms import WIRES, row_of
+from experiments.study.arms import COMPRESSORS, row_of
 from experiments.study.cost import (
     CHIPS,
     CUDA,
@@ -245,11 +245,11 @@ def test_the_page_shows_the_output_of_its_command():
         assert same == [row[:columns] for row in other if "---" not in row[0]]
 
 
-def test_a_wire_takes_memory_for_a_group_and_sends_the_bytes_of_all(monkeypatch):
+def test_a_compressor_takes_memory_for_a_group_and_sends_the_bytes_of_all(monkeypatch):
     """Four workers with 2^22 numbers, in one group and in eight."""
     mesh = worker_mesh(WORKERS)
-    wire, found = local_opt.quantize("int8"), []
-    rounds = local_opt.local_rounds(optax.sgd(0.1), wire=wire)
+    compressor, found = local_opt.quantize("int8"), []
+    rounds = local_opt.local_rounds(optax.sgd(0.1), compress=compressor)
     params = {f"w{i}": jax.ShapeDtypeStruct((256, 1024), np.float32) for i in range(16)}
     place = owned_sharding(mesh)
     args = jax.tree.map(
@@ -261,7 +261,8 @@ def test_a_wire_takes_memory_for_a_group_and_sends_the_bytes_of_all(monkeypatch)
         monkeypatch.setattr(exchange, "GROUPS", 2**30)
         sync = local_opt.lift(rounds.sync, mesh, "owned owned -> owned owned")
         found.append(jax.jit(sync, donate_argnums=(0, 1)).lower(*args).compile())
-    sent = local_opt.sync_bytes(2**22, num_workers=WORKERS, wire=wire) * WORKERS / (WORKERS - 1)
+    sent = local_opt.sync_bytes(2**22, num_workers=WORKERS, compress=compressor)
+    sent *= WORKERS / (WORKERS - 1)
     collectives = [collectives_of(one.as_text()) for one in found]
     assert [sum(c.bytes for c in each) for each in collectives] == [sent, sent]
     assert [len(each) for each in collectives] == [2, 16]
@@ -470,12 +471,12 @@ def test_the_state_of_a_sketched_order_has_the_size_of_its_numbers(sync, waiting
     assert 4 * (2 * 20 + 64 + waiting) <= found <= 4 * (2 * 20 + 64 + waiting + 3)
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_a_compressed_wire_sends_its_share_of_an_all_reduce(wire):
+@pytest.mark.parametrize("compressor", COMPRESSORS)
+def test_compressed_changes_are_their_share_of_an_all_reduce(compressor):
     sizes = Sizes(workers=8, num_units=10, units_per_step=1, unit_size=16)
     given = task(99_999), row_of("order", "rr")  # of 10^6 parameters
-    sent = cost.traffic(*given, row_of("sync", f"qsr+{wire}"), sizes, False)
-    narrow = sync_bytes(10**6, num_workers=8, wire=WIRES[wire]())
+    sent = cost.traffic(*given, row_of("sync", f"qsr+{compressor}"), sizes, False)
+    narrow = sync_bytes(10**6, num_workers=8, compress=COMPRESSORS[compressor]())
     assert sent(5, 100) == pytest.approx(5 * narrow / sync_bytes(10**6, num_workers=8))
     alone = cost.traffic(*given, row_of("sync", "qsr"), sizes, False)
     assert alone(5, 100) == 5 > sent(5, 100)

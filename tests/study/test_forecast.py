@@ -13,7 +13,7 @@ from experiments.study import flags, recipes
 from experiments.study.arms import arm_of, plans_of
 from experiments.tasks import TASKS
 from tests.commands import parsed, rows_of
-from tests.problems import WIRES
+from tests.problems import COMPRESSORS
 from tests.sources import Examples
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -80,7 +80,7 @@ def test_a_forecast_plans_as_the_study_with_the_same_flags_does():
             assert plans[arm_of(rule).label] == own.sync, rule
 
 
-def test_a_forecast_counts_what_wires_send():
+def test_a_forecast_counts_what_compressors_send():
     """Bytes and seconds are those of the syncs; volume is their share of a sync in every step."""
     size, workers, rules = 86_567_656, 16, ["qsr", "qsr+int8", "constant", "constant+int4"]
     values = parsed(forecast, f"--arms={','.join(rules)}")
@@ -88,9 +88,11 @@ def test_a_forecast_counts_what_wires_send():
     whole = 2 * (workers - 1) / workers * size * 4
     sent = {
         "QSR": 9711 * whole,
-        "QSR, int8": 9711 * local_opt.sync_bytes(size, num_workers=16, wire=WIRES["int8"]),
+        "QSR, int8": 9711
+        * local_opt.sync_bytes(size, num_workers=16, compress=COMPRESSORS["int8"]),
         "constant H": 23_400 * whole,
-        "constant H, int4": 23_400 * local_opt.sync_bytes(size, num_workers=16, wire=WIRES["int4"]),
+        "constant H, int4": 23_400
+        * local_opt.sync_bytes(size, num_workers=16, compress=COMPRESSORS["int4"]),
     }
     assert set(rows) == set(sent)
     hours = float(rows["QSR"]["compute h"])

@@ -1,6 +1,6 @@
 """`train --survive`: a run goes on without processes that have died.
 
-pytest -m slow -n 0 tests/training/test_survive.py     # three processes, wires, resumes: minutes
+pytest -m slow -n 0 tests/training/test_survive.py     # with compression, resumes: minutes
 """
 
 import os

@@ -7,7 +7,7 @@ import pytest
 
 import local_opt
 from tests.compiled_runs import lines_of
-from tests.problems import WIRES, assert_bitwise_equal, assert_workers_bitwise_equal, copies
+from tests.problems import COMPRESSORS, assert_bitwise_equal, assert_workers_bitwise_equal, copies
 from tests.shards import (
     SGD,
     SPECS,
@@ -23,9 +23,9 @@ from tests.shards import (
 )
 
 
-def a_sync(way, wire, specs=SPECS):
+def a_sync(way, compressor, specs=SPECS):
     """(parameters, state) of workers that differ, before and after two syncs."""
-    rounds = rounds_of(specs, wire=wire)
+    rounds = rounds_of(specs, compress=compressor)
     state = state_specs(rounds)
 
     def twice(params, state, moved):
@@ -61,17 +61,17 @@ def part_of(tree, specs, device, model):
     "name,workers,way",
     [("int4", 2, "compiler"), ("top_k", 4, "by hand")],
 )
-def test_a_wire_sends_shards_as_it_sends_whole_arrays(name, workers, way):
+def test_a_compressor_sends_shards_as_it_sends_whole_arrays(name, workers, way):
     """Every device's sync is bitwise that of its shards alone, and of the whole leaves alone."""
-    wire, mesh = WIRES[name], mesh_of(workers)
-    init, twice = a_sync(WAYS[way](workers), wire)
+    compressor, mesh = COMPRESSORS[name], mesh_of(workers)
+    init, twice = a_sync(WAYS[way](workers), compressor)
     params = placed(copies(network(), workers), SPECS, mesh)
     moved = placed(own_moves(workers), SPECS, mesh)
     found, state = twice(params, init(params), moved)
-    for tree in (found, state.lost, state.anchor):
+    for tree in (found, state.residual, state.anchor):
         if tree != ():
             assert_in_their_places(tree, owned(SPECS))
-    init, twice = a_sync(on_one_device(workers), wire, specs=None)
+    init, twice = a_sync(on_one_device(workers), compressor, specs=None)
     for device in range(mesh.shape["model"]):
         for names in (["b1", "w1", "w2"], ["b2"]):
             specs = {n: SPECS[n] for n in names}
@@ -81,14 +81,14 @@ def test_a_wire_sends_shards_as_it_sends_whole_arrays(name, workers, way):
             args = of(copies(network(), workers))
             expected, lost = twice(args, init(args), of(own_moves(workers)))
             assert_bitwise_equal(of(found), expected)
-            if wire.feedback:
-                assert_bitwise_equal(of(state.lost), lost.lost)
+            if compressor.feedback:
+                assert_bitwise_equal(of(state.residual), lost.residual)
     assert_workers_bitwise_equal(found)
 
 
-def test_a_wire_gathers_over_the_workers_alone(optimised):
-    mesh, wire = mesh_of(2), WIRES["top_k"]
-    init, twice = a_sync(WAYS["compiler"](2), wire)
+def test_a_compressor_gathers_over_the_workers_alone(optimised):
+    mesh, compressor = mesh_of(2), COMPRESSORS["top_k"]
+    init, twice = a_sync(WAYS["compiler"](2), compressor)
     params = placed(copies(network(), 2), SPECS, mesh)
     found = lines_of(twice.lower(params, init(params), params).compile(), mesh)
     assert {axes for name, _, axes in found if name != "all-reduce"} == {"worker"}
@@ -98,7 +98,7 @@ def test_a_wire_gathers_over_the_workers_alone(optimised):
 def test_fragments_are_sent_in_shards():
     """A mean in bfloat16 is within 2^-7 of the largest change of the exact one."""
     stream = local_opt.streaming_rounds(
-        SGD, axis_name="worker", fragments=2, wire=WIRES["bfloat16"], specs=SPECS
+        SGD, axis_name="worker", fragments=2, compress=COMPRESSORS["bfloat16"], specs=SPECS
     )
 
     def fragments(params, moved):

@@ -1,4 +1,4 @@
-"""Narrow wires: what they send and lose, and that with feedback nothing is lost for good."""
+"""Compressors: what they send and lose, and that with feedback nothing is lost for good."""
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +10,9 @@ import local_opt
 from local_opt import exchange, formats, mean
 from tests import reference
 from tests.problems import (
+    COMPRESSORS,
     RUNS,
     SGD,
-    WIRES,
     W,
     assert_workers_bitwise_equal,
     copies,
@@ -32,22 +32,23 @@ ANCHOR = {"a": on_grid(7), "b": on_grid(3, 200)}  # 607 numbers, of no multiple
 CHANGES = [jax.tree.map(lambda a: on_grid(W, *a.shape, scale=0.01), ANCHOR) for _ in range(3)]
 
 
-def send(wire, changes, lost, run="vmap", anchor=ANCHOR, weights=None):
+def send(compressor, changes, lost, run="vmap", anchor=ANCHOR, weights=None):
     """(the mean, what is lost) after workers have changed the anchor."""
 
     def one(change, lost, *weight):
         tree = jax.tree.map(jnp.add, anchor, change)
         _, share = mean.averaged((), "worker", *(weight or [None]))
         return exchange.synchronize_changes(
-            tree, axis_name="worker", anchor=anchor, wire=wire, lost=lost, share=share
-        )
+            tree, axis_name="worker", anchor=anchor, compressor=compressor, residual=lost,
+            share=share,
+        )  # fmt: skip
 
     more = () if weights is None else (np.float32(weights),)
     return jax.jit(RUNS[run](one))(changes, lost, *more)
 
 
-def nothing(wire):
-    return jax.vmap(lambda tree: exchange.nothing_lost(tree, wire))(CHANGES[0])
+def nothing(compressor):
+    return jax.vmap(lambda tree: exchange.no_residual(tree, compressor))(CHANGES[0])
 
 
 def rows(tree):
@@ -69,38 +70,39 @@ def assert_equal_but_for_ties(found, expected):
 @pytest.mark.parametrize(
     "run,weights", [("vmap", None), ("shard_map", [1, 0, 2, 5])], ids=["equal", "weighed, a mesh"]
 )
-@pytest.mark.parametrize("name", WIRES)
+@pytest.mark.parametrize("name", COMPRESSORS)
 def test_a_sync_equals_the_reference_worker_by_worker(name, run, weights):
     """Two syncs: what the first has lost is sent by the second."""
-    wire = WIRES[name]
-    lost, expected_lost = nothing(wire), np.zeros((W, 607))
+    compressor = COMPRESSORS[name]
+    lost, expected_lost = nothing(compressor), np.zeros((W, 607))
     for changes, own in zip(CHANGES[:2], [weights, weights and weights[::-1]], strict=True):
-        new, lost = send(wire, changes, lost, run, weights=own)
+        new, lost = send(compressor, changes, lost, run, weights=own)
         assert_workers_bitwise_equal(new)
         expected, expected_lost = reference.synchronize_changes(
-            rows(copies(ANCHOR))[0], rows(changes), expected_lost, name, wire.feedback, own
+            rows(copies(ANCHOR))[0], rows(changes), expected_lost, name, compressor.feedback, own
         )
         assert_equal_but_for_ties(rows(new)[0], expected)
-        if wire.feedback:
+        if compressor.feedback:
             assert_equal_but_for_ties(rows(lost), expected_lost)
-    assert np.abs(expected_lost).max() > 1e-6 and (lost == ()) == (wire.feedback == 0)
+    assert np.abs(expected_lost).max() > 1e-6 and (lost == ()) == (compressor.feedback == 0)
 
 
 FULL = {
-    "int8": WIRES["int8"],
-    "int4": WIRES["int4"],
+    "int8": COMPRESSORS["int8"],
+    "int4": COMPRESSORS["int4"],
     "top_k": local_opt.top_k(1 / 64, feedback=1.0),
     "bfloat16": local_opt.quantize(jnp.bfloat16, feedback=1.0),
 }
 
 
-@pytest.mark.parametrize("wire", FULL.values(), ids=FULL)
-def test_with_full_feedback_the_sum_of_all_that_was_sent_and_lost_is_what_workers_changed(wire):
+@pytest.mark.parametrize("compressor", FULL.values(), ids=FULL)
+def test_with_full_feedback_all_that_was_sent_and_lost_is_what_workers_changed(compressor):
     """Under any weights, which differ from sync to sync."""
-    anchor, lost, weights = ANCHOR, nothing(wire), RNG.choice([0, 1, 3, 0.1], (len(CHANGES), W))
+    anchor, lost = ANCHOR, nothing(compressor)
+    weights = RNG.choice([0, 1, 3, 0.1], (len(CHANGES), W))
     weights[:, 0] = 1
     for changes, own in zip(CHANGES, weights, strict=True):
-        new, lost = send(wire, changes, lost, anchor=anchor, weights=own)
+        new, lost = send(compressor, changes, lost, anchor=anchor, weights=own)
         anchor = jax.tree.map(lambda x: np.asarray(x[0]), new)
     means = [reference.weighted_mean(rows(c), v) for c, v in zip(CHANGES, weights, strict=True)]
     exact = rows(copies(ANCHOR))[0] + sum(means)
@@ -109,15 +111,15 @@ def test_with_full_feedback_the_sum_of_all_that_was_sent_and_lost_is_what_worker
     assert np.abs(rows(new)[0] - exact).max() > 1e-5  # something is still on its way
 
 
-@pytest.mark.parametrize("name", WIRES)
-def test_a_message_has_the_size_and_type_that_its_wire_says(name):
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_a_message_has_the_size_and_type_that_its_compressor_says(name):
     """As many rows as it says, nothing for zeros, and numbers that are lost are seen."""
-    wire = WIRES[name]
-    encode, decode = jax.jit(wire.encode), jax.jit(wire.decode, static_argnums=1)
-    r = 130 * wire.multiple
+    compressor = COMPRESSORS[name]
+    encode, decode = jax.jit(compressor.encode), jax.jit(compressor.decode, static_argnums=1)
+    r = 130 * compressor.multiple
     x = jnp.asarray(RNG.normal(size=(r, 128)), jnp.float32)
     message = encode(x)
-    assert message.shape == (wire.message_rows(r), 128) and message.dtype == wire.dtype
+    assert message.shape == (compressor.message_rows(r), 128) and message.dtype == compressor.dtype
     again = decode(message, r)
     assert again.shape == x.shape and again.dtype == jnp.float32
     assert not decode(encode(jnp.zeros_like(x)), r).any()
@@ -137,36 +139,36 @@ def test_numbers_of_any_bits_are_packed_in_that_many_and_come_back(bits):
 
 def test_a_block_of_sparseloco_takes_112_bytes():
     """And 64 blocks 8 more; what fills rows of 128 is below 1 kB a message."""
-    wire = WIRES["top_k_2bit"]
-    assert 128 * wire.message_rows(2048 * 32) == 2048 * 112 + 2048 // 64 * 8
+    compressor = COMPRESSORS["top_k_2bit"]
+    assert 128 * compressor.message_rows(2048 * 32) == 2048 * 112 + 2048 // 64 * 8
     for n in (1, 2, 63, 65, 1000):
-        assert 0 <= 128 * wire.message_rows(n * 32) - 112 * n - 8 * -(-n // 64) < 1024
+        assert 0 <= 128 * compressor.message_rows(n * 32) - 112 * n - 8 * -(-n // 64) < 1024
 
 
-@pytest.mark.parametrize("wire", [WIRES["int4"], local_opt.top_k(1 / 64, block=256)])
-def test_groups_are_sent_as_each_of_them_alone(wire, monkeypatch):
+@pytest.mark.parametrize("compressor", [COMPRESSORS["int4"], local_opt.top_k(1 / 64, block=256)])
+def test_groups_are_sent_as_each_of_them_alone(compressor, monkeypatch):
     """To the bit, however leaves are cut."""
-    size = 128 * 128 * wire.multiple * (16 if wire.gathers else W)
+    size = 128 * 128 * compressor.multiple * (16 if compressor.gathers else W)
     shapes = {"a": (size // 2,), "b": (3, size // 2), "c": (7,)}  # of two groups and a little
     change = {k: on_grid(W, *shape, scale=0.01) for k, shape in shapes.items()}
     anchor = {k: on_grid(*shape) for k, shape in shapes.items()}
-    lost = jax.vmap(lambda x: exchange.nothing_lost(x, wire))(change)
+    lost = jax.vmap(lambda x: exchange.no_residual(x, compressor))(change)
     parts = [(0, size), (size, 2 * size), (2 * size, 2 * size + 7)]
     alone = []
     for start, end in parts:
         own = rows(change)[:, start:end].astype(np.float32)
         cut = rows(copies(anchor))[0, start:end].astype(np.float32)
-        alone.append(send(wire, own, jnp.zeros_like(own), anchor=cut))
+        alone.append(send(compressor, own, jnp.zeros_like(own), anchor=cut))
     monkeypatch.setattr(exchange, "GROUP", 1)
     monkeypatch.setattr(exchange, "GROUPS", 2**30)
-    found = send(wire, change, lost, anchor=anchor)
+    found = send(compressor, change, lost, anchor=anchor)
     for tree, expected in zip(found, zip(*alone, strict=True), strict=True):
         np.testing.assert_array_equal(rows(tree), np.concatenate(expected, axis=1))
 
 
 def test_averaged_moments_are_never_rounded():
     rounds = local_opt.local_rounds(
-        optax.adam(0.1), axis_name="worker", opt_state="mean", wire=WIRES["int4"]
+        optax.adam(0.1), axis_name="worker", sync_opt_state="mean", compress=COMPRESSORS["int4"]
     )
     x, grads = copies(jnp.ones(3)), jnp.arange(3.0 * W).reshape(W, 3)
     state = jax.jit(jax.vmap(lambda x, g: rounds.update(g, rounds.init(x), x)[1]))(x, grads)
@@ -174,11 +176,13 @@ def test_averaged_moments_are_never_rounded():
     np.testing.assert_allclose(after.inner[0].mu, copies(0.1 * grads.mean(axis=0)), rtol=1e-6)
 
 
-@pytest.mark.parametrize("wire", [WIRES["int8"], WIRES["top_k"]], ids=["int8", "top_k"])
-def test_one_worker_loses_what_its_wire_drops_however_it_is_driven(wire):
+@pytest.mark.parametrize(
+    "compressor", [COMPRESSORS["int8"], COMPRESSORS["top_k"]], ids=["int8", "top_k"]
+)
+def test_one_worker_loses_what_its_compressor_drops_however_it_is_driven(compressor):
     """A sync keeps what was lost for the next one, so it must not be in the parameters as well."""
-    planned = local_opt.local_steps(SGD, local_opt.constant(2, total_steps=4), wire=wire)
-    rounds = local_opt.local_rounds(SGD, wire=wire)
+    planned = local_opt.local_steps(SGD, local_opt.constant(2, total_steps=4), compress=compressor)
+    rounds = local_opt.local_rounds(SGD, compress=compressor)
     x = y = jnp.linspace(-1.0, 1.0, 200)[None]
     state, own = vmap(planned.init)(x), vmap(rounds.init)(y)
     steps = [jax.jit(vmap(opt.update)) for opt in (planned, rounds)]
@@ -195,11 +199,11 @@ def test_one_worker_loses_what_its_wire_drops_however_it_is_driven(wire):
 
 
 def one(tree):
-    return exchange.synchronize_changes(tree, anchor=tree, wire=WIRES["int8"])
+    return exchange.synchronize_changes(tree, anchor=tree, compressor=COMPRESSORS["int8"])
 
 
-test_bad_wires_and_leaves_are_refused = refuses({
-    "whole": (lambda: one({"n": jnp.arange(3)}), r"leaf \['n'\] is int32: the wire \(8 bits"),
-    "complex": (lambda: one(jnp.ones(3, complex)), "complex64: .* sends real .* wire=None"),
+test_bad_compressors_and_leaves_are_refused = refuses({
+    "whole": (lambda: one({"n": jnp.arange(3)}), r"leaf \['n'\] is int32: the compressor \(8 bits"),
+    "complex": (lambda: one(jnp.ones(3, complex)), "complex64: .* sends real .* compress=None"),
     "k": (lambda: local_opt.top_k(0.3, block=128), "density is 0.3 of blocks of 128: .*38 /"),
 })  # fmt: skip
