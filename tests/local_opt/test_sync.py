@@ -34,7 +34,7 @@ from tests.refused import refuses
 
 def adam_round(opt_state):
     """(state before the sync, state after it) of adam after two steps with unequal gradients."""
-    rounds = local_opt.local_rounds(optax.adam(0.1), axis_name="worker", opt_state=opt_state)
+    rounds = local_opt.local_rounds(optax.adam(0.1), axis_name="worker", sync_opt_state=opt_state)
 
     @jax.jit
     @vmap
@@ -74,12 +74,12 @@ def test_optimizer_state_follows_the_policy(opt_state, mu, nu, count):
 
 
 def init(opt_state):
-    rounds = local_opt.local_rounds(optax.adam(0.1), axis_name="worker", opt_state=opt_state)
+    rounds = local_opt.local_rounds(optax.adam(0.1), axis_name="worker", sync_opt_state=opt_state)
     return rounds.init({"w": jnp.ones(3)})
 
 
 test_bad_policies_are_refused = refuses({
-    "of a field": (lambda: init({"mu": "sum"}), "opt_state is 'sum' for 'mu': it must be"),
+    "of a field": (lambda: init({"mu": "sum"}), "sync_opt_state is 'sum' for 'mu': it must be"),
     "field": (
         lambda: init({"trace": "mean", "mu": "mean"}),
         r"names \['trace'\].*one of \['count', 'mu', 'nu'\]",

@@ -221,7 +221,7 @@ def test_optax_inside_and_before_local_steps(name, run):
         with pytest.raises(TypeError, match="cond branches must have equal output types"):
             found(made(name), run, extra)  # without anything of ours, too
         return
-    seen, state = found(local(made(name), opt_state=policy), run, extra)
+    seen, state = found(local(made(name), sync_opt_state=policy), run, extra)
     history, kept = of_row(name)
     assert (kept < 0.95) == (name in MET or name in LESS), "would its next step undo a sync?"
     assert_equal(seen, history)
@@ -241,13 +241,13 @@ def test_state_that_would_undo_a_sync_is_refused(name):
     chained = optax.chain(optax.clip(1.0), made(name))
     for inner in (made(name), chained):
         for policy in ("local", {fields[-1]: "local"}):
-            with pytest.raises(ValueError, match=f"{message}. Pass opt_state=.*{fields[0]}.*mean"):
-                local(inner, opt_state=policy).init(params)
+            with pytest.raises(ValueError, match=f"{message}. Pass sync_opt_state=.*{fields[0]}.*mean"):
+                local(inner, sync_opt_state=policy).init(params)
         stream = local_opt.streaming_rounds(inner, axis_name="worker", fragments=1)
         with pytest.raises(ValueError, match=f"{message}.* Fragments have no sync of the state"):
             stream.init(params)
         for policy in ("mean", "reset", dict.fromkeys(fields, "reset")):
-            local(inner, opt_state=policy).init(params)
+            local(inner, sync_opt_state=policy).init(params)
         local_opt.accumulated_rounds(inner, axis_name="worker").init(params)  # one state for all
 
 
@@ -330,7 +330,7 @@ def test_the_state_of_every_row_may_be_donated_with_the_parameters():
     for name in (*OPTIMIZERS, *LINKS, *MET):
         policy = dict.fromkeys(met(name), "mean") or "local"
         states += [
-            local(made(name), opt_state=policy, outer=optax.sgd(1.0, 0.9)).init(params),
+            local(made(name), sync_opt_state=policy, outer=optax.sgd(1.0, 0.9)).init(params),
             local_opt.accumulated_rounds(made(name), axis_name="worker").init(params),
             local_opt.parallel_rounds(made(name), axis_name="worker").init(params),
         ]
