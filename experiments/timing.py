@@ -104,17 +104,18 @@ def measure(task: Task, recipe: Recipe, *, rounds: int = 7, per_round: int = 20)
     `per_round`, because batches read in parallel arrive in bursts; a first round warms up. In a
     run, loads and steps share the cores, which is not measured here.
     """
-    count, read_batch = ordering.data.reader(task.train)
+    train = ordering.data.as_source(task.train)
     size = recipe.units_per_step * recipe.unit_size
     generator, wanted = np.random.default_rng(0), size * per_round * (rounds + 1)
-    order = np.concatenate([generator.permutation(count) for _ in range(-(-wanted // count))])
+    epochs = range(-(-wanted // len(train)))
+    order = np.concatenate([generator.permutation(len(train)) for _ in epochs])
     indices = order[:wanted]
     try:
         examples, source = ordering.data.tf_dataset(task.train, indices), "tf.data"
         read = examples.batch(size).prefetch(2).as_numpy_iterator()
     except ImportError:
-        read, source = map(read_batch, indices.reshape(-1, size)), "one by one"
-    batch = jax.device_put(read_batch(np.arange(size)))
+        read, source = map(train.__getitem__, indices.reshape(-1, size)), "one by one"
+    batch = jax.device_put(train[np.arange(size)])
     take = momentum_step(task.model)
 
     def seconds(call):

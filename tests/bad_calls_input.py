@@ -106,8 +106,8 @@ def epochs(source, live, **args):
 
 
 CALLS |= {
-    "reader": call(lambda source, indices: ordering.data.reader(source)[1](indices),
-                   source=Arg(SOURCE, NO_SOURCES), indices=Arg(np.array([0, 1]), NO_INDICES)),
+    "as_source": call(lambda source, indices: ordering.data.as_source(source)[indices],
+                      source=Arg(SOURCE, NO_SOURCES), indices=Arg(np.array([0, 1]), NO_INDICES)),
     "step_indices": call(ordering.data.step_indices, **SIZES),
     "step_indices, dealt": call(ordering.data.step_indices, **DEALT),
     "grain_dataset": call(lambda **args: list(ordering.data.grain_dataset(**args).batch(2)),

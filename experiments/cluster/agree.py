@@ -60,7 +60,7 @@ def check_data(task) -> None:
     if several():
         facts = {}
         for part, data in {"train": task.train, "test": task.test}.items():
-            size, _ = ordering.data.reader(data)
+            size = len(ordering.data.as_source(data))
             known = set_hash(data)[:12]
             facts[part] = f"{part} data of {size} examples, hash {known}"
         check("data", facts, DATA_SECONDS)
@@ -225,11 +225,12 @@ def data_hash(task) -> str:
 
 def set_hash(data) -> str:
     """Hash of one set: arrays by name, or a random-access source."""
-    size, read = ordering.data.reader(data)
+    examples = ordering.data.as_source(data)
+    size = len(examples)
     some = np.unique(np.linspace(0, size - 1, min(size, SAMPLED)).astype(int))
     small = isinstance(data, dict) and sum(x.nbytes for x in jax.tree.leaves(data)) <= WHOLE
     total = hashlib.sha256(f"{size} {small}".encode())
-    for path, leaf in jax.tree_util.tree_leaves_with_path(data if small else read(some)):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(data if small else examples[some]):
         leaf = np.asarray(leaf)
         total.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape}".encode())
         total.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8))

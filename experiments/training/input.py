@@ -103,8 +103,8 @@ def read_epochs(
         return place_rows(batch, source.sharding)
 
     def by_thread(data, indices):
-        read = ordering.data.reader(data)[1]
-        return (read(indices[start : start + size]) for start in range(0, len(indices), size))
+        examples = ordering.data.as_source(data)
+        return (examples[indices[start : start + size]] for start in range(0, len(indices), size))
 
     def by_tfdata(data, indices):
         batches = ordering.data.tf_dataset(data, indices).batch(size)
@@ -189,7 +189,7 @@ class Throttle:
 def example_batch(source: Source, size: int):
     """A batch of the right shapes on the devices, for compilation."""
     workers, unit_size = len(source.owned), source.sizes.unit_size
-    few = ordering.data.reader(source.train)[1](np.zeros(1, int))
+    few = ordering.data.as_source(source.train)[:1]
 
     def repeat(x):
         return np.broadcast_to(x, (workers, size, unit_size, *x.shape[1:]))

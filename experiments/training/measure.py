@@ -214,27 +214,25 @@ def part_of(data, start: int, stop: int) -> Part:
     if isinstance(data, dict):
         part = jax.device_put(jax.tree.map(lambda x: x[start:stop], data))
         return Part(lambda: [part], lambda: [part])
-    _, read = ordering.data.reader(data)
+    examples = ordering.data.as_source(data)
     starts = range(start, stop, CHUNK)
 
     def shapes():
         sizes = {min(CHUNK, stop - first) for first in starts}
         like = lambda x, size: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype)  # noqa: E731
-        one = read(np.arange(start, start + 1))
+        one = examples[start : start + 1]
         return [jax.tree.map(functools.partial(like, size=size), one) for size in sizes]
 
-    return Part(
-        lambda: (read(np.arange(first, min(first + CHUNK, stop))) for first in starts), shapes
-    )
+    return Part(lambda: (examples[first : min(first + CHUNK, stop)] for first in starts), shapes)
 
 
 def moments(model, train, batch_size: int) -> Callable:
     """`params -> statistics`, jitted: moments of the first training inputs at these parameters."""
     if model.statistics is None:
         return lambda params: None
-    size, read = ordering.data.reader(train)
-    count = max(1, min(BATCHES, size // batch_size))
-    used = read(np.arange(min(count * batch_size, size)))["x"]
+    examples = ordering.data.as_source(train)
+    count = max(1, min(BATCHES, len(examples) // batch_size))
+    used = examples[: count * batch_size]["x"]
     batches = jax.device_put(used.reshape(count, -1, *used.shape[1:]))
 
     found = lambda params: jax.lax.map(functools.partial(model.statistics, params), batches)  # noqa: E731

@@ -228,7 +228,7 @@ def check_units(task: Task, observed: bool) -> None:
             "--unit_size=2 or more, or choose another --model."
         )
     if observed:
-        few = ordering.data.reader(task.train)[1](np.arange(3))
+        few = ordering.data.as_source(task.train)[:3]
         params = params_of(task.model)(seed_of(0))
         # The key is made where the loss is compiled: alone it would be compiled, too.
         loss = lambda params, batch: task.model.loss(params, batch, jax.random.key(0))  # noqa: E731

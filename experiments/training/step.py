@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 import local_opt
@@ -332,6 +331,6 @@ def scale_of(
 
 def unit_of(train, unit_size: int):
     """The shapes of a batch of one unit."""
-    few = train if isinstance(train, dict) else ordering.data.reader(train)[1](np.arange(1))
+    few = train if isinstance(train, dict) else ordering.data.as_source(train)[:1]
     shape = lambda x: jax.ShapeDtypeStruct((1, unit_size, *x.shape[1:]), x.dtype)  # noqa: E731
     return jax.tree.map(shape, few)

@@ -3,14 +3,15 @@
 from ordering.data.datasets import grain_dataset, tf_dataset
 from ordering.data.epochs import read_epochs
 from ordering.data.loader import LoadError, prefetch_to_device
-from ordering.data.sources import reader, step_indices
+from ordering.data.sources import Source, as_source, step_indices
 
 __all__ = [
     "LoadError",
+    "Source",
+    "as_source",
     "grain_dataset",
     "prefetch_to_device",
     "read_epochs",
-    "reader",
     "step_indices",
     "tf_dataset",
 ]

@@ -5,19 +5,19 @@ If TensorFlow sees a GPU it takes the memory that JAX needs: install tensorflow-
 """
 
 import atexit
-import functools
+import concurrent.futures
+import contextlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Int, PyTree
 
-from ordering.data.loader import said
-from ordering.data.sources import ARRAYS, check_indices, never_ends, reader
+from ordering.data.loader import carried_settings, said
+from ordering.data.sources import as_source, check_indices
 
 if TYPE_CHECKING:
     import grain
@@ -35,7 +35,7 @@ def tf_dataset(
     `batch` and `prefetch` stay. Several threads read 64 examples at a time, in a fixed sequence.
 
     Args:
-      source: as in `reader`; all examples have the same shapes.
+      source: as in `as_source`; all examples have the same shapes.
       indices: int[n] in [0, N): the order of one worker, `state.current`, or those of several as
         from `step_indices`, whose second result is the size for `batch`. A run goes on from step t
         by `indices[t * size :]`.
@@ -55,8 +55,8 @@ def tf_dataset(
       >>> [(int(x), int(y)) for x, y in dataset.as_numpy_iterator()]
       [(4, 16), (0, 0), (3, 9)]
     """
-    num_examples, read = reader(source)
-    indices = check_indices(indices, num_examples)
+    examples = as_source(source)
+    indices = check_indices(indices, len(examples))
     try:
         import tensorflow as tf
     except ImportError as error:
@@ -67,18 +67,17 @@ def tf_dataset(
     def kind(leaf):
         return leaf.shape[1:], tf.as_dtype(leaf.dtype)
 
-    like, structure = jax.tree.flatten(read(np.zeros(1, int)))
-    kinds = list(map(kind, like))
+    like, structure = jax.tree.flatten(examples[:1])
+    kinds, settings = list(map(kind, like)), carried_settings()
 
     def load(first):
         part = indices[first:][:READ_AT_ONCE]
         try:
-            with _reads:
-                leaves, found = jax.tree.flatten(read(part))
+            leaves, found = jax.tree.flatten(_reads.wait_for(lambda: examples[part], settings))
             if found != structure or list(map(kind, leaves)) != kinds:
                 raise ValueError(
-                    "they are not like the first in structure, shapes and types: make them alike, "
-                    "or decode in map, as images that the source leaves encoded."
+                    "they have not the shapes of example 0: pad or cut them, or decode in map, "
+                    "as images that the source leaves encoded."
                 )
         except Exception as error:  # of which TensorFlow keeps only the text
             raise RuntimeError(f"examples {part}: {said(error)}") from error
@@ -96,31 +95,58 @@ def tf_dataset(
 
 
 class _Reads:
-    """The reads that TensorFlow's threads run. None may begin or end while Python exits.
+    """The reads that TensorFlow's threads wait for. None may wait while Python exits.
 
-    An iterator that Python frees then waits for its reads, and these wait for Python.
+    An iterator that Python frees then waits for these threads, and they wait for Python. So a
+    thread of our own reads, which ends with the process also while a read hangs.
     """
 
     def __init__(self):
         self._lock, self._begun, self._ended, self._closed = threading.Lock(), 0, 0, False
+        self._waiting: set[concurrent.futures.Future] = set()
         atexit.register(self._close)
 
-    def __enter__(self):
+    def wait_for(self, read: Callable[[], Any], settings: Callable) -> Any:
+        """What `read` returns, in a thread with these settings of JAX."""
+        future = concurrent.futures.Future()
         with self._lock:
             self._begun += 1
-            self._ended += self._closed
-        if self._closed:
-            raise RuntimeError("the program has ended.")
-
-    def __exit__(self, *_):
-        with self._lock:
-            self._ended += 1
+            self._waiting.add(future)
+            closed = self._closed
+        try:
+            if closed:
+                raise RuntimeError("the program has ended.")
+            threading.Thread(target=_run, args=(future, read, settings), daemon=True).start()
+            return future.result()
+        finally:
+            with self._lock:
+                self._waiting.discard(future)
+                self._ended += 1
 
     def _close(self):
-        self._closed, seen = True, None
+        with self._lock:
+            self._closed, waiting = True, list(self._waiting)
+        for future in waiting:
+            _settle(future, future.set_exception, RuntimeError("the program has ended."))
+        seen = None
         while seen != self._begun or self._ended < self._begun:
             seen = self._begun
             time.sleep(0.05)
+
+
+def _run(future, read, settings):
+    try:
+        with settings():
+            found = read()
+    except BaseException as error:  # raised where the read is waited for
+        _settle(future, future.set_exception, error)
+    else:
+        _settle(future, future.set_result, found)
+
+
+def _settle(future, settle, value):
+    with contextlib.suppress(concurrent.futures.InvalidStateError):  # the other one was first
+        settle(value)
 
 
 _reads = _Reads()
@@ -136,7 +162,7 @@ def grain_dataset(
     the batches do not depend on the number of processes.
 
     Args:
-      source: as in `reader`, such as a `MapDataset` or `tfds.data_source`.
+      source: as in `as_source`, such as a `MapDataset` or `tfds.data_source`.
       indices: as in `tf_dataset`.
 
     Returns:
@@ -156,18 +182,10 @@ def grain_dataset(
     References:
       Grain's datasets, https://google-grain.readthedocs.io/en/latest/
     """
-    indices = check_indices(indices, reader(source)[0])
+    examples = as_source(source)
+    places: Any = check_indices(indices, len(examples))  # an array is a source, too
     try:
         import grain
     except ImportError as error:
         raise ImportError("Grain cannot be imported: pip install grain.") from error
-    if isinstance(source, ARRAYS):
-        source = jax.tree.map(np.asarray, source)
-    places: Any = indices  # an array is a source, too
-    return grain.MapDataset.source(places).map(functools.partial(_example, source))
-
-
-def _example(source, i):
-    if isinstance(source, ARRAYS):
-        return jax.tree.map(lambda x: x[i], source)
-    return never_ends(lambda: source[int(i)])
+    return grain.MapDataset.source(places).map(examples.example)

@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 from ordering import base
 from ordering.base import Ordering, State
 from ordering.data.loader import Loader, LoadError, prefetch_to_device
-from ordering.data.sources import check_examples, reader, step_indices
+from ordering.data.sources import as_source, check_examples, step_indices
 from syncopate import plans
 from syncopate.workers import axis_of
 
@@ -267,8 +267,8 @@ def read_epochs(
     to load. The others follow when `after` has made their order.
 
     Args:
-      source: as in `reader`; or a function `(indices, first_step, epoch) -> batches`: a pipeline of
-        your own that reads the examples `indices`, int64[n], from `first_step` of that epoch on,
+      source: as in `as_source`; or a function `(indices, first_step, epoch) -> batches`: a pipeline
+        of your own that reads the examples `indices`, int64[n], from `first_step` of that epoch on,
         and gives an iterable of one batch per step, as of W B S examples. A thread reads it and
         copies to the device (`prefetch_to_device`).
       live: returns the newest state of the orders, of one worker or of all, from the loop.
@@ -320,15 +320,15 @@ def read_epochs(
     if callable(source):
         plans.check_function("source", source, "indices", "first_step", "epoch")
     else:
-        num_examples, read = reader(source)
-        check_examples(num_examples, state.current.shape, **sizes)
+        examples = as_source(source)
+        check_examples(len(examples), state.current.shape, **sizes)
 
     def load(orders, first_step, epoch):
         indices, size = step_indices(orders, num_units=num_units, **sizes)
         if callable(source):
             batches: Any = source(indices, first_step, epoch)
         else:
-            steps = (read(indices[i : i + size]) for i in range(0, indices.size, size))
+            steps = (examples[indices[i : i + size]] for i in range(0, indices.size, size))
             batches = map(of_workers, steps) if orders.ndim == 2 else steps
         first = epoch * num_steps + first_step
         return prefetch_to_device(

@@ -142,9 +142,29 @@ def prefetch_to_device(
     shared = _Shared(collections.deque(), arrivals, slots, threading.Event())
     for _ in range(depth + 1):
         shared.slots.put(None)
-    thread = threading.Thread(target=_work, args=(iter(batches), sharding, shared), daemon=True)
+    args = iter(batches), sharding, shared, carried_settings()
+    thread = threading.Thread(target=_work, args=args, daemon=True)
     thread.start()
     return Loader(shared, thread, first_load, timeout)
+
+
+def carried_settings() -> Callable[[], contextlib.AbstractContextManager]:
+    """The settings of JAX that belong to this thread, as a context that another one enters.
+
+    They are the x64 mode, the default device and the precision of products.
+    """
+    x64, device = jax.config.jax_enable_x64, jax.config.jax_default_device
+    precision = jax.config.jax_default_matmul_precision
+
+    @contextlib.contextmanager
+    def entered():
+        with (
+            jax.enable_x64(x64), jax.default_device(device),
+            jax.default_matmul_precision(precision),
+        ):  # fmt: skip
+            yield
+
+    return entered
 
 
 @contextlib.contextmanager
@@ -154,7 +174,7 @@ def spreading(threads: int) -> Iterator[Callable]:
     It gives `spread(function, jobs)`, which has them call the function with each job, and returns
     a function that waits until all is done, and raises what a call raised.
     """
-    calls = queue.SimpleQueue()
+    calls, settings = queue.SimpleQueue(), carried_settings()
 
     def call_one() -> bool:
         function, job, done = calls.get()
@@ -168,8 +188,9 @@ def spreading(threads: int) -> Iterator[Callable]:
         return True
 
     def work():
-        while call_one():  # whose names must not keep a job until the next one
-            pass
+        with settings():
+            while call_one():  # whose names must not keep a job until the next one
+                pass
 
     def spread(function: Callable[[Any], None], jobs: Sequence) -> Callable[[], None]:
         done = queue.SimpleQueue()
@@ -263,22 +284,27 @@ class _Shared(NamedTuple):
         self.arrivals.put(None)
 
 
-def _work(batches, sharding, shared):
-    while True:
-        shared.slots.get()
-        if shared.closed.is_set():
-            return
-        try:
-            item = (jax.block_until_ready(on_device(next(batches), sharding)),)
-        except StopIteration:
-            item = None
-        except BaseException as error:  # raised where the batch is asked for
-            item = error
-        if shared.closed.is_set():
-            return  # the consumer has been given the end
-        shared.put(item)
-        if not isinstance(item, tuple):
-            return
+def _work(batches, sharding, shared, settings):
+    with settings():
+        while _load_one(batches, sharding, shared):
+            pass
+
+
+def _load_one(batches, sharding, shared) -> bool:
+    """Whether there may be another batch; the names here must not keep one until then."""
+    shared.slots.get()
+    if shared.closed.is_set():
+        return False
+    try:
+        item = (jax.block_until_ready(on_device(next(batches), sharding)),)
+    except StopIteration:
+        item = None
+    except BaseException as error:  # raised where the batch is asked for
+        item = error
+    if shared.closed.is_set():
+        return False  # the consumer has been given the end
+    shared.put(item)
+    return isinstance(item, tuple)
 
 
 def _stop(shared, thread):

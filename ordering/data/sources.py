@@ -1,7 +1,7 @@
 """Data sources, and their examples in the sequence of an order."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -9,63 +9,134 @@ from jax.typing import ArrayLike
 from jaxtyping import Int, PyTree
 
 from ordering import base
+from ordering.data import containers
 from syncopate import plans
 
-ARRAYS = np.ndarray | jax.Array | dict | tuple  # a tree of arrays, and no list of examples
+MOST = 2**48  # examples; Grain calls a data set that repeats without end 2^63 - 1 long
 
 
-def reader(
-    source: PyTree[ArrayLike] | Sequence,
-) -> tuple[int, Callable[[np.ndarray], PyTree[np.ndarray]]]:
-    """The number of examples in a source, and a function that reads a batch of them.
+class Source:
+    """Examples that are read by their numbers: what `as_source` returns.
+
+    `len(source)` is the number of examples. `source[indices]`, with int[n] or a slice, is a batch
+    of them: one tree of NumPy arrays [n, ...]. `source.example(i)` is one of them as it is.
+    """
+
+    def __init__(self, data: Any, size: int, like: "Like | None" = None):
+        self._data, self._size, self._like = data, size, like  # None: a tree of arrays
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, indices: Int[ArrayLike, "n"] | slice) -> PyTree[np.ndarray]:
+        if self._like is None:
+            if not isinstance(indices, slice):
+                indices = check_indices(indices, self._size)
+            return jax.tree.map(lambda x: x[indices], self._data)
+        if isinstance(indices, slice):
+            indices = np.arange(*indices.indices(self._size))
+        numbers = check_indices(indices, self._size).tolist()
+        return stacked(_read(self._data, numbers), self._like, numbers)
+
+    def example(self, i: int) -> PyTree:
+        """Example i, as the data have it: lists of several lengths stay what they are."""
+        if self._like is None:
+            return jax.tree.map(lambda x: x[i], self._data)
+        (example,) = _read(self._data, [int(i)])
+        self._like.leaves(int(i), example, ragged=True)
+        return example
+
+    def __reduce__(self):
+        return as_source, (self._data,)
+
+
+def as_source(source: PyTree[ArrayLike] | Sequence | Source, *, name: str = "source") -> Source:
+    """Data as a `Source`, which every reader of `ordering.data` and `ordering.blocks` makes of it.
+
+    Nothing is converted without a word. Other containers are refused, and the message has the line
+    of code to write; missing values are refused, too.
 
     Args:
-      source: arrays [N, ...], alone or in tuples and dicts; or an object with `len(source)` and
-        `source[i]`, or `source.__getitems__(list)` if it exists (Grain, `tfds.data_source`). Of a
-        Hugging Face data set pass one split, without a format or in "numpy", "torch" or "jax".
-        These formats cut floats to 32 bits and trailing zeros off bytes, as of encoded images.
+      source: a tree (dict, tuple, NamedTuple) of arrays [N, ...] of NumPy or JAX; or an object with
+        `len(source)` and `source[i]`, and `source.__getitems__(list)` if it has it: lists of
+        examples, data sets of Grain, PyTorch and Hugging Face (one split, without a format or in
+        "numpy", "torch" or "jax"), `tfds.data_source`. Examples are trees of arrays, numbers and
+        texts; a list of numbers or texts is one array. Their types are those of example 0.
+      name: what messages call it.
 
     Returns:
-      `(N, read)`: `read(indices)` returns the examples as one tree of arrays [n, ...]. A list of
-      numbers or texts in an example becomes one array; other lists, tuples and dicts are trees.
+      A `Source`: `len(source)`, and `source[indices]` for a batch.
 
     Raises:
-      ValueError: for an object that is no source, an empty source, a table of columns, or arrays
-        of unequal lengths; from `read`, for lists of unequal lengths, missing values, and examples
-        with other shapes or keys.
+      ValueError: for another container, with the line that converts it; for an empty source, or
+        arrays of unequal lengths; from `source[indices]`, for an example whose types or keys are
+        not those of example 0, for missing values, and for a batch of several shapes.
 
     Examples:
       >>> import numpy as np
       >>> from syncopate import ordering
-      >>> size, read = ordering.data.reader([{"x": np.full(2, i)} for i in range(5)])
-      >>> size, read(np.array([3, 1]))["x"].tolist()
+      >>> source = ordering.data.as_source([{"x": np.full(2, i)} for i in range(5)])
+      >>> len(source), source[np.array([3, 1])]["x"].tolist()
       (5, [[3, 3], [1, 1]])
     """
-    is_list = hasattr(source, "__len__") and hasattr(source, "__getitem__")
-    if isinstance(source, ARRAYS):
-        # A Hugging Face data set has a shape, too, but is no array.
-        leaves = jax.tree.leaves(source)
-        shapes = [leaf.shape if hasattr(leaf, "dtype") else () for leaf in leaves]
-        if len({shape[:1] for shape in shapes}) != 1 or not shapes[0]:
-            raise ValueError(
-                f"the source's arrays have the shapes {shapes}: pass arrays with the same leading "
-                "axis, the examples (of a dict of splits, pass one split)."
-            )
-        source = jax.tree.map(np.asarray, source)
-        num_examples, take = shapes[0][0], lambda i: jax.tree.map(lambda x: x[i], source)
-    elif is_list and not isinstance(source, str | bytes | type):
-        _check_rows(source)
-        num_examples, take = len(source), lambda i: _read_examples(source, i.tolist())
-    else:
+    if isinstance(source, Source):
+        return source
+    containers.check_container(name, source)
+    if _is_array(source) or isinstance(source, dict | tuple):
+        return _of_arrays(name, source)
+    is_sized = hasattr(source, "__len__") and hasattr(source, "__getitem__")
+    if not is_sized or isinstance(source, str | bytes | type):
+        containers.refuse_source(name, source)
+    size = len(source)
+    _check_size(name, size)
+    (first,) = _read(source, [0])
+    if hasattr(source, "with_format") and _is_known(first):
+        what = "a data set whose rows are tables"
+        containers.refuse(name, what, f'{name}.with_format("numpy")')
+    return Source(source, size, like_of(first, name))
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, np.ndarray | jax.Array) or containers.is_tensor(x)
+
+
+def _of_arrays(name: str, tree: Any) -> Source:
+    """A tree of arrays as a source."""
+
+    def check(path, x):
+        called = name + jax.tree_util.keystr(path)
+        containers.check_container(called, x)
+        if _is_array(x):
+            return containers.as_numpy(called, x)
+        if isinstance(x, list):
+            of_arrays = any(map(_is_array, x))
+            line = f"tuple({called})" if of_arrays else f"np.array({called})"
+            containers.refuse(called, "a list", line)
+        if hasattr(x, "__len__") and hasattr(x, "__getitem__") and not isinstance(x, str | bytes):
+            containers.refuse(called, f"a {type(x).__name__}", f"np.stack(list({called}))")
+        what = "None" if x is None else f"a {type(x).__name__}"
+        raise ValueError(f"{called} is {what}: pass an array of all examples, or leave it out.")
+
+    is_leaf = lambda x: not isinstance(x, dict | tuple) or _is_leaf(x)  # noqa: E731
+    tree = jax.tree_util.tree_map_with_path(check, tree, is_leaf=is_leaf)
+    shapes = [x.shape for x in jax.tree.leaves(tree)]
+    if len({shape[:1] for shape in shapes}) != 1 or not shapes[0]:
         raise ValueError(
-            f"the source is a {type(source).__name__}, and an order needs source[i]: pass arrays, "
-            "a tuple or dict of them, or an object with __len__ and __getitem__, as "
-            "tfds.data_source in place of tfds.load, or load_dataset without streaming. Of files "
-            "that can only be read in sequence, order blocks (ordering.blocks)."
+            f"{name} has arrays of the shapes {shapes}: pass arrays with the same leading axis, "
+            "the examples."
         )
-    if num_examples == 0:
-        raise ValueError("the source is empty: pass at least one example.")
-    return num_examples, lambda indices: take(check_indices(indices, num_examples))
+    _check_size(name, shapes[0][0])
+    return Source(tree, shapes[0][0])
+
+
+def _check_size(name: str, size: int) -> None:
+    if size == 0:
+        raise ValueError(f"{name} is empty: pass at least one example.")
+    if size > MOST:
+        raise ValueError(
+            f"{name} has {size} examples, as a data set that repeats for ever: leave out repeat(), "
+            "as every epoch has an order of its own."
+        )
 
 
 def check_indices(indices: ArrayLike | Sequence, num_examples: int) -> Int[np.ndarray, "n"]:
@@ -80,20 +151,6 @@ def check_indices(indices: ArrayLike | Sequence, num_examples: int) -> Int[np.nd
     return indices
 
 
-def _check_rows(source):
-    """Raises ValueError for tables whose `source[i]` is a column, or goes by labels."""
-    kind = type(source)
-    if hasattr(kind, "columns") or hasattr(kind, "iloc"):
-        raise ValueError(
-            f"the source is a {kind.__module__.split('.')[0]} {kind.__name__}, whose source[i] is "
-            "a column or goes by labels: pass a dict of its columns as NumPy arrays."
-        )
-
-
-# The elements of lists that become arrays. None, a missing value, has an error of its own.
-PLAIN = bool | int | float | complex | str | bytes | np.generic | None
-
-
 def never_ends(read: Callable[[], Any]) -> Any:
     """What `read` returns. StopIteration becomes another error: it would end the epoch unseen."""
     try:
@@ -104,87 +161,171 @@ def never_ends(read: Callable[[], Any]) -> Any:
         ) from error
 
 
-def _read_examples(source, indices):
+def _read(source: Any, numbers: list[int]) -> list:
     many = getattr(source, "__getitems__", None)
-    rows = never_ends(lambda: list(many(indices)) if many else [source[i] for i in indices])
-    if len(rows) != len(indices):
-        raise ValueError(f"source.__getitems__ gave {len(rows)} examples for {len(indices)}.")
-    return stacked(rows)
+    rows = never_ends(lambda: list(many(numbers)) if many else [source[i] for i in numbers])
+    if len(rows) != len(numbers):
+        raise ValueError(f"source.__getitems__ gave {len(rows)} examples for {len(numbers)}.")
+    return rows
 
 
-def stacked(rows: Sequence[PyTree]) -> PyTree[np.ndarray]:
-    """One tree of arrays [n, ...] from n examples, as `reader` describes it."""
-    try:
-        return jax.tree.map(_stack, *rows, is_leaf=_is_leaf)
-    except ValueError:
-        found = sorted({str(jax.tree.structure(row, is_leaf=_is_leaf))[10:-1] for row in rows})
-        if len(found) == 1:
-            raise
-        raise ValueError(
-            f"examples of a batch have the structures {' and '.join(found)[:400]}: give all "
-            "examples of the source the same keys."
-        ) from None
+# What a list may hold that becomes one array. None, a missing value, has an error of its own.
+PLAIN = (bool, int, float, complex, str, bytes, np.generic, type(None))
+ADVICE = (
+    "lists become arrays of numbers or of texts, of one type and of equal lengths, with no missing "
+    "values. Pad or convert it in the source, or leave it out."
+)
+TEXTS = np.dtype(object)  # NumPy's text types drop trailing zero bytes, as of an encoded image
 
 
-def _is_leaf(value):
-    return value is None or _is_column(value)
+class Like(NamedTuple):
+    """The structure and the types of the first example, which all others must have."""
 
+    structure: Any
+    paths: list[str]
+    dtypes: list[np.dtype]
 
-def _is_column(value):
-    """Whether a list is to become one array; JAX would treat it as a tree of many."""
-    if not isinstance(value, list):
-        return False
-    return all(_is_column(v) or isinstance(v, PLAIN) for v in value)
-
-
-def _stack(*leaves):
-    missing = sum(leaf is None for leaf in leaves)
-    if missing == len(leaves):
-        return None  # an empty tree, as in JAX
-    if missing:
-        raise ValueError(
-            f"{missing} of {len(leaves)} examples of a batch have None for a value: a batch needs "
-            "all values. Filter these examples out of the source, or fill the value in."
-        )
-    first = leaves[0]
-    if isinstance(first, list) or np.ndim(first) and getattr(first, "dtype", 0) == "O":
-        leaves = [_array(_lists(leaf)) for leaf in leaves]
-    else:
-        texts = {np.asarray(leaf).dtype.kind in "SU" for leaf in leaves}
-        if len(texts) > 1:
+    def leaves(self, number: int, example: PyTree, ragged: bool = False) -> list[np.ndarray]:
+        """The leaves of an example as arrays; ValueError if it is not like the first."""
+        name = f"example {number}"
+        try:
+            values = self.structure.flatten_up_to(example)
+        except ValueError:
+            found = jax.tree.structure(example, is_leaf=_is_leaf)
             raise ValueError(
-                f"values of a batch are texts and numbers, as {str(leaves)[:60]}: give all "
-                "examples of the source the same types."
+                f"{name} has the structure {_text(found)}, and example 0 {_text(self.structure)}: "
+                "give all examples the same keys, and leave out those that have no value."
+            ) from None
+        arrays = []
+        for path, value, dtype in zip(self.paths, values, self.dtypes, strict=True):
+            if ragged and isinstance(value, list) and None not in value:
+                continue
+            array = _array(name + path, value)
+            if array.dtype != dtype:
+                raise ValueError(
+                    f"{name}{path} is of {_named(array.dtype)}, and that of example 0 of "
+                    f"{_named(dtype)}: give all examples the same types, as by "
+                    f"np.asarray(value, {_named(dtype)!r})."
+                )
+            arrays.append(array)
+        return arrays
+
+
+def like_of(example: PyTree, name: str = "source") -> Like:
+    """What all examples of a source have to be like; ValueError for what no batch can hold."""
+    found, structure = jax.tree_util.tree_flatten_with_path(example, is_leaf=_is_leaf)
+    if not found:
+        raise ValueError(f"{name}[0] is {example!r}, without arrays: give examples with values.")
+    paths = [jax.tree_util.keystr(path) for path, _ in found]
+    arrays = [_array(f"{name}[0]{path}", x) for path, (_, x) in zip(paths, found, strict=True)]
+    return Like(structure, paths, [array.dtype for array in arrays])
+
+
+def stacked(
+    examples: Sequence[PyTree], like: Like | None = None, numbers: Sequence[int] | None = None
+) -> PyTree[np.ndarray]:
+    """One tree of arrays [n, ...] from n examples, like the first one of the source.
+
+    `numbers` are theirs, for messages. Without `like` they are to be like the first of these.
+    """
+    numbers = range(len(examples)) if numbers is None else numbers
+    like = like_of(examples[0]) if like is None else like
+    rows = [like.leaves(i, example) for i, example in zip(numbers, examples, strict=True)]
+    columns = []
+    for path, column in zip(like.paths, zip(*rows, strict=True), strict=True):
+        if len(shapes := {x.shape for x in column}) > 1:
+            raise ValueError(
+                f"the examples' {path or 'arrays'} have the shapes {sorted(shapes)[:9]} in one "
+                "batch, which needs one shape: pad or cut them in the source."
             )
-        # NumPy's text types drop trailing zero bytes, which belong to an encoded image.
-        if True in texts:
-            return np.array(leaves, dtype=object)
+        columns.append(np.stack(column))
+    return like.structure.unflatten(columns)
+
+
+def _text(structure: Any) -> str:
+    return f"{structure}".removeprefix("PyTreeDef(").removesuffix(")")[:200]
+
+
+def _named(dtype: np.dtype) -> str:
+    return "texts" if dtype == TEXTS else f"{dtype}"
+
+
+def _is_leaf(value: Any) -> bool:
+    """Whether it is to become one array, or to be refused; JAX makes a tree of some of these."""
+    if isinstance(value, list):
+        return _is_column(value)
+    return value is None or not isinstance(value, dict | tuple) and _is_known(value)
+
+
+def _is_known(value: Any) -> bool:
     try:
-        return np.stack(leaves)
+        containers.check_container("", value)
     except ValueError:
-        raise ValueError(
-            f"values of a batch have the shapes {sorted(set(map(np.shape, leaves)))}: they need "
-            "one shape. Pad or cut them in the source."
-        ) from None
+        return True
+    return False
 
 
-def _array(column):
-    """One array from a list of numbers or of texts."""
-    objects = np.asarray(column, object)  # of lists, if their lengths differ
-    texts = {isinstance(value, str | bytes) for value in objects.flat}
-    if len(texts) > 1 or any(value is None or isinstance(value, list) for value in objects.flat):
+def _is_column(value: list) -> bool:
+    """Whether a list is to become one array; JAX would treat it as a tree of many."""
+    kinds = set(map(type, value))
+    plain = all(issubclass(kind, PLAIN) or kind is list for kind in kinds)
+    return plain and (list not in kinds or all(_is_column(v) for v in value if type(v) is list))
+
+
+def _array(name: str, value: Any) -> np.ndarray:
+    """A value of an example as an array; texts as objects."""
+    if isinstance(value, list):
+        return _of_list(name, value)
+    if isinstance(value, str | bytes):
+        return _objects(value)
+    if value is None:
         raise ValueError(
-            f"a column holds the list {str(column)[:60]}: lists become arrays of numbers or texts, "
-            "of equal lengths, with no missing values. Pad it in the source, or drop the column."
+            f"{name} is None, and a batch needs all values: filter such examples out of the "
+            "source, or fill the value in."
         )
-    return objects if texts == {True} else np.asarray(column)
+    if not _is_array(value) and not isinstance(value, np.generic | bool | int | float | complex):
+        containers.check_container(name, value)
+        raise ValueError(
+            f"{name} is a {type(value).__name__}: give arrays, numbers, texts, and trees of them."
+        )
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        if not any(isinstance(v, np.ndarray) for v in value.flat):
+            return _of_list(name, value.tolist())
+        parts = [_array(name, v) for v in value]  # lists in lists, as NumPy has them
+        if len({(x.dtype, x.shape) for x in parts}) == 1:
+            return np.stack(parts)
+        raise ValueError(f"{name} has arrays of several types or shapes: {ADVICE}")
+    array = containers.as_numpy(name, value)
+    if array.dtype == object:  # an int of more than 64 bits, or texts of a tensor
+        return _of_list(name, array.tolist()) if array.ndim else _array(name, array[()])
+    return array.astype(object) if array.dtype.kind in "SU" else array
 
 
-def _lists(column):
-    """A list, or nested lists from an array of objects such as rows of unequal lengths."""
-    if isinstance(column, list):
-        return column
-    return [_lists(v) if isinstance(v, np.ndarray) else v for v in column.tolist()]
+def _objects(value: Any) -> np.ndarray:
+    found = np.empty((), object)
+    found[()] = value
+    return found
+
+
+def _of_list(name: str, value: Any) -> np.ndarray:
+    """One array of a list of numbers or of texts, or of lists of them of equal lengths."""
+    try:
+        array = np.array(value)
+    except ValueError:  # several lengths
+        array = np.empty(0, object)
+    if array.dtype.kind in "biu":
+        return array
+    objects = np.array(value, object) if array.size else array
+    kinds = set(map(type, objects.flat))
+    if array.dtype.kind in "SU" and all(issubclass(kind, str | bytes) for kind in kinds):
+        return objects
+    if array.dtype.kind in "OSU":
+        raise ValueError(f"{name} is the list {f'{value}'[:60]}: {ADVICE}")
+    if any(issubclass(kind, int | np.integer) for kind in kinds):
+        for v, w in zip(objects.flat, array.ravel().tolist(), strict=True):
+            if isinstance(v, int | np.integer) and v != w:
+                raise ValueError(f"{name} has {v} in a list that becomes {array.dtype}: {ADVICE}")
+    return array
 
 
 def whole_numbers(

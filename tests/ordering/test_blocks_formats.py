@@ -13,7 +13,7 @@ from ml_dtypes import bfloat16
 
 from ordering.blocks import files, split, tokens
 from ordering.blocks.files import Part, _opened
-from ordering.data import reader
+from ordering.data import as_source
 from tests import record_files, reference_blocks
 from tests.record_files import KINDS
 
@@ -149,9 +149,9 @@ def test_filters_and_other_readers(kind, tmp_path):
         assert found == [[0, 2], [3, 4], [6, 7, 8], [10]]
         assert blocks.sizes.tolist() == [2, 2, 3, 1]
     whole = split(parts, unit_size=1, decode=decode)
-    size, read = reader(whole)
-    assert size == 11
-    assert record_files.ids(kind, read([3, 10])) == [[3], [10]]
+    source = as_source(whole)
+    assert len(source) == 11
+    assert record_files.ids(kind, source[[3, 10]]) == [[3], [10]]
 
 
 def test_structured_arrays_are_dicts(tmp_path):

@@ -52,7 +52,7 @@ def test_a_grain_dataset_is_restored_at_every_step(size, count):
 
 def test_examples_of_a_grain_source_stay_as_they_are():
     """Also such as no batch could hold."""
-    rows = [{"text": "a" * i, "tokens": [i] * i, "missing": None} for i in range(4)]
+    rows = [{"text": "a" * i, "tokens": [i] * i} for i in range(4)]
     found = grain_dataset(grain.MapDataset.source(rows), jax.numpy.array([2, 0, 3]))
     assert list(found) == [rows[2], rows[0], rows[3]]
     x, y = np.arange(4), jax.numpy.arange(4) ** 2
@@ -60,6 +60,16 @@ def test_examples_of_a_grain_source_stay_as_they_are():
     ends = grain_dataset(Examples(x, fail_at=1, error=StopIteration("gone")), [0, 1])
     with pytest.raises(RuntimeError, match="the source raised StopIteration"):
         list(ends)
+    kept = grain.MapDataset.source(x).filter(lambda i: i % 2 == 0)  # to Grain others are None
+    with pytest.raises(ValueError, match="example 1 is None, and a batch needs all values"):
+        list(grain_dataset(kept, [0, 1]).batch(2))
+    mixed = [{"id": np.int64(5)}, {"id": np.uint64(2**63 + 1)}]  # NumPy would make them float64
+    with pytest.raises(ValueError, match="of uint64, and that of example 0 of int64"):
+        list(grain_dataset(mixed, [0, 1]).batch(2))
+    with pytest.raises(
+        ValueError, match=r"has 9223372036854775807 examples.* leave out repeat\(\)"
+    ):
+        grain_dataset(grain.MapDataset.source(x).repeat(), [0])
 
 
 def test_without_grain(monkeypatch):

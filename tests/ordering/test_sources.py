@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ordering
-from ordering.data import read_epochs, reader, step_indices
+from ordering.data import as_source, read_epochs, step_indices
 from tests import tables
 from tests.refused import refuses
 from tests.sources import SIZES, Examples, epoch_of
@@ -58,14 +58,14 @@ def test_the_steps_of_an_epoch(size):
 
 
 def read(source, *indices):
-    return reader(source)[1](np.array(indices))
+    return as_source(source)[np.array(indices)]
 
 
 def test_tables_of_columns_are_refused():
     frame = pytest.importorskip("pandas").DataFrame({"x": [1, 2, 3]})
     for table in (frame, frame["x"], pytest.importorskip("pyarrow").table({"x": [1, 2, 3]})):
-        with pytest.raises(ValueError, match="pass a dict of its columns as NumPy arrays"):
-            reader(table)
+        with pytest.raises(ValueError, match=r"write .*\.to_numpy\(.* in its place"):
+            as_source(table)
 
 
 def objects(values):
@@ -105,31 +105,36 @@ def rows(*columns):
 
 
 test_examples_that_are_no_batch = refuses({
-    "shapes": (rows(np.zeros(2), np.zeros(3)), r"shapes \[\(2,\), \(3,\)\].* Pad or cut"),
-    "keys": (lambda: read([{"x": 1}, {"y": 1}], 0, 1), r"\{'x': \*\} and \{'y': \*\}: .* same"),
-    "lengths": (rows([1, 2], [1, 2, 3]), r"shapes \[\(2,\), \(3,\)\]: .* one shape"),
+    "shapes": (rows(np.zeros(2), np.zeros(3)), r"shapes \[\(2,\), \(3,\)\].* pad or cut"),
+    "keys": (lambda: read([{"x": 1}, {"y": 1}], 0, 1), r"1 .*'y': .*, .* 0 .*'x': .*: .* same"),
+    "lengths": (rows([1, 2], [1, 2, 3]), r"shapes \[\(2,\), \(3,\)\] .* one shape"),
     "inner lengths": (rows([[1], [1, 2]]), r"the list \[\[1\], \[1, 2\]\]: lists become arrays"),
     "of floats": (lambda: read([0, 1], 0.5), "indices is .*: pass whole numbers with 1 axes"),
-    "a pair": (lambda: reader([0, 1])[1]((np.zeros(1, int), 2)), "indices is a tuple: .* step_ind"),
+    "a pair": (lambda: as_source([0, 1])[(np.zeros(1, int), 2)], "indices is a tuple: .* step_ind"),
     "negative": (lambda: read([0, 1], -1), "index -1 is out of range"),
     "no example": (lambda: read([0, 1], 2), "is out of range: the source has 2 examples"),
     "missing": (rows([1, None]), "no missing values"),
-    "none": (rows(1, None), "1 of 2 examples of a batch have None"),
+    "none": (rows(1, None), r"example 1\['x'\] is None, .* filter"),
+    "all by chance": (lambda: read([{"x": 1}, {"x": None}, {"x": None}], 1, 2), "1.'x'. is None"),
+    "the first": (lambda: as_source([{"x": None}]), r"source\[0\]\['x'\] is None"),
+    "unsigned": (rows(np.int64(5), np.uint64(2**63)), "is of uint64, and that of .* of int64"),
+    "batches of floats": (lambda: read([1, 2.0, 3.5], 1, 2), "1 is of float64, .* of int64"),
+    "floats that are not the ints": (rows([2**53 + 1, 0.5]), "becomes float64: lists become"),
     "ragged": (rows(objects([np.arange(1), np.arange(2)])), "equal lengths"),
-    "mixed": (rows([1, "a"]), "numbers or texts"),
-    "texts and numbers": (rows("a", 1), r"texts and numbers, as \('a', 1\): give all"),
+    "mixed": (rows([1, "a"]), "numbers or of texts"),
+    "texts and numbers": (rows("a", 1), r"1\['x'\] is of int64, and that of example 0 of texts"),
 })  # fmt: skip
 
 test_no_source = refuses({
     "other lengths": (
-        lambda: reader({"x": np.zeros((3, 1)), "y": np.zeros(2)}), r"\(3, 1\), \(2,\)"
+        lambda: as_source({"x": np.zeros((3, 1)), "y": np.zeros(2)}), r"\(3, 1\), \(2,\)"
     ),
     "a dict of sources": (
-        lambda: reader(dict.fromkeys("ab", Shaped(np.arange(3)))), "of a dict of splits, pass one"
+        lambda: as_source(dict.fromkeys("ab", Shaped(np.arange(3)))), r"source\['a'\] is a Shaped"
     ),
-    "no rows": (lambda: reader(np.zeros((0, 2))), "source is empty"),
-    "an iterator": (lambda: reader(iter([1])), "source is a list_iterator"),
-    "a path": (lambda: reader("images/train"), "source is a str"),
+    "no rows": (lambda: as_source(np.zeros((0, 2))), "source is empty"),
+    "an iterator": (lambda: as_source(iter([1])), "source is a list_iterator"),
+    "a path": (lambda: as_source("images/train"), "source is a str"),
 })  # fmt: skip
 
 

@@ -146,8 +146,12 @@ def test_a_source_that_fails(kind, error):
 
 RAGGED = [np.zeros(2), np.zeros(2), np.zeros(3)]
 FAILING = {
-    "shapes of others": (64 * RAGGED[:1] + RAGGED[2:], range(65), "not like the first in struct"),
-    "types": (64 * [1] + [2.5], range(65), "not like the first in structure, shapes and types"),
+    "shapes of others": (
+        64 * RAGGED[:1] + RAGGED[2:],
+        range(65),
+        "not the shapes of example 0: pad",
+    ),
+    "types": (64 * [1] + [2.5], range(65), "is of float64, and that of example 0 of int64"),
 }
 
 
