@@ -1,13 +1,13 @@
 """Draws pictures of docs/results again: of recorded runs, and of SGD's drift, which takes minutes.
 
-    python docs/pictures.py outer.png machine_map.png  # into docs/results; without a name: all
+    python -m docs.pictures outer.png machine_map.png  # into docs/results; without a name: all
 
 The others are what the commands on their pages write.
 """
 
+import argparse
 import itertools
 import pathlib
-import sys
 
 import numpy as np
 
@@ -206,6 +206,12 @@ PICTURES = {  # a function and its arguments after the path
 }  # fmt: skip
 
 if __name__ == "__main__":
-    for asked in sys.argv[1:] or PICTURES:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME.png", help="all if none is given")
+    parser.add_argument("--folder", type=pathlib.Path, default=FOLDER, help="docs/results if unset")
+    given = parser.parse_args()
+    if unknown := {*given.names} - {*PICTURES}:
+        parser.error(f"there is no picture {', '.join(unknown)}: name one of {[*PICTURES]}.")
+    for asked in given.names or PICTURES:
         function, *arguments = PICTURES[asked]
-        function(str(FOLDER / asked), *arguments)
+        function(str(given.folder / asked), *arguments)

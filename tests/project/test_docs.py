@@ -4,6 +4,8 @@ import inspect
 import pathlib
 import pkgutil
 import re
+import subprocess
+import sys
 import types
 
 import pytest
@@ -96,11 +98,11 @@ def test_pictures_stand_on_a_page_with_the_command_that_draws_them(tmp_path):
     pictures, folder = module_of(ROOT / "docs" / "pictures.py"), ROOT / "docs" / "results"
     pages = "".join(page.read_text() for page in folder.glob("*.md"))
     assert {path.name for path in folder.glob("*.png")} == {*re.findall(r"\((\w+\.png)\)", pages)}
-    commands = re.findall(r"(?<=\]\()(\w+\.png)\) `python docs/pictures\.py \1`", pages)
+    commands = re.findall(r"(?<=\]\()(\w+\.png)\) `python -m docs\.pictures \1`", pages)
     assert {*commands} == {*pictures.PICTURES}
-    draw, *arguments = pictures.PICTURES["outer_muon.png"]
-    draw(str(tmp_path / "x.png"), *arguments)
-    assert (tmp_path / "x.png").stat().st_size > 20_000
+    command = [sys.executable, "-m", "docs.pictures", "outer_muon.png", f"--folder={tmp_path}"]
+    subprocess.run(command, cwd=ROOT, check=True)
+    assert (tmp_path / "outer_muon.png").stat().st_size > 20_000
 
 
 def test_the_site_shows_docstrings_whole(hooks):
