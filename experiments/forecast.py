@@ -115,9 +115,9 @@ def forecast_of(name: str, values: flags.FlagValues) -> tuple[str, str, tuple]:
 def main(values: flags.FlagValues) -> None:
     from experiments.results import page
 
+    names = KNOWN if values.task == "all" else [values.task]
+    found = [forecast_of(name, values) for name in names]  # before it, what is wrong with flags
     with page.opened("forecast", values) as folder:
-        names = KNOWN if values.task == "all" else [values.task]
-        found = [forecast_of(name, values) for name in names]
         text = "\n".join(text for _, text, _ in found)
         shown = {label: plans for label, _, plans in found}
         rules = {row.label: words for words, row in rows_from_flag(values, "arms", "sync").items()}
