@@ -21,6 +21,7 @@ from experiments.results.trackers import TRACKERS
 from experiments.study import recipes
 from experiments.tasks import TASKS, base
 from experiments.tasks.base import COUNT, FROM_ZERO, Range, Recipe, Task
+from experiments.tasks.schedules import SCHEDULES
 from syncopate.refusals import UserError
 
 KINDS = {bool: flags.DEFINE_bool, str: flags.DEFINE_string}
@@ -32,9 +33,6 @@ OF_ROWS = {
     "echo_factor": "--echo=fixed and others but none, and syncs by the factor",
     "horizon": "--p",
 }
-OF_SCHEDULES = {
-    "floor": ("cosine", "linear"), "decay_every": ("step", "cycles"), "decay_factor": ("step",),
-}  # fmt: skip
 OF_DRY_RUNS = ("compile", "device_teraflops", "gigabits", "topology")
 EXCLUSIVE = (*EITHER, ("learning_rate", "learning_rates"))  # the first one counts
 
@@ -246,9 +244,10 @@ def check_used(values: flags.FlagValues, recipe: Recipe, arms: Iterable, *, stud
         read -= {"echo_factor"}
     unused = {name: by for name, by in OF_ROWS.items() if name not in read}
     if study is None or not values["schedule"].present:
-        for name, schedules in OF_SCHEDULES.items():
-            if recipe.schedule not in schedules:
-                unused[name] = f"--schedule={' and '.join(schedules)}"
+        for name in {name for row in SCHEDULES.values() for name in row.reads}:
+            readers = [word for word, row in SCHEDULES.items() if name in row.reads]
+            if recipe.schedule not in readers:
+                unused[name] = f"--schedule={' and '.join(readers)}"
     if "ema" not in recipe.average:
         unused["ema_epochs"] = "--average=ema"
     if all(order.deals for order, *_ in rows):

@@ -8,6 +8,7 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 
 from experiments.tasks.metrics import METRICS
+from experiments.tasks.schedules import SCHEDULES
 from syncopate.refusals import UserError, inside
 
 
@@ -62,10 +63,9 @@ class Recipe(NamedTuple):
     ] = "momentum"
     momentum: Annotated[float, "momentum of SGD, b1 of AdamW", MOMENTUM] = 0.9
     weight_decay: Annotated[float, "weight decay of the optimizer", DECAY] = 0.0
-    schedule: Annotated[
-        str, "learning rate schedule after the warmup",
-        ("constant", "cosine", "linear", "step", "cycles"),
-    ] = "constant"  # fmt: skip
+    schedule: Annotated[str, "learning rate schedule after the warmup", tuple(SCHEDULES)] = (
+        "constant"
+    )
     warmup_steps: Annotated[int, "steps of learning rate warmup", FROM_ZERO] = 0
     floor: Annotated[float, "last rate / peak rate of cosine and linear", SHARE] = 0.0
     decay_every: Annotated[float, "epochs of a step schedule's steps, or of a cycle", EPOCHS] = 10.0

@@ -158,7 +158,7 @@ def config_of(recipe: Recipe, sizes: Sizes, *, seed: int, speed: float | None = 
     In studies of slow input a load takes R steps, `speed`: the echo factor is then R, and 2 where
     no echo is free; at a larger factor the run has more steps, for echoed ones are shorter.
     """
-    from experiments.training import optimizers
+    from experiments.tasks import schedules
     from syncopate.plans import MOST_STEPS
     from syncopate.schedules import evaluate_schedule
 
@@ -178,7 +178,7 @@ def config_of(recipe: Recipe, sizes: Sizes, *, seed: int, speed: float | None = 
             f"--warmup_steps is {recipe.warmup_steps} of {total} steps: a run has at least one "
             "step after its warmup. Raise --total_steps (or --epochs), or lower the warmup."
         )
-    schedule = optimizers.schedule(recipe, total, sizes.loads_per_epoch)
+    schedule = schedules.schedule(recipe, total, sizes.loads_per_epoch)
     return RunConfig(
         rates=evaluate_schedule(schedule, total, "lr"),
         seed=seed_of(seed),

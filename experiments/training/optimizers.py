@@ -1,4 +1,4 @@
-"""Optimizers without their learning rate, and schedules of it: one row each."""
+"""Optimizers without their learning rate, one row each."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,6 @@ from experiments.tasks.base import Recipe
 
 OTHERS = 0.1  # of Muon's rate, with which AdamW trains what is no matrix of a layer
 VALLEY = (2 / 15, 1.0), (8 / 15, 1 / 8), (1.0, 0.93 / 0.8)  # share of a run, of the weight decay
-COOLING, CYCLES, LEAST = 0.4, 4, 0.05  # share of a run; at its end; of the peak rate
 
 
 def _momentum(decay: float, momentum: float) -> tuple:
@@ -89,43 +88,3 @@ def inner(recipe: Recipe) -> optax.GradientTransformationExtraArgs:
     own = OPTIMIZERS[recipe.optimizer](recipe.weight_decay, recipe.momentum)
     start = lambda params: optax.EmptyState()  # noqa: E731
     return optax.chain(*own, optax.GradientTransformationExtraArgs(start, scale))
-
-
-def _staircase(recipe, steps, every):
-    """Falls are counted from the run's first step; those within the warmup count at its end."""
-    warmup = recipe.warmup_steps
-    falls = dict.fromkeys(range(every, warmup + steps, every), recipe.decay_factor)
-    stairs = optax.piecewise_constant_schedule(1.0, falls)
-    return lambda t: stairs(t + warmup)
-
-
-def _cycles(recipe, steps, every):
-    """Constant, then linear to 0 over 40 %; of the last four times `every` each is a cosine."""
-    last = max(0, steps - CYCLES * every)
-
-    def at(t):
-        rate = jnp.minimum(1.0, (steps - t) / (COOLING * steps))
-        wave = (1 + jnp.cos(jnp.pi * ((t - last) % every) / every)) / 2
-        cycle = LEAST + (jnp.maximum(rate, LEAST) - LEAST) * wave
-        return jnp.where(t < last, rate, cycle)
-
-    return at
-
-
-# (recipe, steps after the warmup, loads of `decay_every`) -> schedule, a factor of the peak rate.
-SCHEDULES = {
-    "constant": lambda recipe, *_: optax.constant_schedule(1.0),
-    "cosine": lambda recipe, steps, _: optax.cosine_decay_schedule(1.0, steps, recipe.floor),
-    "linear": lambda recipe, steps, _: optax.linear_schedule(1.0, recipe.floor, steps),
-    "step": _staircase,
-    "cycles": _cycles,
-}
-
-
-def schedule(recipe: Recipe, total_steps: int, loads_per_epoch: int) -> optax.Schedule:
-    """The learning rate over a run as a factor of its peak: a linear warmup, then the named one."""
-    warmup, every = recipe.warmup_steps, max(1, round(recipe.decay_every * loads_per_epoch))
-    after = SCHEDULES[recipe.schedule](recipe, total_steps - warmup, every)
-    if not warmup:
-        return after
-    return optax.join_schedules([optax.linear_schedule(0.0, 1.0, warmup), after], [warmup])

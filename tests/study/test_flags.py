@@ -45,7 +45,7 @@ def test_every_field_of_a_recipe_is_a_flag_with_help():
 
 @pytest.mark.parametrize("words,table", [
     (base.FIELDS["optimizer"][2], optimizers.OPTIMIZERS),
-    (base.FIELDS["schedule"][2], optimizers.SCHEDULES), (base.FIELDS["average"][2], AVERAGES),
+    (base.FIELDS["average"][2], AVERAGES),
     (train.POLICIES, resize.POLICIES),
 ])  # fmt: skip
 def test_the_words_that_flags_take_are_those_of_the_tables(words, table):

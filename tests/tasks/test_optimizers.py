@@ -7,7 +7,7 @@ import optax
 import pytest
 from optax import contrib
 
-from experiments.tasks import Recipe
+from experiments.tasks import Recipe, schedules
 from experiments.training import optimizers
 from syncopate.schedules import evaluate_schedule
 
@@ -34,11 +34,11 @@ AFTER = {
 
 
 @pytest.mark.parametrize("warmup", [0, 8, 30])
-@pytest.mark.parametrize("name", optimizers.SCHEDULES)
+@pytest.mark.parametrize("name", schedules.SCHEDULES)
 def test_a_schedule_comes_after_a_linear_warmup(name, warmup):
     recipe = Recipe(1, 1, 1, (0.2,), schedule=name, warmup_steps=warmup, floor=0.1, decay_every=1,
                     decay_factor=0.5)  # fmt: skip
-    rates = evaluate_schedule(optimizers.schedule(recipe, STEPS, loads_per_epoch=5), STEPS, "lr")
+    rates = evaluate_schedule(schedules.schedule(recipe, STEPS, loads_per_epoch=5), STEPS, "lr")
     rise, left = np.arange(warmup) / max(1, warmup), STEPS - warmup
     wanted = [*rise, *(AFTER[name](t, left) for t in range(left))]
     np.testing.assert_allclose(rates, wanted, rtol=1e-5)
