@@ -84,6 +84,8 @@ def comparison(
         for row, arms in zip(block, apart, strict=True):
             owns = [_fastest(compared, shown[a]) if panel.fastest else shown[a] for a in arms]
             curves = [(panel.scalar, styles[own.arm], own) for own in owns]
+            if panel.fastest:
+                curves += _lowest(panel.scalar, owns, [shown[a] for a in arms], styles)
             curves += _averaged(compared, panel.scalar, owns, styles)
             drawn += curves
             for axis, x in zip(row, panel.x, strict=False):
@@ -91,7 +93,8 @@ def comparison(
                     style = {"label": f"{own.label} (lr {own.rate:g})"} | style
                     _draw(axis, own.runs.values(), x, name, style)
                 if (panel.fastest or goal.when == "target") and panel.scalar == goal.scalar:
-                    axis.axhline(target, color="#444444", linewidth=0.8, linestyle=":")
+                    best = f"{compared.baseline().label}'s best" if panel.fastest else None
+                    axis.axhline(target, color="#444444", linewidth=0.8, linestyle=":", label=best)
                     for _, style, own in curves[: len(arms) * panel.fastest]:
                         _arrival(axis, statistics.spent(compared, own.runs, x), target, style)
             row[0].set_ylabel(textwrap.fill(name_of(panel.scalar), int(9.6 * high)))
@@ -108,10 +111,9 @@ def comparison(
     many = "one seed" if seeds == 1 else f"{seeds} seeds, mean and 95 % interval"
     many = many if few == seeds else f"{few} to {many}"
     at = "" if speed is None else f", R = {speed:g}"
-    how = "its own best learning rate"
-    if rows[0].fastest:
-        how = f"the learning rate that is first at {compared.baseline().label}'s best (dotted)"
-    told = textwrap.fill(f"each at {how}, {many}", int(12 * size[0]))
+    if rows[0].fastest:  # the legend says at which rates
+        return save(figure, path, f"{title}{at}: {many}")
+    told = textwrap.fill(f"each at its own best learning rate, {many}", int(12 * size[0]))
     save(figure, path, f"{title}{at}\n{told}")
 
 
@@ -135,6 +137,16 @@ def _fastest(compared, own):
         return own
     rate, runs = statistics.fastest(compared, own.arm)
     return own._replace(rate=rate, runs=runs)
+
+
+def _lowest(scalar: str, fastest, best, styles) -> list[tuple]:
+    """(scalar, look, arm) of arms at their best rate, where another one is faster."""
+    found = []
+    for own in (own for own, first in zip(best, fastest, strict=True) if own.rate != first.rate):
+        style = styles[own.arm] | {"markerfacecolor": "white", "linewidth": 0.8}
+        style["label"] = f"{own.label}, lowest (lr {own.rate:g})"
+        found.append((scalar, style, own))
+    return found
 
 
 def _share(block, panel: Panel):

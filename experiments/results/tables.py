@@ -133,6 +133,7 @@ FIRST_ORDER_COLUMNS = (
     own_rate("at lr"),
     mean("times fewer", "{:.1f}", _times_fewer),
     mean(lambda c: f"lowest {name_of(c.criterion.scalar)}", "{:.1e}", _lowest),
+    rate("reached at lr", edge=False),
 )
 ORDER_COLUMNS = (
     arm("order"),

@@ -132,7 +132,7 @@ def test_the_first_picture_shows_the_rates_and_epochs_of_its_table(tmp_path, mon
     monkeypatch.setattr(plots, "save", lambda figure, path, title: figures.append(figure))
     plots.comparison(compared, [cd_grab.FIRST], str(tmp_path / "x.png"), "title")
     shown = {text.get_text() for text in figures[0].legends[0].get_texts()}
-    assert shown == {"D-RR (lr 0.1)", "CD-GraB (lr 0.2)"}
+    assert shown == {"D-RR (lr 0.1)", "CD-GraB (lr 0.2)", "CD-GraB, lowest (lr 0.1)", "D-RR's best"}
     at = [bars.lines[0].get_xydata().tolist() for bars in figures[0].axes[0].containers]
     assert at == [[[3.0, 0.3]], [[1.0, 0.3]]]
 

@@ -131,8 +131,8 @@ def test_one_arm_is_compared_with_the_baseline(given, arms, tmp_path, monkeypatc
     assert run == [arms]
 
 
-def test_the_first_table_has_five_columns_and_the_long_one_all():
-    assert len(asked()[0].columns) <= 5
+def test_the_first_table_has_six_columns_and_the_long_one_all():
+    assert len(asked()[0].columns) <= 6
     assert asked("--long")[0].columns == tables.ORDER_COLUMNS
 
 
