@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from absl import flags
 
-from experiments.cluster import files, lock
+from experiments.cluster import entry, files, lock
 from experiments.results import archive, plots, records, tables
 from experiments.results.statistics import Comparison
 from syncopate.command import experiments
@@ -149,7 +149,7 @@ def _picture(path: pathlib.Path) -> str:
 
 
 def command_line() -> str:
-    """The command of this process: python -m MODULE --flags."""
+    """The command of this process, as it was typed: python -m MODULE --flags, or syncopate NAME."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     start = ["python", "-m", spec.name] if spec else ["python", *sys.argv[:1]]
-    return shlex.join(start + sys.argv[1:])
+    return entry.in_words_of_user(shlex.join(start + sys.argv[1:]))

@@ -27,6 +27,7 @@ import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import syncopate
 from experiments.cluster import files, lock, processes, strict
 from experiments.results import trackers as tracking
 from syncopate.refusals import UserError
@@ -154,6 +155,7 @@ def versions() -> dict:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             packages[package] = importlib.metadata.version(package)
     return packages | {
+        "syncopate": syncopate.__version__,
         "commit": commit(),
         "python": platform.python_version(),
         "backend": jax.default_backend(),

@@ -51,6 +51,7 @@ def run(values: absl_flags.FlagValues) -> None:
         if not values.overwrite:
             done = records.found(folder)
             known = resize.newest(folder, settings, values.elastic, [r["step"] for r in done])
+        checkpoint.check_export(folder)
         built, plans, begun = _prepared(task, recipe, arm.rows, values, known)
         outcome = _train(task, recipe, arm, built, plans, values, folder, settings, begun, done)
         _finish(outcome, built, plans, folder, values)
@@ -124,8 +125,11 @@ def _train(task, recipe, arm, built, plans, values, folder, settings, begun, don
         begun = checkpoint.restore(checkpoints, at, plans, built.shapes, settings)
     scalars = measure.scalars_of(task, recipe)(built, arm.rows[0])
     labels = " + ".join(row.label for row in arm.rows)
-    left = f"{plans.total_steps - at:,} steps of {recipe.workers} workers"
-    processes.say(f"Compiling {labels}: {left}", file=sys.stderr)
+    if left := plans.total_steps - at:
+        text = f"Compiling {labels}: {left:,} steps of {recipe.workers} workers"
+        processes.say(text, file=sys.stderr)
+    else:
+        processes.say(f"The run in {folder} had come to its end, step {at:,}.")
     with (
         progress.bar(total=plans.total_steps, initial=at, unit="step") as bar,
         records.writing(folder, trackers=values.track, keep=kept, console=bar.write) as write,
@@ -156,5 +160,12 @@ def _finish(outcome, built, plans, folder, values):
     if outcome.diverged:
         sys.exit(outcome.diverged)
     checkpoint.export(folder, input.on_host(built.mean_params(outcome.state)))
+    last = records.found(folder)[-1]
+    found = [
+        f"{name} {value:.4g}"
+        for name, value in last.items()
+        if name.startswith(("train/", "test/"))
+    ]
+    processes.say(f"Result at step {last['step']:,}: {', '.join(found)}.")
     processes.say(f"This took {training_run.told(outcome.seconds)}.")
     processes.say(f"Written to {folder}: metrics, plans, checkpoints, model")

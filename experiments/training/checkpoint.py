@@ -312,6 +312,16 @@ def progress_of(known: Mapping, plans: Plans) -> Progress:
     return loop.resumed(plans, known["step"], tuple(decided.tolist()))
 
 
+def check_export(folder: str) -> None:
+    """Raises ValueError, before a run, for a FOLDER/model that `export` could not replace."""
+    path = os.path.join(folder, "model")
+    if os.path.islink(path) or (os.path.exists(path) and not os.path.isdir(path)):
+        raise UserError(
+            f"{path!r} is {'a link' if os.path.islink(path) else 'no folder'}, and the run would "
+            "write its model there: move it away, or choose another --output_dir."
+        )
+
+
 def export(folder: str, model) -> None:
     """Writes a model to FOLDER/model, from which orbax alone restores it:
 

@@ -233,3 +233,18 @@ def test_a_wheel_trains_launches_and_advises(wheel, core, elsewhere):
     assert (elsewhere / "two" / "metrics.jsonl").is_file()
     # The recommendation rests on the recorded runs.
     assert "times as fast as none" in ran([command, "advise", "--task=digits"], elsewhere)
+
+
+@pytest.mark.parametrize("typed,told", [
+    (["python", "/bin/syncopate", "cd_grab"], "syncopate cd_grab --seeds=3"),
+    (["python", "-m", "experiments.cd_grab"], "python -m experiments.cd_grab --seeds=3"),
+])  # fmt: skip
+def test_a_report_names_the_command_as_it_was_typed(typed, told, monkeypatch):
+    pytest.importorskip("absl")
+    from experiments.results import page
+
+    main = types.SimpleNamespace(__spec__=types.SimpleNamespace(name="experiments.cd_grab"))
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(sys, "orig_argv", [*typed, "--seeds=3"])
+    monkeypatch.setattr(sys, "argv", ["cd_grab", "--seeds=3"])
+    assert page.command_line() == told

@@ -93,6 +93,7 @@ def test_the_report_escapes_and_embeds_its_content(tmp_path, monkeypatch):
     (tmp_path / "settings.json").write_text(json.dumps({"x": EVIL}))
     main = types.SimpleNamespace(__spec__=types.SimpleNamespace(name="experiments.qsr"))
     monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "experiments.qsr"])
     monkeypatch.setattr(sys, "argv", ["/some/where/qsr.py", "--data_dir=my dir", f"--x={EVIL}"])
     (tmp_path / "table_old.md").write_text("of an earlier call")
     Image.new("RGB", (3, 2)).save(tmp_path / "old.png")

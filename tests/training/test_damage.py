@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import syncopate
 from experiments.cluster import agree
 from experiments.cluster.agree import data_hash
 from experiments.results import records
@@ -23,6 +24,7 @@ from experiments.tasks import TASKS
 from experiments.tasks.base import first_of
 from experiments.tasks.text import Recut
 from experiments.training import checkpoint, run
+from syncopate.refusals import UserError
 from tests.cases import times
 from tests.commands import SAVED, train_run
 from tests.little_run import STEPS, assert_same, built, plans_of, timeless, trained
@@ -344,3 +346,29 @@ def test_records_of_other_settings_go_before_the_new_ones_come(tmp_path, monkeyp
 
 def interrupted():
     raise KeyboardInterrupt
+
+
+def test_a_run_that_had_ended_says_so_and_shows_its_result(finished, tmp_path, capsys):
+    folder = shutil.copytree(finished, tmp_path / "run")
+    last = records.found(str(folder))[-1]
+    train_run(SAVED, folder)
+    text = capsys.readouterr()
+    assert f"The run in {folder} had come to its end, step 24." in text.out
+    assert f"Result at step 24: train/batch_loss {last['train/batch_loss']:.4g}, " in text.out
+    assert f"test/accuracy {last['test/accuracy']:.4g}" in text.out
+    assert "Compiling" not in text.err
+    versions = json.loads((pathlib.Path(folder) / "versions.json").read_text())
+    assert versions["syncopate"] == syncopate.__version__
+
+
+@pytest.mark.parametrize("make,told", [
+    (lambda path: path.symlink_to(path.parent), "is a link"),
+    (lambda path: path.write_text("mine"), "is no folder"),
+])  # fmt: skip
+def test_a_model_that_could_not_be_written_in_the_end_is_refused_before_training(
+    tmp_path, make, told, capsys
+):
+    make(tmp_path / "model")
+    with pytest.raises(UserError, match=f"model' {told}, and .* another --output_dir"):
+        train_run(SAVED, tmp_path)
+    assert not (tmp_path / "metrics.jsonl").exists() and (tmp_path / "model").exists()
