@@ -30,7 +30,7 @@ NO_PATHS = [None, 3, 0.5, THING, {}, [], "", b"x.npy", LOST, FOLDER, [LOST], [3]
 (PART,) = blocks.files(PATH)
 NO_PARTS = [
     None, 3, "text", b"text", THING, {}, [], (), np.ones(()), np.ones((0, 3)), {"x": "text"},
-    {"x": np.ones(3), "y": np.ones(4)}, {"x": 3}, [1, 2, 3], dict, iter([1, 2]), KEY, PART, PATH,
+    {"x": np.ones(3), "y": np.ones(4)}, {"x": 3}, [1, None], dict, iter([1, 2]), KEY, PART, PATH,
     [PART, 3], (PART, None), {"x": THING}, [[1, 2], [1]],
 ]  # fmt: skip
 KEPT = np.arange(12) % 3 != 0

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import ordering
-from ordering.blocks.files import Part
 from ordering.blocks.reads import read_blocks
+from ordering.blocks.sources import Part
 from tests import reference_blocks
 from tests.tables import vmap_workers, whole_numbers
 

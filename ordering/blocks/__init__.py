@@ -1,10 +1,11 @@
 """Orders over blocks of consecutive records, for data that are too large to shuffle."""
 
-from ordering.blocks.files import files, tokens
+from ordering.blocks.files import files
 from ordering.blocks.position import resize
 from ordering.blocks.reads import read_blocks
 from ordering.blocks.split import split
 from ordering.blocks.sums import add_gradients
+from ordering.blocks.text import tokens
 
 __all__ = [
     "add_gradients",

@@ -9,9 +9,12 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Int, PyTree
 
-from ordering.blocks.files import File, Part, of_arrays, plain
-from ordering.data.sources import stacked
+from ordering.blocks.parquet import warn_of_groups
+from ordering.blocks.sources import SAMPLE, SAMPLES, Part, Source, digest_of, name_of
+from ordering.data.sources import as_source, stacked
 from syncopate import plans
+
+ARRAYS = np.ndarray | jax.Array | dict | tuple
 
 
 class Blocks(Sequence):
@@ -23,7 +26,7 @@ class Blocks(Sequence):
       unit_size: records in the largest unit.
     """
 
-    def __init__(self, parts: tuple[Part | File, ...], places: np.ndarray, kept: Any, decode: Any):
+    def __init__(self, parts: tuple[Source, ...], places: np.ndarray, kept: Any, decode: Any):
         self.parts, self._places, self._kept, self._decode = parts, places, kept, decode
         part, start, stop = places.T
         self._first_records = np.cumsum([0, *map(len, parts)])
@@ -33,6 +36,7 @@ class Blocks(Sequence):
             first = self._first_records[part]
             self.sizes = before[first + stop] - before[first + start]
         self.unit_size = int(self.sizes.max())
+        self._first: dict[str, Any] = {}  # the unit that was read first, and its types
 
     def __len__(self) -> int:
         return len(self._places)
@@ -42,7 +46,9 @@ class Blocks(Sequence):
             raise IndexError(f"there is no unit {unit}: there are {len(self)}.")
         if not self.sizes[unit]:
             raise ValueError(f"unit {unit} has no records: read it by read_blocks or windows.")
-        return jax.tree.map(np.array, self.read([unit]))
+        records = jax.tree.map(np.array, self.read([unit]))
+        self.check([unit])
+        return records
 
     @property
     def num_records(self) -> int:
@@ -61,52 +67,55 @@ class Blocks(Sequence):
         return 0 if self._kept is None else 1 + zlib.crc32(np.packbits(self._kept).tobytes()) // 4
 
     def read(self, units: Sequence[int]) -> PyTree[np.ndarray]:
-        """The records of units that have some, in one request each. May be views of the source."""
+        """The records of units that have some, in one request each; valid if `check` passes
+        afterwards. May be views of the source."""
         found = [self._records(unit) for unit in units]
-        if isinstance(found[0], list):
+        if all(isinstance(records, list) for records in found):  # in one copy
             records = [record for unit in found for record in unit]
-            return stacked(records if self._decode is None else [self._decode(x) for x in records])
-        kinds = {_kind(records) for records in found}
-        if len(kinds) > 1:  # which NumPy would make one, as int64 and uint64 float64
-            first, second = list(kinds)[:2]
-            raise ValueError(
-                f"units {units} have records of the types {first} and {second}: pass files whose "
-                "records have the same types and shapes."
-            )
+            found = [stacked(records)]
+        found = [stacked(x) if isinstance(x, list) else x for x in found]
+        for unit, records in zip(units, found, strict=False):
+            self._check_types(unit, records)
         return found[0] if len(found) == 1 else jax.tree.map(lambda *x: np.concatenate(x), *found)
+
+    def check(self, units: Sequence[int]) -> None:
+        """Raises ValueError if a source of these units has changed."""
+        for part in np.unique(self._places[units, 0]).tolist():
+            self.parts[part].check()
 
     def records(self) -> Iterator[PyTree]:
         """All records, one after the other, also those that a filter leaves out."""
         for part, start, stop in self._places.tolist():
-            records = self.parts[part].read(start, stop) if start < stop else []
-            for i in range(stop - start):
-                if not isinstance(records, list):
-                    yield jax.tree.map(lambda x: x[i], records)  # noqa: B023
-                else:
-                    yield records[i] if self._decode is None else self._decode(records[i])
+            if start < stop:
+                yield from self._decoded(self.parts[part], self.parts[part].rows(start, stop))
 
     def _records(self, unit):
-        """The records of a unit that are kept, as the file gives them."""
+        """The records of a unit that are kept: a list of examples, or a tree of arrays."""
         part, start, stop = map(int, self._places[unit])
-        records, numbers = self.parts[part].read(start, stop), np.arange(start, stop)
+        kept = None
         if self._kept is not None:
             kept = self._kept[self._first_records[part] :][start:stop]
-            records, numbers = _take(records, np.flatnonzero(kept)), numbers[kept]
-        return (
-            records if isinstance(records, list) else plain(self.parts[part].name, numbers, records)
-        )
+        return self._decoded(self.parts[part], self.parts[part].fetch(start, stop, kept))
 
+    def _decoded(self, part, records):
+        if self._decode is None:
+            return records
+        _check_decoder(part, isinstance(records, list) and not isinstance(records[0], ARRAYS))
+        return list(map(self._decode, records))
 
-def _kind(records):
-    """The structure, types and shapes of records."""
-    leaves, structure = jax.tree.flatten(records)
-    return f"{structure}"[10:-1], tuple((f"{x.dtype}", x.shape[1:]) for x in leaves)
-
-
-def _take(records, places):
-    if isinstance(records, list):
-        return [records[i] for i in places.tolist()]
-    return jax.tree.map(lambda x: x[places], records)
+    def _check_types(self, unit, records):
+        """Raises ValueError unless they have the types and shapes of the unit that was read first,
+        of which NumPy would make others, as float64 of int64 and uint64."""
+        leaves = jax.tree_util.tree_leaves_with_path(records)
+        types = {name_of(path): f"{x.dtype}{list(x.shape[1:])}" for path, x in leaves}
+        first, wanted = self._first.setdefault("unit", (unit, types))
+        for name in types | wanted if types != wanted else ():
+            if types.get(name) != wanted.get(name):
+                raise ValueError(
+                    f"{name} of unit {unit} is {types.get(name, 'missing')}, and of unit {first} "
+                    f"{wanted.get(name, 'missing')}: pass files whose records have the same types "
+                    "and shapes."
+                )
 
 
 def split(
@@ -126,24 +135,27 @@ def split(
     Args:
       parts: what `files` or `tokens` returned, joined by `+` if need be; a list of sources of your
         own, with `len(source)` and `source.read(start, stop)`, which gives these records as a list
-        of bytes or as arrays and is called by several threads; or arrays [N, ...], alone or in
-        tuples and dicts.
-      unit_size: S >= 1, records in a block. Where a file has groups, such as the row groups of
-        Parquet, choose a multiple of their size.
+        of bytes or as arrays and is called by several threads; or data as `as_source` takes them:
+        arrays [N, ...], alone or in tuples and dicts, or a list of examples.
+      unit_size: S >= 1, records in a block. Row groups of Parquet are decoded whole: choose a
+        multiple of their size (`source.group_sizes`). Where many blocks share a group, it is
+        decoded once while up to 512 MiB of them are in use; of larger files a warning tells.
       multiple_of: the number of blocks becomes a multiple of it, by blocks without records at the
         end: the number of workers, or a common multiple of the numbers that a run may have.
-      decode: `bytes -> example`, for files whose records are bytes. Several threads call it.
+      decode: `bytes -> example`, for sources whose records are bytes. Several threads call it.
       keep: which records to read, bool[N] in the sequence of the files; or a function of a decoded
-        record, which is called for each of them now, in one pass over all data. A missing value is
-        None to it. Blocks lose what is not kept, and stay where they are.
+        record, which is called for each of them now, in one pass over all data. Rows of Parquet
+        are dicts of Python's values to it, with None for one that is missing. Blocks lose what is
+        not kept, and stay where they are.
 
     Returns:
       `Blocks`: a sequence whose elements are whole blocks, which other readers of `ordering.data`
       take as a source too.
 
     Raises:
-      ValueError: for parts that are none, a size out of range, or a filter that keeps nothing; for
-        a record with a missing value, here if the file tells of it, else from the read.
+      ValueError: for parts that are none, a size out of range, `decode` for arrays, or a filter
+        that keeps nothing; for a record with a missing value, here if the file tells of it, else
+        from the read, as for blocks of other types than the first that was read.
 
     Examples:
       >>> import numpy as np
@@ -156,22 +168,24 @@ def split(
     multiple_of = plans.check_whole("multiple_of", multiple_of, 1)
     many = parts if isinstance(parts, tuple | list) else ()
     are_sources = any(hasattr(part, "read") for part in many)
-    given = tuple(map(_source, many)) if are_sources else of_arrays(parts)
     if decode is not None:
         plans.check_function("decode", decode, "record")
+    given = tuple(map(_source, many)) if are_sources else (_of_data(parts),)
+    for part in given if decode is not None else ():
+        _check_decoder(part, part.is_bytes is not False)
     places = []
     for number, part in enumerate(given):
         starts = np.arange(0, len(part), unit_size)
         stops = np.minimum(starts + unit_size, len(part))
         places.append(np.stack([np.full_like(starts, number), starts, stops], axis=1))
     empty = -sum(map(len, places)) % multiple_of
+    warn_of_groups(given, unit_size)
     placed = np.concatenate([*places, np.tile((len(given) - 1, 0, 0), (empty, 1))])
     whole = Blocks(given, placed, None, decode)
     if keep is None:
         for part in given:
             if part.incomplete is not None:
-                start, stop = part.incomplete
-                plain(part.name, np.arange(start, stop), part.read(start, stop))
+                part.read(*part.incomplete)
         return whole
     kept = _kept(whole, keep)
     if not kept.any():
@@ -179,10 +193,17 @@ def split(
     return Blocks(given, placed, kept, decode)
 
 
-def _source(part: Any) -> Part | File:
+def _check_decoder(part, is_bytes):
+    if not is_bytes:
+        raise ValueError(
+            f"decode is for records that are bytes, and {part.name} holds arrays: leave decode out."
+        )
+
+
+def _source(part: Any) -> Source:
     """A source of blocks with a name and a digest; ValueError for what is none."""
     name = type(part).__name__
-    if isinstance(part, Part | File):
+    if isinstance(part, Source):
         return part
     if not (hasattr(part, "read") and hasattr(part, "__len__") and len(part)):
         raise ValueError(
@@ -200,6 +221,17 @@ def _source(part: Any) -> Part | File:
         return records
 
     return Part(name, len(part), (0, 0), read)
+
+
+def _of_data(data: Any) -> Part:
+    """Arrays with a common leading axis, or a list of examples."""
+    source = as_source(data, name="parts")
+    of_arrays = isinstance(data, ARRAYS)
+    samples = np.linspace(0, len(source) - 1, SAMPLE if of_arrays else SAMPLES).astype(np.int64)
+    found = [np.ascontiguousarray(x) for x in jax.tree.leaves(source[np.unique(samples)])]
+    digest = digest_of(len(source), (repr(x.tolist()).encode() for x in found))
+    name = "the arrays" if of_arrays else "the examples"
+    return Part(name, len(source), digest, lambda start, stop: source[start:stop], False)
 
 
 def _kept(blocks: Blocks, keep) -> np.ndarray:

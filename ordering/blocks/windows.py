@@ -65,12 +65,14 @@ class Windows(Sequence):
                 first = to[:1]
                 jobs.append(([int(np.argmax(self._blocks.sizes))], first))
             rest.append((to[max(count, 1) :], first[0]))
+        jobs.sort(key=lambda job: job[0][0])  # as in the files: neighbours share a row group
         records = _Records(ranks.size)
 
         def put(job):
-            records.put(never_ends(lambda: self._blocks.read(job[0])), *job)
+            records.put(never_ends(lambda: self._blocks.read(job[0])), job[1])
 
         def finish():
+            self._blocks.check(units.ravel().tolist())
             cut = lambda x: x.reshape(batches, *self._axes, *x.shape[1:])  # noqa: E731
             return jax.tree.map(cut, (records.filled(rest), places))
 
@@ -79,9 +81,13 @@ class Windows(Sequence):
     def _jobs(self, units: np.ndarray, sizes: np.ndarray, to: np.ndarray) -> list[tuple]:
         """Units for one thread, and where their records belong; of small ones several at once."""
         full, ends = np.flatnonzero(sizes), np.cumsum(sizes)
+        full = full[np.argsort(units[full])]
         count = max(1, min(TOGETHER // self._blocks.unit_size, len(full) // TASKS))
-        parts = [full[i : i + count] for i in range(0, len(full), count)]
-        return [(units[p].tolist(), to[ends[p[0]] - sizes[p[0]] : ends[p[-1]]]) for p in parts]
+        places = [to[ends[i] - sizes[i] : ends[i]] for i in full]
+        return [
+            (units[full[i : i + count]].tolist(), np.concatenate(places[i : i + count]))
+            for i in range(0, len(full), count)
+        ]
 
     def _shuffled(self, to: np.ndarray, unit: int) -> np.ndarray:
         """Where the records of blocks that were read one after the other belong."""
@@ -95,21 +101,16 @@ class _Records:
 
     def __init__(self, size: int):
         self._size, self._lock = size, threading.Lock()
-        self._kind: Any = None
+        self._structure: Any = None
         self._arrays: list[np.ndarray] = []
 
-    def put(self, records: PyTree[np.ndarray], units: list[int], to: np.ndarray) -> None:
-        """Puts the first records of units at these places."""
+    def put(self, records: PyTree[np.ndarray], to: np.ndarray) -> None:
+        """Puts the first records at these places."""
         leaves, structure = jax.tree.flatten(records)
-        kind = (structure, [(x.dtype, x.shape[1:]) for x in leaves])
         with self._lock:
-            if self._kind is None:
-                self._kind, self._arrays = kind, [_empty(self._size, x) for x in leaves]
-        if kind != self._kind:
-            raise ValueError(
-                f"records of unit {units[0]} have the types {kind[1]}, and others of their window "
-                f"{self._kind[1]}: pass files whose records have the same types and shapes."
-            )
+            if self._structure is None:
+                self._structure = structure
+                self._arrays = [_empty(self._size, x) for x in leaves]
         for array, x in zip(self._arrays, leaves, strict=True):
             array[to] = x[: len(to)]
 
@@ -118,7 +119,7 @@ class _Records:
         for array in self._arrays:
             for to, place in rest:
                 array[to] = array[place]
-        return jax.tree.unflatten(self._kind[0], self._arrays)
+        return jax.tree.unflatten(self._structure, self._arrays)
 
 
 def _empty(size: int, like: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ml_dtypes import bfloat16
 
 from ordering.blocks import files, split, tokens
-from ordering.blocks.files import Part, _opened
+from ordering.blocks.sources import Part, _opened
 from ordering.data import as_source
 from tests import record_files, reference_blocks
 from tests.record_files import KINDS

@@ -7,7 +7,6 @@ import os
 import pathlib
 import shutil
 import struct
-import sys
 import threading
 
 import jax
@@ -16,8 +15,9 @@ import numpy as np
 import pytest
 
 import ordering
-from ordering.blocks import files, read_blocks, split, tokens
-from ordering.blocks.files import OPEN, _opened
+from ordering.blocks import files, read_blocks, sources, split, tokens
+from ordering.blocks.sources import OPEN, _opened
+from ordering.data import LoadError, as_source
 from tests import record_files
 from tests.record_files import KINDS, crc32c, opened
 
@@ -54,8 +54,14 @@ def test_a_path_that_exists_is_no_pattern(name, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "path, message",
     [
-        ("gs://bucket/x.npy", "gs://bucket/x.npy is an address, .*: copy it, or mount its bucket"),
-        (pathlib.PurePosixPath("gs://bucket/x.npy"), "is an address"),
+        (
+            "gs://bucket/x.npy",
+            "there is no file gs://bucket/x.npy: .* on a disk; copy those of a bucket, or mo",
+        ),
+        (
+            pathlib.PurePosixPath("gs://bucket/x.npy"),
+            "there is no file gs:/bucket/x.npy: .* on a disk",
+        ),
         ("folder", "folder is a folder: pass its files, as .*folder/"),
         ("train-00000-of-01024", r"is of no known kind: .*kind=, one of array_record, tfrecord, "),
     ],
@@ -65,6 +71,17 @@ def test_names_that_are_no_files_say_what_to_pass(path, message, tmp_path):
     (tmp_path / "train-00000-of-01024").write_bytes(b"")
     with pytest.raises(ValueError, match=message):
         files(path if ":/" in str(path) else tmp_path / path)
+
+
+def test_a_file_that_is_named_twice_is_read_once(tmp_path):
+    """By two patterns, a path beside a pattern, a link, and another way to write a path."""
+    saved(tmp_path / "train-a.npy", np.arange(4))
+    saved(tmp_path / "train-b.npy", np.arange(4, 6))
+    (tmp_path / "link.npy").symlink_to(tmp_path / "train-a.npy")
+    first = [tmp_path / "train-b.npy", tmp_path / "*a.npy"]
+    for more in ("train*.npy", "link.npy", f"../{tmp_path.name}/train-a.npy"):
+        blocks = split(files([*first, tmp_path / more]), unit_size=4)
+        assert [block.tolist() for block in blocks] == [[4, 5], [0, 1, 2, 3]]
 
 
 @pytest.mark.parametrize("kind", ["array_record", "tfrecord", "parquet", "npy"])
@@ -134,11 +151,52 @@ def test_a_flipped_bit_in_a_page_of_parquet_that_has_a_checksum(tmp_path):
 # Arrays
 
 
-def test_arrays_with_masks_are_refused():
-    with pytest.raises(ValueError, match="a masked array: fill its missing values in, by filled"):
-        split({"x": np.ma.array([1, 2], mask=[0, 1])}, unit_size=1)
-    with pytest.raises(ValueError, match="the arrays, record 1: x has no value"):
-        split({"x": np.array(["a", None], object)}, unit_size=2)[0]
+DATA = {  # what split takes as other readers do, or refuses with the line to write
+    "masks": ({"x": np.ma.array([1, 2], mask=[0, 1])}, r"parts\['x'\] is a masked array"),
+    "missing": (
+        {"x": np.array(["a", None], object)},
+        r"parts\['x'\] .* with missing values: write",
+    ),
+    "none": ([1, None], "example 1 is None"),
+    "types": ([np.uint64(2**63 + 1), np.int64(5)], "example 1 is of int64, and that of example 0"),
+    "a column": ({"x": [1, 2]}, r"parts\['x'\] is a list: write np.array\(parts\['x'\]\)"),
+    "lengths": ([[1, 2], [1]], "shapes"),
+    "numbers": (iter([1, 2]), r"parts is a list_iterator.*list\(parts\)"),
+}
+
+
+@pytest.mark.parametrize("data, message", DATA.values(), ids=DATA)
+def test_data_that_other_readers_refuse_is_refused(data, message):
+    with pytest.raises(ValueError, match=message):
+        split(data, unit_size=2)
+
+
+def test_frames_are_refused_with_the_conversion():
+    pd = pytest.importorskip("pandas")
+    frame = pd.DataFrame({"id": [2**53 + 1, 2**53 + 3], "x": [0.5, 1.0]})
+    with pytest.raises(
+        ValueError, match=r"parts is a pandas DataFrame: write \{name: column.to_num"
+    ):
+        split(frame, unit_size=2)
+    parts = {name: column.to_numpy() for name, column in frame.items()}
+    assert split(parts, unit_size=2)[0]["id"].tolist() == [2**53 + 1, 2**53 + 3]
+
+
+@pytest.mark.parametrize(
+    "rows", [[np.arange(3) + i for i in range(5)], [[i, i + 1, i + 2] for i in range(5)],
+             [{"x": (i, "a")} for i in range(5)]],
+    ids=["arrays", "lists", "trees"],
+)  # fmt: skip
+def test_a_list_of_examples_is_its_rows(rows):
+    keep = np.arange(5) != 1
+    blocks, some = split(rows, unit_size=2), split(rows, unit_size=2, keep=keep)
+    for u, i in ((0, [0, 1]), (2, [4])):
+        expected, found = as_source(rows)[np.array(i)], blocks[u]
+        assert jax.tree.map(lambda x: x.tolist(), found) == jax.tree.map(
+            lambda x: x.tolist(), expected
+        )
+    assert jax.tree.leaves(some[0])[0].tolist() == jax.tree.leaves(as_source(rows)[:1])[0].tolist()
+    assert not np.array_equal(blocks.digests, split(rows[::-1], unit_size=2).digests)
 
 
 # Files that are open, and files that change
@@ -198,20 +256,111 @@ def test_a_file_is_what_it_was_when_it_was_indexed(kind, change, tmp_path):
     assert record_files.ids(kind, blocks[1]) == [14, 15, 16, 17]
     change(kind, path)
     for unit, changed in ((0, unread), (0, blocks), (1, blocks)):
-        with pytest.raises(ValueError, match=f"data.{kind}, records .*The file has changed since"):
+        with pytest.raises(
+            ValueError, match=f"data.{kind} cannot be read: The file has changed since"
+        ):
             changed[unit]
+
+
+def test_a_file_is_looked_at_once_in_a_window(tmp_path, monkeypatch):
+    """Its size and time of change, not beside every block."""
+    for name in "ab":
+        saved(tmp_path / f"{name}.npy", np.arange(64))
+    blocks = split(files(tmp_path / "?.npy"), unit_size=4)
+    state = ordering.shuffle_once(len(blocks)).init(jax.random.key(0), None)
+    seen, stat = [], os.stat
+
+    def counted(path, *args, **options):
+        seen.append(os.fspath(path)) if str(path).endswith(".npy") else None
+        return stat(path, *args, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "stat", counted)
+        with read_blocks(blocks, lambda: state, window=16, batch_size=64, num_epochs=1) as reads:
+            assert len(list(reads)) == 2
+    assert len(seen) <= 2 * 2 * 2  # files, windows, and whether one is there
+
+
+def test_a_file_that_changes_in_an_epoch_is_refused(tmp_path):
+    path = saved(tmp_path / "x.npy", np.arange(64))
+    blocks = split(files(path), unit_size=4)
+    state = ordering.shuffle_once(len(blocks)).init(jax.random.key(0), None)
+    with read_blocks(blocks, lambda: state, window=2, batch_size=8, depth=1) as reads:
+        next(reads)
+        saved(path, np.arange(64, 128))
+        with pytest.raises(LoadError, match="x.npy cannot be read: The file has changed since"):
+            assert max(int(x) for _ in range(8) for x in next(reads)[0]) < 64
+
+
+# Bytes and arrays
+
+
+class Own:
+    """A source of one's own that gives arrays."""
+
+    def __len__(self):
+        return 8
+
+    def read(self, start, stop):
+        return np.arange(start, stop)
+
+
+def test_a_decoder_of_arrays_is_refused(tmp_path):
+    saved(tmp_path / "x.npy", np.arange(8))
+    np.arange(9, dtype=np.uint16).tofile(tmp_path / "x.bin")
+    of_files = files(tmp_path / "x.npy"), tokens(tmp_path / "x.bin", length=1)
+    for parts in (*of_files, np.arange(8), {"x": np.arange(8)}):
+        with pytest.raises(ValueError, match="decode is for records that are bytes, and .* arrays"):
+            split(parts, unit_size=2, decode=lambda record: record)
+    for keep in (None, lambda record: True):
+        with pytest.raises(ValueError, match="that are bytes, and Own holds arrays: leave decode"):
+            split([Own()], unit_size=2, decode=lambda record: record, keep=keep)[0]
+
+
+def types_of(tmp_path, kind, *arrays):
+    """Blocks of one record each, of files of a kind; records that are decoded for bytes."""
+    for i, x in enumerate(arrays):
+        if kind == "npy":
+            saved(tmp_path / f"{i}.npy", x)
+        else:
+            record_files.WRITERS[kind](tmp_path / f"{i}.{kind}", [b"%d" % i])
+    decode = None if kind == "npy" else lambda record: arrays[int(record)][0]
+    return split(files(tmp_path / f"*.{kind}"), unit_size=1, decode=decode)
+
+
+OTHERS = {
+    "uint64": (np.array([7]), np.array([7], np.uint64)),
+    "float64": (np.float32([1]), np.float64([1])),
+    "a shape": (np.zeros((1, 2)), np.zeros((1, 3))),
+}
+
+
+@pytest.mark.parametrize("arrays", OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize("kind", ["npy", "tfrecord"])
+def test_types_of_another_window_are_refused(kind, arrays, tmp_path):
+    blocks = types_of(tmp_path, kind, *arrays)
+    state = ordering.shuffle_once(2).init(jax.random.key(0), None)
+    with read_blocks(blocks, lambda: state, window=1, batch_size=1, num_epochs=1) as reads:
+        with pytest.raises(LoadError, match=r"load 1 failed: .*it of unit \d is .*, and of unit"):
+            list(reads)
+    blocks = types_of(tmp_path, kind, *arrays)
+    assert blocks[0].dtype == arrays[0].dtype
+    with pytest.raises(ValueError, match="it of unit 1 is .*, and of unit 0"):
+        blocks[1]
+
+
+# Files that are written
 
 
 def test_a_file_that_is_being_written_is_refused(tmp_path, monkeypatch):
     """Its index, digest and state are of one moment."""
-    module = sys.modules["ordering.blocks.files"]  # the package has a function of this name
-    path, digest = saved(tmp_path / "x.npy", np.zeros(8)), module._digest_of_file
+    path, digest_of = saved(tmp_path / "x.npy", np.zeros(8)), sources.digest_of
 
-    def late(name):
+    def late(*args):
         saved(path, np.ones(8))
-        return digest(name)
+        return digest_of(*args)
 
-    monkeypatch.setattr(module, "_digest_of_file", late)
+    monkeypatch.setattr(sources, "digest_of", late)
     with pytest.raises(ValueError, match="x.npy changes: wait until it is written"):
         files(path)
 
@@ -246,6 +395,19 @@ def test_a_token_beyond_int32_is_refused(dtype, tmp_path):
         part.read(1, 3)
 
 
+@pytest.mark.parametrize(
+    "dtype, token", [("i4", -1), ("<i8", -(2**31) - 1), (np.int16, -100), ("u8", 2**63)]
+)
+def test_a_token_below_0_or_beyond_int32_is_refused(dtype, token, tmp_path):
+    text = np.array([5, token, 3, 1, 2], dtype)
+    for path in (tmp_path / "x.bin", saved(tmp_path / "x.npy", text)):
+        text.tofile(path) if path.suffix == ".bin" else None
+        (part,) = tokens(path, length=2, dtype=dtype)
+        assert part.read(1, 2)["tokens"].tolist() == [[3, 1, 2]]
+        with pytest.raises(ValueError, match=f"records 0 to 0, .* {token} is no token of int32"):
+            part.read(0, 1)
+
+
 @pytest.mark.parametrize("magic, version, dtype", [(20240520, 1, "<u2"), (20240801, 7, "<u4")])
 def test_the_header_of_llm_c_is_known(magic, version, dtype, tmp_path):
     """256 numbers of int32: a magic one, the version, how many tokens follow."""
@@ -277,9 +439,7 @@ def test_the_index_of_megatron_names_the_type(tmp_path):
     assert part.read(0, 2)["tokens"][:, 0].tolist() == [100000, 100010]
     with pytest.raises(ValueError, match="dtype is uint16, and the file says int32: leave dtype"):
         tokens(tmp_path / "x_document.bin", length=10, dtype="uint16")
-    with pytest.raises(
-        ValueError, match="it is an index of Megatron: pass the .bin file beside it"
-    ):
+    with pytest.raises(ValueError, match="x_document.idx .* named as a file of another kind"):
         tokens(tmp_path / "x_document.*", length=10)
 
 
@@ -311,7 +471,7 @@ def test_columns_that_are_missing_or_have_lists_of_several_lengths(tmp_path):
     path = tmp_path / "rows.parquet"
     record_files.write_parquet(path, {"id": [1, 2, 3], "text": [[1], [2, 3], [4]]})
     with pytest.raises(
-        ValueError, match="rows.parquet cannot be read: it has no column 'word', of"
+        ValueError, match="rows.parquet cannot be read: it has 0 columns named 'word', of"
     ):
         files(path, columns=["id", "word"])
     for columns in ("id", ["id", "id"]):
@@ -335,10 +495,10 @@ PACKED = gzip.compress(bytes(64))
 NO_RECORDS = {  # how they are read, their name and bytes, and the refusal
     "one number": (files, "x.npy", npy(np.zeros(())), "it is a single number: save an array whose"),
     "objects": (
-        files, "x.npy", npy(np.array([None, 1])), "in dtype: save numbers of NumPy's types[^.]*[.]$"
+        files, "x.npy", npy(np.array([None, 1])), "Python objects in dtype. Replace the f"
     ),
     "eight bits": (
-        files, "x.npy", npy(np.zeros(3, ml_dtypes.float8_e5m2)), "'<f1': save numbers of NumPy's ty"
+        files, "x.npy", npy(np.zeros(3, ml_dtypes.float8_e5m2)), "'<f1'. Replace the file"
     ),
     "four bits": (
         files, "x.npy", npy(np.zeros(3, ml_dtypes.int4)),
@@ -346,15 +506,15 @@ NO_RECORDS = {  # how they are read, their name and bytes, and the refusal
     ),
     "no numbers": (files, "x.npy", npy(np.zeros((3, 0))), r"are empty, of shape \(0,\): leave it"),
     "no header": (files, "x.npy", bytes(99), r"it has no header of np.save \(of plain numb"),
-    "a zip": (files, "x.npy", b"PK\3\4" * 9, "x.npy is packed by zip: unpack it first"),
-    "packed records": (files, "x.tfrecord", PACKED, "x.tfrecord is packed by gzip: unpack it f"),
+    "a zip": (files, "x.npy", b"PK\3\4" * 9, "x.npy .*It is packed: unpack it first"),
+    "packed records": (files, "x.tfrecord", PACKED, "x.tfrecord .*It is packed: unpack it f"),
     "a long record": (
         files, "x.tfrecord", struct.pack("<Q", 2**62) + crc32c(struct.pack("<Q", 2**62)) * 2,
         "it ends within record 0",
     ),
-    "packed tokens": (files, "x.bin.gz", PACKED, "x.bin.gz is packed by gzip: unpack it first"),
+    "packed tokens": (of_tokens, "x.bin.gz", PACKED, "x.bin.gz .*It is packed: unpack it first"),
     "no tokens": (of_tokens, "x.tfrecord", bytes(64), "a file of another kind: read it by files"),
-    "a byte": (of_tokens, "x.bin", bytes(33), "16 tokens of uint16 and 1 bytes more: pass the dt"),
+    "a byte": (of_tokens, "x.bin", bytes(33), "16 tokens of uint16 and 1 bytes more, .* takes 4: "),
     "floats": (of_tokens, "x.npy", npy(np.zeros(9)), "holds float64, and tokens are whole numbers"),
     "an axis": (of_tokens, "x.npy", npy(np.zeros((1, 9))), r"the shape \(9,\): read it by files"),
     "a side": (

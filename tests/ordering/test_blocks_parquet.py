@@ -6,6 +6,7 @@ import pytest
 
 import ordering
 from ordering.blocks import files, read_blocks, split
+from ordering.blocks import parquet as parquet_rows
 from ordering.data import LoadError
 
 pa = pytest.importorskip("pyarrow")
@@ -139,7 +140,9 @@ def test_files_of_other_types_are_not_joined(tmp_path):
     for name, kind in (("a", pa.int64()), ("b", pa.uint64())):
         written(tmp_path / f"{name}.parquet", {"id": pa.array([2**53 + 1], kind)})
     blocks = split(files(tmp_path / "*.parquet"), unit_size=1)
-    with pytest.raises(ValueError, match=r"units \[0, 1\] have records of the types .*uint64"):
+    with pytest.raises(
+        ValueError, match=r"id of unit 1 is uint64\[\], and of unit 0 int64\[\]: pass"
+    ):
         blocks.read([0, 1])
 
 
@@ -159,7 +162,81 @@ def test_a_group_larger_than_the_memory_is_refused_by_its_header(tmp_path, monke
     path = written(tmp_path / "x.parquet", {"x": np.zeros(2**20, np.int64)})
     assert path.stat().st_size < 2**14
     monkeypatch.setattr("os.sysconf", lambda name: 2**20 if name == "SC_PAGE_SIZE" else 7)
-    with pytest.raises(ValueError, match="its row group 0 takes .* write it anew with smaller gro"):
+    with pytest.raises(
+        ValueError, match="a row group of it takes .* write it anew with smaller gro"
+    ):
         files(path)
     monkeypatch.setattr("os.sysconf", lambda name: 2**20 if name == "SC_PAGE_SIZE" else 8)
     assert len(files(path)[0]) == 2**20
+
+
+# Row groups
+
+
+@pytest.fixture
+def decoded(monkeypatch):
+    """[(file, row group) that is decoded], from an empty memory of them."""
+    found, read = [], parquet.ParquetFile.read_row_group
+
+    def counted(self, i, *args, **options):
+        found.append(i)
+        return read(self, i, *args, **options)
+
+    monkeypatch.setattr(parquet.ParquetFile, "read_row_group", counted)
+    monkeypatch.setattr("ordering.blocks.parquet.DECODED", parquet_rows.Decoded())
+    return found
+
+
+def epoch_of(blocks, window=4, readers=4):
+    order = ordering.shuffle_once(len(blocks))
+    state = order.init(jax.random.key(0), None)
+    options = {"window": window, "batch_size": 8, "num_epochs": 1, "readers": readers}
+    with read_blocks(blocks, lambda: state, **options) as reads:
+        records = [int(i) for batch, places in reads for i in batch["id"][places >= 0]]
+    assert sorted(records) == list(range(96))
+
+
+@pytest.mark.parametrize("rows", [96, 64, 7])
+def test_a_row_group_that_blocks_share_is_decoded_once(rows, decoded, tmp_path):
+    """Also by four threads at once, in two epochs, and beside a filter."""
+    path = written(tmp_path / "x.parquet", {"id": np.arange(96)}, row_group_size=rows)
+    (part,) = files(path)
+    assert part.group_sizes.tolist() == [
+        len(x) for x in np.split(np.arange(96), range(rows, 96, rows))
+    ]
+    for _ in range(2):
+        epoch_of(split([part], unit_size=4))
+    assert sorted(decoded) == list(range(-(-96 // rows)))
+    assert len(split([part], unit_size=4, keep=lambda row: row["id"] % 2 == 0)[1]["id"]) == 2
+    assert len(decoded) == -(-96 // rows)
+
+
+def test_row_groups_that_do_not_fit_are_decoded_once_in_a_window(decoded, tmp_path, monkeypatch):
+    """Four groups of 24 rows, of which memory holds one."""
+    path = written(tmp_path / "x.parquet", {"id": np.arange(96)}, row_group_size=24)
+    monkeypatch.setattr("ordering.blocks.parquet.MOST", 200)
+    with pytest.warns(UserWarning, match="up to 24 rows, .* 6 times .*row_group_size=4"):
+        blocks = split(files(path), unit_size=4)
+    epoch_of(blocks, window=24, readers=1)
+    assert decoded == [0, 1, 2, 3]
+
+
+def test_row_groups_that_blocks_do_not_share_are_not_kept(decoded, tmp_path):
+    path = written(tmp_path / "x.parquet", {"id": np.arange(96)}, row_group_size=8)
+    blocks = split(files(path), unit_size=16)
+    epoch_of(blocks), epoch_of(blocks)
+    assert len(decoded) == 24
+
+
+def test_a_group_that_cannot_be_decoded_is_tried_again():
+    groups, calls = parquet_rows.Decoded(), []
+
+    def decode():
+        calls.append(1)
+        if len(calls) == 1:
+            raise OSError("late")
+        return pa.table({"x": [1]})
+
+    with pytest.raises(OSError, match="late"):
+        groups.get("a", decode)
+    assert groups.get("a", decode) is groups.get("a", decode) and len(calls) == 2

@@ -172,7 +172,7 @@ def test_whatever_a_source_raises_is_an_error_of_its_load(error, reader):
 
 HANGS = """
 import threading, jax, numpy as np, ordering
-from ordering.blocks.files import Part
+from ordering.blocks.sources import Part
 
 def read(start, stop):
     if start >= 4:

@@ -1,0 +1,248 @@
+"""Sources of blocks: records that are read in ranges, from functions and from files."""
+
+import dataclasses
+import functools
+import glob
+import hashlib
+import importlib
+import os
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Bool, PyTree
+
+SAMPLE, SAMPLES = 4096, 64  # bytes of a sample, and samples of a file in its digest
+OPEN = 64  # files that stay open
+PACKED = (b"\x1f\x8b", b"PK", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, zip and so on
+TICK = 10**7  # nanoseconds in which the clock of a file system may stand still
+
+
+class Source:
+    """Records that are read in ranges, by several threads.
+
+    Attributes:
+      name: for messages.
+      num_records: how many there are.
+      digest: two numbers of 32 bits, which tell that it has been exchanged.
+      is_bytes: whether records are bytes and not arrays; None if only a read tells.
+      incomplete: a range of records of which one is known to lack a value.
+    """
+
+    name: str
+    num_records: int
+    digest: tuple[int, int]
+    is_bytes: bool | None = None
+    incomplete: tuple[int, int] | None = None
+    read: Callable[[int, int], PyTree]  # (start, stop): a list of bytes, or a tree of arrays
+
+    def __len__(self) -> int:
+        return self.num_records
+
+    def fetch(self, start: int, stop: int, kept: Bool[np.ndarray, "n"] | None = None) -> PyTree:
+        """The records of a range that are kept; ValueError if one is damaged, or has no value in
+        a file. They are valid if `check` passes afterwards."""
+        places = np.arange(stop - start) if kept is None else np.flatnonzero(kept)
+        return self.take(self.raw(start, stop), places, places + start)
+
+    def raw(self, start: int, stop: int) -> Any:
+        """All records of a range, as the source has them."""
+        return self.read(start, stop)
+
+    def take(self, records: Any, places: np.ndarray, numbers: np.ndarray) -> PyTree:
+        """Of raw records those at these places; `numbers` are theirs in the source."""
+        if isinstance(records, list):
+            return [records[i] for i in places.tolist()]
+        whole = len(places) == len(jax.tree.leaves(records)[0])
+        return records if whole else jax.tree.map(lambda x: x[places], records)
+
+    def rows(self, start: int, stop: int) -> list:
+        """The records of a range, each alone; None where a value is missing."""
+        records = self.raw(start, stop)
+        if isinstance(records, list):
+            return records
+        return [jax.tree.map(lambda x: x[i], records) for i in range(stop - start)]  # noqa: B023
+
+    def check(self) -> None:
+        """Raises ValueError if the source has changed."""
+
+
+def name_of(path: tuple) -> str:
+    """How messages call a leaf of a record."""
+    return jax.tree_util.keystr(path, simple=True, separator=".") or "it"
+
+
+@dataclasses.dataclass(frozen=True)
+class Part(Source):
+    """A function as a source of blocks."""
+
+    name: str
+    num_records: int
+    digest: tuple[int, int]
+    read: Callable[[int, int], PyTree]
+    is_bytes: bool | None = None
+
+
+class Unfit(ValueError):
+    """A file that is whole, but not what is asked for; says what to do about it."""
+
+
+class File(Source):
+    """A file as a source of blocks: what it was when it was opened, or an error.
+
+    It can be sent to other processes. A kind of files is a subclass.
+    """
+
+    is_bytes = False
+    index: Callable[[], int]  # num_records; keeps what `records` needs to know
+    records: Callable[[Any, int, int], Any]  # of (handle, start, stop)
+
+    def __init__(self, path: str, columns: list[str] | None = None):
+        self.name, self.columns, self.state = path, columns, _state(path)
+        if time.time_ns() - self.state[1] < TICK:  # a later change could have the same time
+            time.sleep(TICK / 1e9)
+        try:
+            self.num_records = self.index()
+        except ImportError:
+            raise
+        except Exception as error:  # each library has its own
+            advice = " It is packed: unpack it first." if _is_packed(path) else ""
+            if not advice and not isinstance(error, Unfit):
+                advice = " Replace the file, or leave it out."
+            raise ValueError(f"{path} cannot be read: {_text(error)}.{advice}") from error
+        size = os.path.getsize(path)
+        starts = np.linspace(0, max(0, size - SAMPLE), SAMPLES).astype(np.int64)
+        with open(path, "rb", buffering=0) as file:
+            samples = (os.pread(file.fileno(), SAMPLE, int(at)) for at in np.unique(starts))
+            self.digest = digest_of(size, samples)
+        if _state(path) != self.state:
+            raise ValueError(f"{path} changes: wait until it is written.")
+
+    @staticmethod
+    def open(path: str) -> Any:
+        """A handle, which one thread uses at a time."""
+        return Ranges(path)
+
+    def read(self, start: int, stop: int) -> PyTree:
+        """Records of a range: a list of bytes, or arrays [stop - start, ...]."""
+        records = self.fetch(start, stop)
+        self.check()
+        return records
+
+    def raw(self, start: int, stop: int) -> Any:
+        whose = self.state, os.getpid(), threading.get_ident()
+        try:
+            records = self.records(_opened(type(self), self.name, *whose), start, stop)
+            found = jax.tree.leaves(records)[0] if isinstance(records, dict) else records
+            if len(found) != stop - start:
+                raise ValueError(f"it gave {len(found)} records")
+            return records
+        except Exception as error:
+            _opened.cache_clear()  # a handle may have failed for good
+            self.check()
+            advice = "" if isinstance(error, Unfit) else " The file is damaged: replace it."
+            what = f"{self.name}, records {start} to {stop - 1}, cannot be read"
+            raise ValueError(f"{what}: {_text(error)}.{advice}") from error
+
+    def check(self) -> None:
+        if not os.path.exists(self.name) or _state(self.name) != self.state:
+            raise ValueError(
+                f"{self.name} cannot be read: The file has changed since it was opened: leave "
+                "files alone while they are read."
+            )
+
+
+class Ranges:
+    """A file that is read in ranges of bytes, and closed when nobody uses it any more."""
+
+    def __init__(self, path: str):
+        self._file = os.open(path, os.O_RDONLY)
+        if hasattr(os, "posix_fadvise"):  # what follows a range is not needed next
+            os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_RANDOM)
+        weakref.finalize(self, os.close, self._file)
+
+    def read(self, start: int, stop: int) -> bytes:
+        data = os.pread(self._file, stop - start, start)
+        if len(data) < stop - start:
+            raise ValueError("it is shorter than it was")
+        return data
+
+
+@functools.lru_cache(OPEN)
+def _opened(kind: type[File], path: str, *_: object) -> Any:
+    """A handle of one thread of one process; those used last stay open."""
+    return kind.open(path)
+
+
+def needed(module: str, package: str, files: str) -> Any:
+    """A module that reads such files; ImportError that names what to install."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(f"{files} files need {package}: pip install {package}.") from error
+
+
+def files_of(paths: Any, opened: Callable[[str], File]) -> tuple[File, ...]:
+    """The files of paths and patterns that have records, each once."""
+    given: Any = [paths] if isinstance(paths, str | os.PathLike) else paths
+    is_list = isinstance(given, Sequence)
+    if not is_list or not all(isinstance(path, str | os.PathLike) for path in given):
+        raise ValueError(f"paths is {paths!r}: pass a path, a pattern, or a list of them.")
+    found = {}
+    for path in map(os.fspath, given):
+        matches = _matches(path)
+        for match in matches or [path]:
+            if os.path.isdir(match):
+                raise ValueError(f"{match} is a folder: pass its files, as {match}/*.parquet.")
+            if not os.path.isfile(match):
+                raise ValueError(
+                    f"there is no file {match}: pass paths of files on a disk; copy those of a "
+                    "bucket, or mount it."
+                )
+            if (real := os.path.realpath(match)) not in found:
+                found[real] = opened(match)
+            if not matches and not len(found[real]):
+                raise ValueError(f"{path} holds no records: leave it out.")
+    if not any(map(len, found.values())):
+        raise ValueError(f"paths is {paths!r}: no file holds a record. Pass one that does.")
+    return tuple(file for file in found.values() if len(file))
+
+
+def _matches(path: str) -> list[str]:
+    """What a pattern matches; nothing for a path, as a path is whose folders or file exist."""
+    known = path
+    while known and not os.path.exists(known):
+        known = os.path.dirname(known)
+    rest = path[len(known) :]
+    pattern = glob.escape(known) + rest
+    return sorted(glob.glob(pattern, recursive=True)) if glob.has_magic(rest) else []
+
+
+def _state(path: str) -> tuple[int, int]:
+    """The size of a file and the time of its last change."""
+    found = os.stat(path)
+    return found.st_size, found.st_mtime_ns
+
+
+def _is_packed(path):
+    if not os.access(path, os.R_OK):
+        return False
+    with open(path, "rb") as file:
+        return file.read(6).startswith(PACKED)
+
+
+def _text(error: Exception) -> str:
+    """The message of an error, to be part of another."""
+    return f"{error}".rstrip(".") or type(error).__name__
+
+
+def digest_of(size: int, samples: Iterable[bytes]) -> tuple[int, int]:
+    hashed = hashlib.blake2b(str(size).encode(), digest_size=8)
+    for sample in samples:
+        hashed.update(sample)
+    return struct.unpack("<II", hashed.digest())

@@ -1,0 +1,166 @@
+"""Windows of packed text, from files of tokens."""
+
+import os
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+from jax.typing import DTypeLike
+
+from ordering.blocks.files import ENDINGS, NPY, npy_header
+from ordering.blocks.sources import File, Ranges, Unfit, files_of
+from syncopate import plans
+
+# What files of llm.c begin with, and those of Megatron that name the type: that of the tokens.
+LLM_C = {struct.pack("<2i", 20240520, 1): "<u2", struct.pack("<2i", 20240801, 7): "<u4"}
+MEGATRON, MEGATRON_TYPES = b"MMIDIDX\0\0", ["u1", "i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2"]
+OTHERS = (*ENDINGS, ".idx", ".gz", ".zip", ".bz2", ".xz", ".zst")
+SIDES = ["end", "start"]
+
+
+def tokens(
+    paths: str | os.PathLike | Sequence[str | os.PathLike],
+    *,
+    length: int,
+    separator: int | None = None,
+    separator_at: str = "end",
+    dtype: DTypeLike | None = None,
+    header_bytes: int | None = None,
+) -> tuple[File, ...]:
+    """Windows of `length` tokens out of files of tokens, for `split`.
+
+    Record i of a file is the tokens i L to i L + L: L inputs and, one place later, L targets, so
+    that each token is predicted once. Documents follow each other in a file, each with a separator
+    at one of its sides. Fewer than L tokens at the end of a file are left out.
+
+    Args:
+      paths: as in `files`. Files hold plain numbers, as `array.tofile` writes them. The headers of
+        llm.c's files, and `.npy`, are known, and so is the type that the `.idx` beside a `.bin` of
+        Megatron names.
+      length: L >= 1, tokens that a window predicts.
+      separator: the token between documents. With it, records tell the documents apart.
+      separator_at: "end" if a document ends with it, as in nanoGPT's files and Megatron's; "start"
+        if it begins with it, as in those of llm.c for FineWeb.
+      dtype: the type of the tokens in the files; None for what a file says, else uint16.
+      header_bytes: bytes before the first token; None for a header that is known, or none.
+
+    Returns:
+      One source per file, whose records are dicts: "tokens", int32[L + 1]; and with a separator
+      "documents", int32[L + 1], which counts the documents of the window from 0. A separator
+      belongs to the document that it ends or begins. Mask attention where the documents of two
+      tokens differ, and leave out targets whose document is not that of their input.
+
+    Raises:
+      ValueError: for a file that is missing or holds no window, an argument out of range, or one
+        that is not what the file says; from a read, for a token below 0 or beyond int32.
+
+    Examples:
+      >>> import numpy as np, pathlib, tempfile
+      >>> from syncopate import ordering
+      >>> path = pathlib.Path(tempfile.mkdtemp()) / "text.bin"
+      >>> np.array([5, 6, 0, 7, 8, 9, 0], np.uint16).tofile(path)
+      >>> (source,) = ordering.blocks.tokens(path, length=3, separator=0)
+      >>> records = source.read(0, 2)
+      >>> records["tokens"].tolist(), records["documents"].tolist()
+      ([[5, 6, 0, 7], [7, 8, 9, 0]], [[0, 0, 0, 1], [0, 0, 0, 0]])
+
+    References:
+      llm.c's files, https://github.com/karpathy/llm.c/blob/master/dev/data/data_common.py
+      Megatron's, https://github.com/NVIDIA/Megatron-LM/tree/main/megatron/core/datasets
+      Radford et al., Language Models are Unsupervised Multitask Learners, 2019, whose texts follow
+      each other in this way, https://openai.com/index/better-language-models/
+    """
+    length = plans.check_whole("length", length, 1)
+    if header_bytes is not None:
+        header_bytes = plans.check_whole("header_bytes", header_bytes, 0)
+    if separator is not None:
+        separator = plans.check_whole("separator", separator, 0)
+    if not isinstance(separator_at, str) or separator_at not in SIDES:
+        raise ValueError(f"separator_at is {separator_at!r}: pass one of {', '.join(SIDES)}.")
+    try:
+        kind = None if dtype is None else np.dtype(dtype)
+    except TypeError:
+        kind = np.dtype(object)
+    if kind is not None and kind.kind not in "iu":
+        raise ValueError(f"dtype is {dtype!r}: tokens are whole numbers, as np.uint16.")
+    given = length, separator, separator_at, kind, header_bytes
+    return files_of(paths, lambda path: Tokens(path, *given))
+
+
+class Tokens(File):
+    """Windows of tokens."""
+
+    def __init__(self, path: str, length, separator, side, dtype, header):
+        self.length, self.separator, self.side = length, separator, side
+        self.dtype, self.header = dtype, header
+        super().__init__(path)
+
+    def index(self) -> int:
+        known = count = None
+        if self.header is None:
+            self.header, known, count = _header(self.name)
+        if self.dtype is not None and known is not None and self.dtype != known:
+            raise Unfit(f"dtype is {self.dtype}, and the file says {known}: leave dtype out")
+        kinds = (known, self.dtype, np.dtype(np.uint16))
+        self.dtype = dtype = next(kind for kind in kinds if kind is not None)
+        if dtype.kind not in "iu":
+            raise Unfit(f"it holds {dtype}, and tokens are whole numbers: write it anew")
+        most = min(np.iinfo(dtype).max, np.iinfo(np.int32).max)
+        if self.separator is not None and self.separator > most:
+            raise Unfit(
+                f"separator is {self.separator}, and its tokens of {dtype} are at most {most}: "
+                "pass the dtype of the file, or the separator that it has"
+            )
+        size = max(0, os.path.getsize(self.name) - self.header)
+        found, rest = divmod(size, dtype.itemsize)
+        if count is not None and found != count:
+            raise ValueError(f"it has {found} tokens, and its header says {count}")
+        if rest or 0 < found <= self.length:
+            raise Unfit(
+                f"after header_bytes={self.header} it has {found} tokens of {dtype} and {rest} "
+                f"bytes more, and a window of length {self.length} takes {self.length + 1}: pass "
+                "the dtype and the header of the file, or another length"
+            )
+        return max(0, found - 1) // self.length
+
+    def records(self, handle: Ranges, start: int, stop: int) -> dict[str, np.ndarray]:
+        length, size = self.length, self.dtype.itemsize
+        first, last = start * length, stop * length + 1
+        data = handle.read(self.header + first * size, self.header + last * size)
+        flat = np.frombuffer(data, self.dtype)
+        tokens = flat.astype(np.int32)
+        if self.dtype.kind == "i" or size > 2:
+            wrong = flat[(tokens != flat) | (tokens < 0)]
+            if wrong.size:
+                raise Unfit(f"{wrong[0]} is no token of int32: pass the dtype of the file")
+        tokens = np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[::length]
+        if self.separator is None:
+            return {"tokens": np.array(tokens)}
+        documents = np.cumsum(tokens == self.separator, axis=1, dtype=np.int32)
+        if self.side == "start":  # a mark counts from its own place on
+            documents -= documents[:, :1]
+        else:
+            documents = np.pad(documents[:, :-1], ((0, 0), (1, 0)))
+        return {"tokens": np.array(tokens), "documents": documents}
+
+
+def _header(path):
+    """(bytes before the tokens, their type, their number), None for what the file does not say."""
+    with open(path, "rb") as file:
+        start = file.read(1024)
+    if start.startswith(NPY):
+        offset, dtype, shape, _, count = npy_header(path)
+        if shape:
+            raise Unfit(f"its records have the shape {shape}: read it by files")
+        return offset, dtype, count
+    if start[:8] in LLM_C and len(start) == 1024:
+        return 1024, np.dtype(LLM_C[start[:8]]), struct.unpack_from("<i", start, 8)[0]
+    if path.lower().endswith(OTHERS):
+        raise Unfit("it is named as a file of another kind: read it by files, or pass the tokens")
+    beside = os.path.splitext(path)[0] + ".idx"
+    if os.path.isfile(beside):
+        with open(beside, "rb") as file:
+            start = file.read(18)  # the magic bytes, the version in 8, the type
+        if start.startswith(MEGATRON):
+            return 0, np.dtype(MEGATRON_TYPES[start[17] - 1]), None
+    return 0, None, None
