@@ -23,7 +23,7 @@ LINES = {
     ("h5py", "Dataset"): "{x}[:]",
     ("h5py", "Group"): "{{name: {x}[name][:] for name in {x}}}",
     ("jax", "JAXSparse"): "{x}.todense()",
-    ("numpy", "MaskedArray"): "{x}.filled(0)",
+    ("numpy", "MaskedArray"): "{x}.compressed()",
     ("numpy", "NpzFile"): "dict({x})",
     ("pandas", "DataFrame"): PANDAS,
     ("pandas", "ExtensionArray"): ARRAY,
@@ -92,7 +92,9 @@ def _refuse_known(name: str, x: Any, package: str, kind: str) -> NoReturn:
     elif kind == "MaskedArray" and not np.ma.is_masked(x):
         line = "{x}.data"
     elif kind == "MaskedArray":
-        what, more = f"{what} with missing values", ", or fill them in by another number"
+        what, more = f"{what} with missing values", ", or fill them in by filled(0)"
+        whole = "[~np.ma.getmaskarray({x}).reshape(len({x}), -1).any(1)].data"
+        line = "{x}.compressed()" if x.ndim == 1 else "{x}" + whole
     elif package in DROPPED and _missing(package, x):
         words["x"] = name + DROPPED[package]
         what, more = f"{what} with missing values", ", or fill them in"
@@ -142,23 +144,26 @@ def _check_objects(name: str, array: np.ndarray) -> None:
     if all(issubclass(kind, str | bytes) for kind in kinds):
         return
     named = {kind.__name__ for kind in kinds}
-    what, missing = f"an array of the objects {', '.join(sorted(named))[:200]}", "NoneType"
-    if missing in named:
-        line = f"{name}[[value is not None for value in {name}]]"
-        refuse(name, f"{what}, with missing values", line, ", or fill them in")
+    what, filled = f"an array of the objects {', '.join(sorted(named))[:200]}", ", or fill them in"
+    rows = f"{name}.reshape(len({name}), -1).tolist()" if array.ndim > 1 else name
+    if "NoneType" in named:
+        keep = "None not in row" if array.ndim > 1 else "row is not None"
+        line = f"{name}[[{keep} for row in {rows}]]"
+        refuse(name, f"{what}, with missing values", line, filled)
     if named & {"NAType", "NaTType"} or named >= {"str", "float"}:
-        line = f"{name}[pandas.notna({name})]"
-        refuse(name, f"{what}, with missing values", line, ", or fill them in")
-    if kinds == {np.ndarray} and len({value.shape for value in array.flat}) == 1:
+        refuse(name, f"{what}, with missing values", f"{name}[pandas.notna({name})]", filled)
+    if kinds == {np.ndarray} and len({(x.shape, x.dtype) for x in array.flat}) == 1:
         refuse(name, what, f"np.stack(list({name}))")
     if kinds <= {np.ndarray, list, tuple, dict}:
         refuse(name, what, f"list({name})", " (examples), and pad what has several lengths")
-    of_one = len(kinds) == 1 and named <= {"int", "float", "bool", "complex"}
+    of_one = len(kinds) == 1 and issubclass(*kinds, bool | int | float | complex | np.generic)
     if of_one and np.array(array.tolist()).dtype != object:
         refuse(name, what, f"np.array({name}.tolist())")
-    if named <= {"Timestamp", "datetime", "date"}:
+    if named == {"Timestamp"} or named == {"datetime"}:
         refuse(name, what, f'{name}.astype("datetime64[us]")')
-    refuse(name, what, f"{name}.astype(float)", " if they are numbers, or leave them out")
+    if named == {"Decimal"}:
+        refuse(name, what, f"{name}.astype(float)", ", which rounds")
+    raise ValueError(f"{name} is {what}: pass numbers of one type, texts, or leave it out.")
 
 
 def refuse_source(name: str, x: Any) -> NoReturn:

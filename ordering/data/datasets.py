@@ -81,7 +81,7 @@ def tf_dataset(
                 )
         except Exception as error:  # of which TensorFlow keeps only the text
             raise RuntimeError(f"examples {part}: {said(error)}") from error
-        return leaves
+        return [x.astype(x.dtype.newbyteorder("="), copy=False) for x in leaves]
 
     def make(first):
         leaves = tf.numpy_function(load, [first], [dtype for _, dtype in kinds])

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from ordering.data import containers
 from syncopate import plans
 from syncopate.unstable import Format
 
@@ -227,6 +228,7 @@ def on_device(batch: PyTree, sharding: PyTree = None) -> PyTree[jax.Array]:
     if not jax.tree.leaves(batch):
         raise ValueError(f"a batch is {batch!r}, without arrays: give arrays, or end the iterable.")
     batch = representable(batch)
+    check_sharding(batch, sharding)
     try:
         if sharding is not None:
             return jax.device_put(batch, sharding)
@@ -234,6 +236,40 @@ def on_device(batch: PyTree, sharding: PyTree = None) -> PyTree[jax.Array]:
         return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jax.device_put(x), batch)
     except TypeError as error:
         raise ValueError(f"{error} Give arrays of numbers that JAX has.") from error
+
+
+def check_sharding(batch: PyTree, sharding: PyTree) -> None:
+    """Raises ValueError, which names the leaf, for arrays that a sharding cannot hold.
+
+    The leaves of the batch only need a shape. JAX says the rest, as of another structure.
+    """
+    try:
+        shardings = jax.tree.leaves(jax.tree.broadcast(sharding, batch))
+    except ValueError:
+        return
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    if len(shardings) != len(leaves):  # None, the default device, in the tree
+        return
+    for (path, leaf), place in zip(leaves, shardings, strict=True):
+        place, name = getattr(place, "sharding", place), f"batch{jax.tree_util.keystr(path)}"
+        if not isinstance(place, jax.sharding.NamedSharding):
+            continue
+        shape, spec = np.shape(leaf), f"P{tuple(place.spec)}"
+        if len(place.spec) > len(shape):
+            kind = f"has the shape {shape}" if shape else "is a scalar"
+            raise ValueError(
+                f"{name} {kind}, and sharding={spec} names {len(place.spec)} axes: pass a tree of "
+                "shardings, with jax.sharding.NamedSharding(mesh, jax.P()) for this leaf."
+            )
+        try:
+            place.shard_shape(shape)
+        except ValueError:
+            raise ValueError(
+                f"{name} has the shape {shape}, which sharding={spec} cannot cut over "
+                f"{dict(place.mesh.shape)}: let all batches, also the last of an epoch, hold a "
+                "multiple of the devices. Leave examples out, or pad the source and give the "
+                "padding no weight in the loss (docs/use/input.md)."
+            ) from None
 
 
 def representable(batch: PyTree) -> PyTree:
@@ -247,9 +283,14 @@ def representable(batch: PyTree) -> PyTree:
 def _representable(path, value):
     if isinstance(value, jax.Array):
         return value
-    array, name = np.asanyarray(value), f"the batch{jax.tree_util.keystr(path)}"
-    if isinstance(array, np.ma.MaskedArray):
-        raise ValueError(f"{name} is a masked array: fill its missing values in, by x.filled().")
+    name = f"batch{jax.tree_util.keystr(path)}"
+    containers.check_container(name, value)
+    plain = np.ndarray | np.generic | bool | int | float | complex | str | bytes
+    if not isinstance(value, plain) and not containers.is_tensor(value):
+        is_source = hasattr(value, "__len__") and hasattr(value, "__getitem__")
+        line = f"ordering.data.as_source({name})[:]" if is_source else f"np.asarray({name})"
+        containers.refuse(name, f"a {type(value).__name__}", line)
+    array = np.asarray(value)
     dtype = array.dtype.newbyteorder("=")
     numbers = any(jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool_))
     if dtype.kind == "m" or not numbers:  # to NumPy a time span is a number, too

@@ -108,12 +108,11 @@ def _of_arrays(name: str, tree: Any) -> Source:
         containers.check_container(called, x)
         if _is_array(x):
             return containers.as_numpy(called, x)
-        if isinstance(x, list):
-            of_arrays = any(map(_is_array, x))
-            line = f"tuple({called})" if of_arrays else f"np.array({called})"
-            containers.refuse(called, "a list", line)
         if hasattr(x, "__len__") and hasattr(x, "__getitem__") and not isinstance(x, str | bytes):
-            containers.refuse(called, f"a {type(x).__name__}", f"np.stack(list({called}))")
+            line = called if isinstance(x, list) else f"list({called})"
+            of_texts = len(x) and isinstance(x[0], str | bytes)  # NumPy would drop zeros at the end
+            line = f"np.array({line}, object)" if of_texts else f"np.array({line})"
+            containers.refuse(called, f"a {type(x).__name__}", line)
         what = "None" if x is None else f"a {type(x).__name__}"
         raise ValueError(f"{called} is {what}: pass an array of all examples, or leave it out.")
 

@@ -241,7 +241,9 @@ def test_state_that_would_undo_a_sync_is_refused(name):
     chained = optax.chain(optax.clip(1.0), made(name))
     for inner in (made(name), chained):
         for policy in ("local", {fields[-1]: "local"}):
-            with pytest.raises(ValueError, match=f"{message}. Pass sync_opt_state=.*{fields[0]}.*mean"):
+            with pytest.raises(
+                ValueError, match=f"{message}. Pass sync_opt_state=.*{fields[0]}.*mean"
+            ):
                 local(inner, sync_opt_state=policy).init(params)
         stream = local_opt.streaming_rounds(inner, axis_name="worker", fragments=1)
         with pytest.raises(ValueError, match=f"{message}.* Fragments have no sync of the state"):

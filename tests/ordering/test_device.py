@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import ordering
 from ordering import blocks, echo
@@ -60,7 +61,7 @@ def test_what_fits_is_cast_and_what_does_not_is_named(fits, beyond, wanted):
     found = arrived({"a": [fits]})["a"][0]
     assert found.dtype == wanted
     np.testing.assert_array_equal(found, fits.astype(wanted))
-    with pytest.raises(LoadError, match=r"the batch\['a'\]\[0\] has .* which does not hold it"):
+    with pytest.raises(LoadError, match=r"batch\['a'\]\[0\] has .* which does not hold it"):
         arrived({"a": [beyond]})
 
 
@@ -101,14 +102,17 @@ def test_other_byte_orders_are_turned():
 def test_numbers_of_python_keep_their_weak_types():
     count, rate, flag = arrived([3, 0.5, True])
     assert count.weak_type and rate.weak_type and (count, rate, flag) == (3, 0.5, True)
-    with pytest.raises(LoadError, match=r"the batch\[0\] has 1099511627776"):
+    with pytest.raises(LoadError, match=r"batch\[0\] has 1099511627776"):
         arrived([2**40])
 
 
 @pytest.mark.parametrize(
     "value, message",
     [
-        (np.ma.array([1, 2], mask=[0, 1]), r"is a masked array: fill its missing values in"),
+        (
+            np.ma.array([1, 2], mask=[0, 1]),
+            r"is a masked array with missing values: write batch\['x'\].compressed\(\) in its",
+        ),
         (np.zeros(2, "datetime64[s]"), "is of datetime64.*pass times as numbers"),
         (np.zeros(2, "timedelta64[s]"), "is of timedelta64.*pass times as numbers"),
         (np.zeros(2, [("a", "i4")]), "is of .*'a'.*pass the fields of structured arrays as a dict"),
@@ -117,5 +121,73 @@ def test_numbers_of_python_keep_their_weak_types():
     ],
 )
 def test_what_is_no_array_of_numbers_is_named_with_the_next_action(value, message):
-    with pytest.raises(LoadError, match=r"load 0 failed: ValueError: the batch\['x'\] " + message):
+    with pytest.raises(LoadError, match=r"load 0 failed: ValueError: batch\['x'\] " + message):
         arrived({"x": value, "y": np.zeros(2)})
+
+
+def cut(*axes):
+    """A sharding over four devices."""
+    return NamedSharding(jax.make_mesh((4,), ("data",)), PartitionSpec(*axes))
+
+
+@pytest.mark.parametrize(
+    "batch,axes,message",
+    [
+        ({"x": np.zeros(8), "n": np.float32(3)}, ["data"], r"batch\['n'\] is a scalar.* a tree of"),
+        ({"x": np.zeros(8), "n": 3}, ["data"], r"batch\['n'\] is a scalar"),
+        (
+            (np.zeros((8, 4)), np.zeros(8)),
+            [None, "data"],
+            r"batch\[1\] has the shape \(8,\).* 2 axes",
+        ),
+        ({"x": np.zeros((2, 3))}, ["data"], r"batch\['x'\] has the shape \(2, 3\).* 4\}: let all"),
+    ],
+)
+def test_what_a_sharding_cannot_hold_is_named(batch, axes, message):
+    with prefetch_to_device([batch], sharding=cut(*axes)) as loader:
+        with pytest.raises(LoadError, match=message):
+            next(loader)
+
+
+def test_a_scalar_has_a_sharding_of_its_own():
+    batch, places = {"x": np.arange(8), "n": 3}, {"x": cut("data"), "n": cut()}
+    with prefetch_to_device([batch], sharding=places) as loader:
+        found = next(loader)
+    assert found["n"] == 3 and found["x"].sharding == places["x"]
+
+
+def settings_there(seen):
+    seen.append((jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision))
+    seen.append(jax.config.jax_default_device)
+    return np.float64(0.1)
+
+
+def by_prefetch(seen):
+    with prefetch_to_device(settings_there(seen) for _ in range(1)) as loader:
+        return next(loader)
+
+
+def by_decode(seen):
+    source = type("Source", (), {"__len__": lambda s: 1, "read": lambda s, i, j: [b"a"]})()
+    data = blocks.split([source], unit_size=1, decode=lambda record: settings_there(seen))
+    order = ordering.shuffle_once(1).init(jax.random.key(0), None)
+    read = blocks.read_blocks(data, lambda: order, window=1, batch_size=1, num_epochs=1)
+    return next(read)[0]
+
+
+def by_tf(seen):
+    class Source(list):
+        def __getitem__(self, i):
+            return settings_there(seen)
+
+    return jax.device_put(next(iter(ordering.data.tf_dataset(Source([0]), [0]))).numpy())
+
+
+@pytest.mark.parametrize("read", [by_prefetch, by_decode, by_tf])
+def test_threads_have_the_settings_of_the_call(read):
+    seen, device = [], jax.devices()[2]
+    with jax.enable_x64(True), jax.default_device(device), jax.default_matmul_precision("highest"):
+        found = read(seen)
+    assert found.dtype == np.float64 and found.devices() == {device}
+    assert set(seen) == {(True, "highest"), device}
+    assert not jax.config.jax_enable_x64

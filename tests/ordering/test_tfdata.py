@@ -1,8 +1,10 @@
 """`tf_dataset` gives the examples of an order one by one, in a pipeline as anyone writes it."""
 
+import contextlib
 import pathlib
 import subprocess
 import sys
+import threading
 import time
 from typing import NamedTuple
 
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 
 import ordering
-from ordering.data import read_epochs, step_indices, tf_dataset
+from ordering.data import datasets, read_epochs, step_indices, tf_dataset
 from tests.sources import SIZES, Examples, assert_same, epoch_of
 
 tf = None  # imported where it is used: every process of the tests collects this file
@@ -131,6 +133,46 @@ print("end")
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert (done.returncode, done.stdout) == (0, "False\nend\n"), done.stderr
+
+
+def test_a_read_that_hangs_is_left_at_the_end():
+    """Its thread ends with the process, and TensorFlow's is free before."""
+    reads, hangs, begun, errors = datasets._Reads(), threading.Event(), threading.Event(), []
+
+    def read():
+        begun.set()
+        hangs.wait()
+
+    def wait():
+        with pytest.raises(RuntimeError, match="the program has ended") as found:
+            reads.wait_for(read, contextlib.nullcontext)
+        errors.append(found.value)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    begun.wait()
+    reads._close()
+    waiting.join()
+    assert len(errors) == 1 and not hangs.is_set()
+    with pytest.raises(RuntimeError, match="the program has ended"):
+        reads.wait_for(lambda: 1, contextlib.nullcontext)
+    hangs.set()
+
+
+@pytest.mark.slow
+def test_the_interpreter_exits_while_a_read_hangs():
+    code = """
+import threading, numpy as np, ordering
+class Hangs(list):
+    def __getitem__(self, i):
+        return i if i < 64 else threading.Event().wait()
+stream = iter(ordering.data.tf_dataset(Hangs(range(128)), np.arange(128)).batch(2).prefetch(2))
+print([next(stream).shape for _ in range(3)])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0 and done.stdout.count("2") == 3, done.stderr
 
 
 @pytest.mark.parametrize("kind", [Examples, ManyExamples])

@@ -1,0 +1,343 @@
+"""Containers of the ecosystem, what is in each, and what the readers of data make of them."""
+
+import collections
+import importlib
+import io
+import itertools
+import re
+import tempfile
+
+import jax
+import numpy as np
+
+import ordering
+from ordering.data import containers
+
+N = 6
+COLUMNS = {
+    "int64": 2**53 + 1 + np.arange(N),
+    "uint64": 2**63 + 1 + np.arange(N, dtype=np.uint64),
+    "int8": np.arange(N, dtype=np.int8),
+    "float64": np.array([0.1, np.inf, np.nan, -0.0, 1e300, 3.0]),
+    "float32": np.arange(N, dtype=np.float32) / 3,
+    "bool": np.arange(N) % 2 == 0,
+    "text": np.array(["a", "bcd", "", "é", "e\0", "f"], object),
+    "time": np.arange(N).astype("datetime64[ns]"),
+    "pairs": np.arange(2 * N).reshape(N, 2),
+}
+MISSING = 1  # the number of the example that lacks its value, where one does
+
+
+def library(name):
+    return importlib.import_module(name)
+
+
+def temporary(name):
+    return f"{tempfile.mkdtemp()}/{name}"
+
+
+def memmap(c):
+    np.save(path := temporary("a.npy"), c)
+    return np.load(path, mmap_mode="r")
+
+
+def nullable(c, missing=False):
+    pd = library("pandas")
+    kind = c.dtype.name.replace("int", "Int").replace("uInt", "UInt").replace("float", "Float")
+    kind = {"bool": "boolean", "object": "string"}.get(kind, kind)
+    values = c.tolist()
+    if missing and c.dtype.kind in "M":
+        no()  # NaT is a time of NumPy, too
+    if missing:
+        values[MISSING] = None
+    return pd.Series(values, dtype=kind)
+
+
+def arrow(c, missing=False):
+    pa = library("pyarrow")
+    if c.ndim > 1:
+        values = [list(row) for row in c.tolist()]
+        if missing:
+            values[MISSING][1] = None
+        return pa.array(values, pa.list_(pa.from_numpy_dtype(c.dtype)))
+    mask = (np.arange(N) == MISSING) if missing else None
+    return pa.array(c, mask=mask)
+
+
+def of_arrow(c, missing=False):
+    pd = library("pandas")
+    column = arrow(c, missing)
+    return pd.Series(column.to_pandas(types_mapper=pd.ArrowDtype))
+
+
+def in_polars(c, missing=False):
+    return library("polars").from_arrow(arrow(c, missing))
+
+
+def masked(c, missing=False):
+    mask = np.zeros(c.shape, bool)
+    mask[MISSING] = missing
+    return np.ma.array(c, mask=mask)
+
+
+def in_h5py(c):
+    file = library("h5py").File(temporary("a.h5"), "w")
+    file["x"] = c
+    return file["x"]
+
+
+def in_zarr(c):
+    if c.dtype.kind in "OM":
+        raise TypeError
+    return library("zarr").array(c)
+
+
+def hugging(c, missing=False):
+    datasets, pa = library("datasets"), library("pyarrow")
+    return datasets.Dataset(pa.table({"x": arrow(c, missing)}))
+
+
+# How a column becomes a container. With `missing` one value is None, or masked.
+ONE = {
+    "numpy": lambda c: c,
+    "numpy, memory-mapped": memmap,
+    "numpy, of big-endian numbers": lambda c: c.astype(c.dtype.newbyteorder(">")),
+    "numpy, not contiguous": lambda c: np.repeat(c, 2, axis=0)[::2],
+    "numpy, masked": masked,
+    "numpy, objects": lambda c: objects(list(c)),
+    "numpy, StringDType": lambda c: c.astype(np.dtypes.StringDType()) if c.dtype == "O" else no(),
+    "jax": lambda c: jax.numpy.asarray(c),
+    "pandas": lambda c: library("pandas").Series(c if c.ndim == 1 else list(c)),
+    "pandas, index": lambda c: library("pandas").Index(c if c.ndim == 1 else no()),
+    "pandas, categories": lambda c: library("pandas").Series(c).astype("category"),
+    "pandas, nullable": nullable,
+    "pandas, array": lambda c: nullable(c).array,
+    "pandas, of Arrow": of_arrow,
+    "polars": in_polars,
+    "Arrow, array": arrow,
+    "Arrow, chunks": lambda c, missing=False: library("pyarrow").chunked_array(
+        [arrow(c, missing)[:2], arrow(c, missing)[2:]]
+    ),
+    "Arrow, dictionary": lambda c: arrow(c).dictionary_encode(),
+    "xarray": lambda c: library("xarray").DataArray(c),
+    "h5py": in_h5py,
+    "zarr": in_zarr,
+    "tensorflow": lambda c: library("tensorflow").constant(c),
+    "torch": lambda c: library("torch").from_numpy(c),
+    "scipy, array": lambda c: library("scipy.sparse").csr_array(c) if c.ndim == 2 else no(),
+    "scipy, matrix": lambda c: library("scipy.sparse").coo_matrix(c) if c.ndim == 2 else no(),
+    "jax, sparse": lambda c: (
+        library("jax.experimental.sparse").BCOO.fromdense(c)
+        if c.dtype.kind != "b" and not np.isnan(c.astype(float)).any()
+        else no()
+    ),
+    "list": list,
+    "list of Python's": lambda c: c.tolist(),
+    "tuple of Python's": lambda c: tuple(c.tolist()) if c.ndim == 1 else no(),
+    "deque": lambda c: collections.deque(c),
+    "generator": lambda c: (x for x in c),
+    "iterator": lambda c: iter(list(c)),
+    "map": lambda c: map(lambda x: x, c),
+    "tf.data": lambda c: library("tensorflow").data.Dataset.from_tensor_slices(c),
+    "grain": lambda c: library("grain").MapDataset.source(list(c)),
+    "grain, stream": lambda c: library("grain").MapDataset.source(list(c)).to_iter_dataset(),
+}
+
+
+def no():
+    raise TypeError("there is no such container")
+
+
+def objects(values):
+    found = np.empty(len(values), object)
+    found[:] = values
+    return found
+
+
+def npz(c):
+    np.savez(file := io.BytesIO(), x=c if c.dtype != object else no())
+    return np.load(io.BytesIO(file.getvalue()))
+
+
+def group(module, c):
+    if module == "h5py":
+        return in_h5py(c).parent
+    found = library("zarr").group(library("zarr.storage").MemoryStore())
+    found.create_array("x", data=np.asarray(in_zarr(c)))
+    return found
+
+
+NAN_IS_MISSING = ["pandas, nullable", "pandas, array", "pandas, categories", "pandas table"]
+TYPED = ["Hugging Face, as NumPy", "Hugging Face, as pandas"]
+# How a column becomes a table with the column "x".
+TABLES = {
+    "dict": lambda c: {"x": c},
+    "mapping": lambda c: collections.UserDict({"x": c}),
+    "Counter": lambda c: type("Own", (dict,), {})({"x": c}),
+    "examples": lambda c: [{"x": x} for x in c],
+    "examples of Python's": lambda c: [{"x": x} for x in c.tolist()],
+    "examples, missing": lambda c: [
+        {"x": None if i == MISSING else x} for i, x in enumerate(c.tolist())
+    ],
+    "structured": lambda c: np.rec.fromarrays([c], names="x") if c.dtype != "O" else no(),
+    "npz": npz,
+    "pandas table": lambda c, missing=False: library("pandas").DataFrame(
+        {"x": nullable(c, missing)}
+    ),
+    "pandas table, plain": lambda c: library("pandas").DataFrame(
+        {"x": c if c.ndim == 1 else list(c)}
+    ),
+    "pandas table, of Arrow": lambda c, missing=False: of_arrow(c, missing).to_frame("x"),
+    "pandas, groups": lambda c: library("pandas").DataFrame({"x": c}).groupby("x"),
+    "polars table": lambda c, missing=False: in_polars(c, missing).to_frame("x"),
+    "polars, lazy": lambda c: in_polars(c).to_frame("x").lazy(),
+    "Arrow": lambda c, missing=False: library("pyarrow").table({"x": arrow(c, missing)}),
+    "Arrow, batch": lambda c, missing=False: library("pyarrow").record_batch(
+        {"x": arrow(c, missing)}
+    ),
+    "xarray set": lambda c: library("xarray").Dataset({"x": (("i", "j")[: c.ndim], c)}),
+    "h5py group": lambda c: group("h5py", c),
+    "zarr group": lambda c: group("zarr", c),
+    "Hugging Face": hugging,
+    "Hugging Face, as NumPy": lambda c: hugging(c).with_format("numpy"),
+    "Hugging Face, as pandas": lambda c: hugging(c).with_format("pandas"),
+    "Hugging Face, splits": lambda c: library("datasets").DatasetDict({"train": hugging(c)}),
+    "Hugging Face, stream": lambda c: hugging(c).to_iterable_dataset(),
+    "tf.data of dicts": lambda c: library("tensorflow").data.Dataset.from_tensor_slices({"x": c}),
+}
+
+
+def kinds():
+    """`(name, make, what is in it)`; without what lacks its value, if one does."""
+    for (of, c), (name, make) in itertools.product(COLUMNS.items(), (ONE | TABLES).items()):
+        is_table, found = name in TABLES, held(name, c)
+        found = {"x": found} if is_table else found
+        yield f"{name}: {of}", lambda make=make, c=c: make(c), found
+        if not is_table:
+            yield f"dict of {name}: {of}", lambda make=make, c=c: {"x": make(c)}, {"x": found}
+        if "missing" in getattr(make, "__code__", no.__code__).co_varnames:
+            rest = jax.tree.map(lambda x: np.delete(x, MISSING, axis=0), found)
+            yield f"{name}, missing: {of}", lambda make=make, c=c: make(c, True), rest
+
+
+def held(name, c):
+    """A column as a container of this name has it."""
+    if "Python's" in name or name.startswith("Hugging Face") and name not in TYPED:
+        c = np.array(c.tolist()) if c.dtype.kind in "iufbM" else c
+    if name == "Hugging Face, as NumPy":  # which makes its own types
+        types = {"uint64": np.int64, "int8": np.int64, "float64": np.float32}
+        with np.errstate(over="ignore"):
+            c = c.astype(types.get(c.dtype.name, c.dtype))
+        c = np.array([x.rstrip("\0") for x in c], object) if c.dtype == object else c
+    if name in NAN_IS_MISSING and c.dtype.kind == "f":
+        c = c[~np.isnan(c)]
+    return c
+
+
+def as_source(source):
+    found = ordering.data.as_source(source)
+    return found[np.arange(len(found))]
+
+
+def read_epochs(source):
+    size = len(ordering.data.as_source(source))
+    state = ordering.shuffle_once(size).init(jax.random.key(0), None)
+    state = state._replace(current=jax.numpy.arange(size), next=jax.numpy.arange(size))
+    with ordering.data.read_epochs(source, lambda: state, units_per_step=2, num_epochs=1) as reads:
+        return joined(list(reads))
+
+
+def tf_dataset(source):
+    size = len(ordering.data.as_source(source))
+    dataset = ordering.data.tf_dataset(source, np.arange(size))
+    return joined(list(dataset.batch(4).as_numpy_iterator()))
+
+
+def grain_dataset(source):
+    size = len(ordering.data.as_source(source))
+    dataset = ordering.data.grain_dataset(source, np.arange(size))
+    return ordering.data.sources.stacked(list(dataset))
+
+
+def split(source):
+    blocks = ordering.blocks.split(source, unit_size=4)
+    return joined(list(blocks))
+
+
+def prefetch_to_device(source):
+    """A batch of lists, tuples or sparse arrays stays what it is: a tree."""
+    with ordering.data.prefetch_to_device([source]) as loader:
+        batch = next(loader)
+    is_sparse = lambda x: hasattr(x, "todense")  # noqa: E731
+    batch = jax.tree.map(lambda x: x.todense() if is_sparse(x) else x, batch, is_leaf=is_sparse)
+    if isinstance(batch, dict) and not isinstance(batch["x"], jax.Array):
+        return {"x": ordering.data.sources.stacked(list(batch["x"]))}
+    if not isinstance(batch, dict | jax.Array):
+        batch = ordering.data.sources.stacked(list(batch))
+    return jax.tree.map(np.asarray, batch)
+
+
+READERS = [as_source, read_epochs, tf_dataset, grain_dataset, split, prefetch_to_device]
+
+
+def joined(batches):
+    return jax.tree.map(lambda *x: np.concatenate(x), *batches)
+
+
+LINE = re.compile(r"((?:source|parts|batch)[^ ]*) is .*?: write (.*?) in its place", re.S)
+
+
+def outcome(reader, make, wanted):
+    """How it ends: "right", "converted" (by the lines of the messages), "refused" or what is wrong."""
+    name = {"split": "parts", "prefetch_to_device": "batch"}.get(reader.__name__, "source")
+    scope, lines = {name: make(), "np": np, "jax": jax, "ordering": ordering}, 0
+    for module in ("pandas", "tensorflow"):
+        if module == "pandas" or reader is tf_dataset:
+            scope[{"tensorflow": "tf"}.get(module, module)] = library(module)
+    step = f"found = reader({name})"
+    scope["reader"] = reader
+    while True:
+        try:
+            exec(step, scope)
+            if lines > 7:
+                return "no end"
+            if not step.startswith("found"):  # a line that makes another container
+                step, lines = f"found = reader({name})", lines + 1
+                continue
+        except Exception as error:
+            ours = isinstance(error, ValueError | ordering.data.LoadError)
+            if not ours and "OpError" not in [k.__name__ for k in type(error).__mro__]:
+                return f"raw: {type(error).__name__}: {error}"[:300]
+            if f"{error}".startswith("load 0 failed") and "ValueError" not in f"{error}":
+                return f"raw: {error}"[:300]
+            message = LINE.search(f"{error}")
+            if not message or not step.startswith("found"):
+                return "refused"
+            step = "{} = {}".format(*message.groups())
+            continue
+        if not equal(scope["found"], wanted):
+            return f"wrong: {scope['found']}"[:300]
+        return "converted" if lines else "right"
+
+
+def equal(found, wanted):
+    found, wanted = (dict(x) if isinstance(x, dict) else {"": x} for x in (found, wanted))
+    return found.keys() == wanted.keys() and all(map(_same, found.values(), wanted.values()))
+
+
+def _same(found, wanted):
+    if wanted.dtype == object:  # TensorFlow has bytes
+        plain = [x.decode() if isinstance(x, bytes) else x for x in found.tolist()]
+        return plain == wanted.tolist()
+    same = found.dtype.newbyteorder("=") == wanted.dtype and found.shape == wanted.shape
+    return same and found.astype(wanted.dtype).tobytes() == wanted.tobytes()
+
+
+def table():
+    """The rows of the page: each container, and the line that makes arrays of it."""
+    rows = ["| container | write |", "|---|---|"]
+    for (package, kind), line in containers.LINES.items():
+        kind = {"DatasetV2": "data.Dataset", "sparray": "sparse array"}.get(kind, kind)
+        line = line.format(x="x", first="train")
+        rows.append(f"| {package} {kind} | `{line}` |")
+    return "\n".join(rows)

@@ -1,0 +1,64 @@
+"""Every container of the ecosystem is read exactly, or refused with a line that makes it so.
+
+The line is taken out of the message and run, as often as there is one.
+"""
+
+import collections
+import pathlib
+import warnings
+
+import jax
+import pytest
+
+from tests.conformance import containers
+
+PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "use" / "input.md"
+SOME = ["int64", "text", "pairs"]  # columns, of the readers that take long
+
+
+def run(readers, chosen):
+    """Prints how many combinations were tried, and returns what is wrong."""
+    count, faults = collections.Counter(), []
+    for name, make, wanted in containers.kinds():
+        if not chosen(name):
+            continue
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                make()
+        except Exception:  # a library that is not installed, or that has no such column
+            count["no such container"] += 1
+            continue
+        for reader in readers:
+            with warnings.catch_warnings(), jax.enable_x64(True):
+                warnings.simplefilter("ignore")
+                found = containers.outcome(reader, make, wanted)
+            count[found.split(":")[0]] += 1
+            if found not in ("right", "converted", "refused"):
+                faults.append(f"{reader.__name__}, {name}: {found}")
+    print(dict(count))
+    return faults, count
+
+
+def test_as_source():
+    faults, count = run([containers.as_source], lambda name: True)
+    assert not faults
+    assert count["right"] > 150 and count["converted"] > 450 and count["refused"] < 100
+
+
+@pytest.mark.parametrize("reader", containers.READERS[1:], ids=lambda reader: reader.__name__)
+def test_readers(reader):
+    """They call `as_source`; so one column of a few containers is enough."""
+    faults, count = run([reader], lambda name: "dict" not in name and name.endswith(": int64"))
+    assert not faults
+    assert sum(count.values()) > 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reader", containers.READERS[1:], ids=lambda reader: reader.__name__)
+def test_readers_with_every_column(reader):
+    assert not run([reader], lambda name: True)[0]
+
+
+def test_the_page_has_the_table():
+    assert containers.table() in PAGE.read_text()
