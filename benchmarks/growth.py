@@ -70,10 +70,15 @@ def worker_rows(counts: list[int], repeats: int) -> Iterator[dict]:
         for workers in counts:
             order = getattr(ordering, name)(64, units_per_step=8)
             init, step = worker_step(order)
-            run = jax.jit(local_opt.lift(init, workers, "key -> owned"))(jax.random.key(0))
+            run = jax.jit(local_opt.map_workers(init, workers, in_specs="key", out_specs="worker"))(
+                jax.random.key(0)
+            )
             batch = jax.random.normal(jax.random.key(1), (8 * workers, GRADIENT))
             lowered = jax.jit(
-                local_opt.lift(step, workers, "owned split -> owned"), donate_argnums=0
+                local_opt.map_workers(
+                    step, workers, in_specs=("worker", "batch"), out_specs="worker"
+                ),
+                donate_argnums=0,
             ).lower(run, batch)
             begin = time.perf_counter()
             program = lowered.compile()

@@ -62,8 +62,10 @@ def lifted(order: ordering.Ordering, workers: int, numbers: int) -> tuple[Callab
     def next_epoch(state):
         return order.next_epoch(state)
 
-    words = {init: "key", observe: "owned split", next_epoch: "owned"}
-    calls = [local_opt.lift(f, workers, f"{words[f]} -> owned") for f in words]
+    words = {init: "key", observe: ("worker", "batch"), next_epoch: "worker"}
+    calls = [
+        local_opt.map_workers(f, workers, in_specs=words[f], out_specs="worker") for f in words
+    ]
     return jax.jit(calls[0]), *(jax.jit(call, donate_argnums=0) for call in calls[1:])
 
 

@@ -64,12 +64,12 @@ def rounds(job: Job, outer, mesh) -> Worker:
     """Workers on a mesh, or simulated on one device."""
     workers = mesh or WORKERS
     made = local_opt.local_rounds(INNER, outer=outer)
-    lift = functools.partial(local_opt.lift, workers=workers)
-    step = lift(step_of(made.update), roles="owned owned owned owned -> owned owned")
-    sync = lift(made.sync, roles="owned owned -> owned owned")
+    mapped = functools.partial(local_opt.map_workers, workers=workers)
+    step = mapped(step_of(made.update), in_specs="worker", out_specs="worker")
+    sync = mapped(made.sync, in_specs="worker", out_specs="worker")
     step, sync = (jax.jit(call, donate_argnums=(0, 1)) for call in (step, sync))
     params = local_opt.replicate([jnp.asarray(x) for x in local_problem.start(job.widths)], workers)
-    held = [params, jax.jit(lift(made.init, roles="owned -> owned"))(params)]
+    held = [params, jax.jit(mapped(made.init, in_specs="worker", out_specs="worker"))(params)]
     plain, other = plain_of(job)
     sharding = owned_sharding(mesh)
 

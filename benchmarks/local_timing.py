@@ -48,7 +48,9 @@ def _stepper(model, init: Callable, update: Callable, batch, steps: int) -> Call
     """A call that takes so many steps on one worker, on from the last."""
     mesh = worker_mesh(1)
     step = gradient_step(model, update)
-    run = local_opt.lift(step, mesh, "owned owned shared -> owned owned")
+    run = local_opt.map_workers(
+        step, mesh, in_specs=("worker", "worker", "replicated"), out_specs="worker"
+    )
     jitted = jax.jit(lambda state, batch: run(*state, batch), donate_argnums=0)
     params = jax.tree.map(lambda p: p[None], jax.jit(model.init)(jax.random.key(0)))
     start = jax.device_put((params, jax.vmap(init)(params)), owned_sharding(mesh))
@@ -90,8 +92,8 @@ def sync_rows(repeats: int, numbers: int = 10**7) -> Iterator[dict]:
     """
     mesh = worker_mesh(WORKERS) if jax.device_count() >= WORKERS else None
     rounds, over = local_opt.local_rounds(optax.identity(), axis_name=AXIS), mesh or WORKERS
-    init = local_opt.lift(rounds.init, over, "owned -> owned")
-    sync = jax.jit(local_opt.lift(rounds.sync, over, "owned owned -> owned owned"))
+    init = local_opt.map_workers(rounds.init, over, in_specs="worker", out_specs="worker")
+    sync = jax.jit(local_opt.map_workers(rounds.sync, over, in_specs="worker", out_specs="worker"))
     for leaves in (2, 200):
         leaf = jnp.ones((WORKERS, numbers // leaves))
         params = {str(i): jax.device_put(leaf, owned_sharding(mesh)) for i in range(leaves)}

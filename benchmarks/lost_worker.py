@@ -53,8 +53,8 @@ def run(task, workers, share, seed):
     def sync(params, state, weight):
         return rounds.sync(params, state, weight=weight)
 
-    roles = "owned owned owned -> owned owned"
-    step, sync = (jax.jit(local_opt.lift(f, workers, roles)) for f in (step, sync))
+    specs = {"in_specs": "worker", "out_specs": "worker"}
+    step, sync = (jax.jit(local_opt.map_workers(f, workers, **specs)) for f in (step, sync))
     first = model.init(jax.random.key(seed))
     own = local_opt.replicate((first, rounds.init(first)), workers)
     weight = jnp.ones(workers)

@@ -80,10 +80,13 @@ def ours(problem: Problem, name: str) -> Callable:
         (params, velocity, orders), _ = jax.lax.scan(step, (params, velocity, orders), places)
         return params, velocity, order.next_epoch(orders)
 
-    lift = functools.partial(local_opt.lift, workers=workers)
-    orders = lift(begin, roles="key -> owned")(jax.random.key(0))
-    roles = "shared shared owned owned owned -> shared shared owned"
-    run = jax.jit(lift(train, roles=roles), donate_argnums=(1, 2))
+    mapped = functools.partial(local_opt.map_workers, workers=workers)
+    orders = mapped(begin, in_specs="key", out_specs="worker")(jax.random.key(0))
+    specs = {
+        "in_specs": ("replicated", "replicated", "worker", "worker", "worker"),
+        "out_specs": ("replicated", "replicated", "worker"),
+    }
+    run = jax.jit(mapped(train, **specs), donate_argnums=(1, 2))
     state = (params, jax.tree.map(jnp.zeros_like, params), orders)
     call = carry_on(lambda state, x, y: run(*state, x, y), state)
     data = jnp.asarray(problem.x), jnp.asarray(problem.y)

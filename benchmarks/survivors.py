@@ -61,7 +61,9 @@ def train(process, count, address, folder, long):
         updates, state = rounds.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    step = local_opt.lift(step, here, roles="owned owned shared shared -> owned owned")
+    step = local_opt.map_workers(
+        step, here, in_specs=("worker", "worker", "replicated", "replicated"), out_specs="worker"
+    )
     step, start, (x, y) = jax.jit(step), 0, data_of(process)
     first = jnp.zeros(SIZE)
     trees = local_opt.replicate((first, rounds.init(first)), here)
@@ -103,7 +105,7 @@ def cost(process, count, address, size, turns=40):
     survivors, x, times = local_opt.Survivors(sync), jnp.ones((1, size)), {True: [], False: []}
     (x,) = survivors(0, x)
     mesh = survivors.met.mesh
-    plain = jax.jit(local_opt.lift(sync, mesh, in_roles=("owned",), out_roles=("owned",)))
+    plain = jax.jit(local_opt.map_workers(sync, mesh, in_specs="worker", out_specs="worker"))
     whole = multihost_utils.host_local_array_to_global_array(x, mesh, jax.P("worker"))
     for turn in range(2 * turns):
         begun = time.perf_counter()

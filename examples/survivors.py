@@ -48,8 +48,8 @@ def train(process, address):
         updates, state = rounds.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
 
-    step = jax.jit(local_opt.lift(
-        step, here, roles="owned owned shared shared -> owned owned owned"
+    step = jax.jit(local_opt.map_workers(
+        step, here, in_specs=("worker", "worker", "replicated", "replicated"), out_specs="worker"
     ))  # fmt: skip
     params, state = local_opt.replicate((jnp.zeros(4), rounds.init(jnp.zeros(4))), here)
     for t in range(STEPS):

@@ -56,11 +56,17 @@ def main():
     w = {name: jax.random.normal(next(keys), s) * s[0] ** -0.5 for name, s in SHAPES.items()}
     with jax.set_mesh(jax.make_mesh((WORKERS, 4), ("worker", "data"))):
         run = jax.jit(
-            local_opt.lift(step, roles="owned owned owned split -> owned owned owned mean")
+            local_opt.map_workers(
+                step,
+                in_specs=("worker", "worker", "worker", "batch"),
+                out_specs=("worker", "worker", "worker", "mean"),
+            )
         )
-        sync = jax.jit(local_opt.lift(rounds.sync, roles="owned owned -> owned owned"))
-        following = jax.jit(local_opt.lift(order.next_epoch, roles="owned -> owned"))
-        init = local_opt.lift(order.init, roles="key shared -> owned")
+        sync = jax.jit(local_opt.map_workers(rounds.sync, in_specs="worker", out_specs="worker"))
+        following = jax.jit(
+            local_opt.map_workers(order.next_epoch, in_specs="worker", out_specs="worker")
+        )
+        init = local_opt.map_workers(order.init, in_specs=("key", "replicated"), out_specs="worker")
         orders = init(jax.random.key(1), w)
         w, state = local_opt.replicate((w, rounds.init(w)))
         for t in range(STEPS):

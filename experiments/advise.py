@@ -149,7 +149,7 @@ def measured_sync(mesh, parameters: int) -> float:
 
     owned = owned_sharding(mesh)
     meet = lambda x: jax.lax.pmean(x, AXIS)  # noqa: E731
-    mean = jax.jit(local_opt.lift(meet, mesh, "owned -> owned"))
+    mean = jax.jit(local_opt.map_workers(meet, mesh, in_specs="worker", out_specs="worker"))
     shape = mesh.devices.size, parameters
     zeros = jax.jit(lambda: jnp.zeros(shape), out_shardings=owned)()
     return timing.medians({"sync": lambda: mean(zeros)}, REPEATS)["sync"]

@@ -81,10 +81,12 @@ def bounds_over_rounds(
             state = step(state, whole, num_units - whole)
         return order.next_epoch(state)
 
-    over = functools.partial(local_opt.lift, workers=num_workers)
+    over = functools.partial(local_opt.map_workers, workers=num_workers)
     keys = jax.random.split(jax.random.fold_in(jax.random.key(0), 1), num_workers)
-    init = over(lambda key: order.init(key, jnp.zeros(dimension)), roles="owned -> owned")
-    run = jax.jit(over(one_round, roles="owned owned -> owned"), donate_argnums=0)
+    init = over(
+        lambda key: order.init(key, jnp.zeros(dimension)), in_specs="worker", out_specs="worker"
+    )
+    run = jax.jit(over(one_round, in_specs="worker", out_specs="worker"), donate_argnums=0)
     bound = jax.jit(lambda v, o: ordering.herding_bound(v, o, norm=jnp.inf))
     state = jax.jit(init)(keys)
     found = [float(bound(vectors, state.current))]

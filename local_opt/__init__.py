@@ -3,10 +3,11 @@
 from local_opt.corrections import Correction, fedprox, scaffold
 from local_opt.cost import count_collectives, sync_bytes
 from local_opt.formats import Compressor, quantize, top_k
-from local_opt.lift import lift, replicate
+from local_opt.mapping import map_workers
 from local_opt.mean import pmean
 from local_opt.plans import SyncPlan, from_function
 from local_opt.presets import diloco, normalize_by_period, slowmo
+from local_opt.replication import replicate
 from local_opt.rounds import Rounds, accumulated_rounds, local_rounds, local_steps, parallel_rounds
 from local_opt.rules import bernoulli, constant, qsr
 from local_opt.streaming import stream_segments, streaming_rounds
@@ -27,9 +28,9 @@ __all__ = [
     "diloco",
     "fedprox",
     "from_function",
-    "lift",
     "local_rounds",
     "local_steps",
+    "map_workers",
     "mean_over_workers",
     "normalize_by_period",
     "parallel_rounds",

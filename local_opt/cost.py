@@ -20,7 +20,8 @@ def count_collectives(step: Callable, *args: Any) -> dict[str, int]:
     """How many collectives of each kind a compiled step holds; it is not run.
 
     Those of conditionals count, too, and a loop's once. A step of `local_steps` with `sync=False`
-    has none: what is left is the model's, as BatchNorm's over devices, or a mean that `lift` gives.
+    has none: what is left is the model's, as BatchNorm's over devices, or a mean that
+    `map_workers` gives.
 
     Args:
       step: a function of JAX, or one of `jax.jit`.

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
-from local_opt.lift import lift
+from local_opt.mapping import map_workers
 from local_opt.mean import pmean
 from local_opt.workers import check_leading
 from syncopate import plans
@@ -111,7 +111,7 @@ class SyncPlan(plans.Plan):
           step: in 0 .. T - 1, the step that was taken.
           tree: arrays [W, ...], as of `replicate`; integers, booleans and keys stay each worker's
             own.
-          workers, axis_name: as of `lift`.
+          workers, axis_name: as of `map_workers`.
           weight: [W], as of `pmean`.
 
         Returns:
@@ -219,7 +219,9 @@ class SyncPlan(plans.Plan):
 def _mean_of_all(workers, axis_name):
     """(tree, weight) of all workers -> the mean tree, compiled once."""
     mean = lambda tree, weight: pmean(tree, axis_name=axis_name, weight=weight)  # noqa: E731
-    return jax.jit(lift(mean, workers, "owned owned -> owned", axis_name=axis_name))
+    return jax.jit(
+        map_workers(mean, workers, in_specs="worker", out_specs="worker", axis_name=axis_name)
+    )
 
 
 def from_function(period: Callable[[int], int], *, total_steps: int, rule: str = "") -> SyncPlan:

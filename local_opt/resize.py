@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from local_opt.lift import folded
+from local_opt.replication import fold_in_workers
 from local_opt.rounds import AccumulateState, LocalState
 from local_opt.workers import check_leading, first
 from syncopate.mesh import is_key, name_of
@@ -113,7 +113,7 @@ def _first_of(path, x, workers, shared=False):
         data = np.asarray(jax.random.key_data(x))
         keys = jnp.broadcast_to(first(x), (workers, *x.shape[1:]))
         own = len(x) == 1 or (data != data[0]).any()
-        return folded(keys) if own and not shared else keys
+        return fold_in_workers(keys) if own and not shared else keys
     x = np.asarray(x)
     if x.dtype == np.uint32 and x.ndim > 1 and x.shape[-1] in (2, 4) and (x != x[0]).any():
         raise ValueError(

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from local_opt.lift import lift
+from local_opt.mapping import map_workers
 from syncopate.mesh import is_key
 from syncopate.plans import check_function, check_number
 from syncopate.unstable import coordination_client, multihost_utils
@@ -142,8 +142,8 @@ class Survivors:
                 trees = taken_over(trees, new) if any(new) else trees
                 return tuple(self._sync(*trees, **({} if weight is None else {"weight": weight})))
 
-            lifted = lift(one, met.mesh, roles="owned owned -> owned")
-            self.compiled[key] = jax.jit(lifted)
+            mapped = map_workers(one, met.mesh, in_specs="worker", out_specs="worker")
+            self.compiled[key] = jax.jit(mapped)
         across = multihost_utils.host_local_array_to_global_array
         given = across((trees, weight), met.mesh, jax.P(AXIS))
         self.compiled[key].trace(*given)  # raises here what is wrong with the trees

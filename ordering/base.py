@@ -83,7 +83,7 @@ def start(
       args: what it is called with by one worker, or their shapes; the batch may have any size.
       workers: W >= 1; or a mesh, on whose devices they are put; None for the mesh in scope, and for
         one worker where that has no such axis.
-      axis_name: the workers' axis, which coordinated orders have; None as in `lift`.
+      axis_name: the workers' axis, which coordinated orders have; None as in `map_workers`.
 
     Returns:
       A state with leaves [W, ...]; for one worker that of `order.init(key, row)`.
@@ -159,7 +159,7 @@ def checked(
                 f"{called} got a {type(state).__name__} with an order of shape {shape}, and this "
                 f"order has a {kind.__name__} of {num_units} units, a sign rule, gathers and "
                 "units_per_step: pass a state of this order, as init or its last call returned it, "
-                "under jax.vmap or local_opt.lift those of all workers."
+                "under jax.vmap or local_opt.map_workers those of all workers."
             )
 
     def init(key, params=None):
@@ -282,8 +282,8 @@ def check_key(key: Any) -> Key[Array, ""]:
     """The key, typed; raises ValueError unless it is that of one worker."""
     return plans.check_key(
         key,
-        "init takes one worker's key. Call it under jax.vmap or local_opt.lift, which give each "
-        "worker its own; in jax.shard_map pass key[0].",
+        "init takes one worker's key. Call it under jax.vmap or local_opt.map_workers, which give "
+        "each worker its own; in jax.shard_map pass key[0].",
     )
 
 

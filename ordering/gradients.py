@@ -179,7 +179,7 @@ def units_of(
                 f"batch{jax.tree_util.keystr(path)} is split over {list(axes)}, explicit axes, "
                 "along which JAX takes no gradients of single examples: make the mesh with "
                 "axis_types of jax.sharding.AxisType.Auto, run the step in jax.sharding.auto_axes, "
-                "jax.shard_map or local_opt.lift, or use ordering.microbatch_grads."
+                "jax.shard_map or local_opt.map_workers, or use ordering.microbatch_grads."
             )
     try:
         return size, None if key is None else jax.random.split(key, size)

@@ -96,9 +96,9 @@ def cd_grab(
     with the common r;  r += s (g_a - g_b);  the pair is placed in the worker's own next order. This
     equals `pair_balance` on the interleaved units of all workers. Units stay with their workers.
 
-    Call it under a named axis (`jax.vmap`, `jax.shard_map` or `local_opt.lift`). Workers exchange
-    their gradients in slices of D / W entries, so that r and the pending gradients are sharded over
-    them. With an even B they send pair differences, with an odd B the gradients.
+    Call it under a named axis (`jax.vmap`, `jax.shard_map` or `local_opt.map_workers`). Workers
+    exchange their gradients in slices of D / W entries, so that r and the pending gradients are
+    sharded over them. With an even B they send pair differences, with an odd B the gradients.
 
     Short ones, such as those of `ordering.sketched_grads`, are better gathered: with `gathers`
     workers send each other their sketches of k numbers, and each computes all signs. With "sync"

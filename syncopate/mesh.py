@@ -42,7 +42,7 @@ def axis_size(axis_name) -> int:
     raise ValueError(
         f"axis {axis_name!r} is not in scope: this function runs on each worker. Call it under "
         f"jax.vmap(..., axis_name={axis_name!r}), jax.shard_map over a mesh with this axis, or "
-        "local_opt.lift; if your workers' axis has another name, pass it as axis_name=."
+        "local_opt.map_workers; if your workers' axis has another name, pass it as axis_name=."
     )
 
 

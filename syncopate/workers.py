@@ -13,7 +13,7 @@ AXIS = "worker"
 
 
 def count_of(workers: int | Mesh | AbstractMesh | None, axis_name: Any) -> tuple[int, str, Any]:
-    """W, the name of the workers' axis, and their mesh, None for a number: see `lift`."""
+    """W, the name of the workers' axis, and their mesh, None for a number: see `map_workers`."""
     workers = mesh_in_scope() if workers is None else workers
     if isinstance(workers, Mesh | AbstractMesh):
         axis_name = axis_of(axis_name, workers.axis_names)

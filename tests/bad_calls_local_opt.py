@@ -208,16 +208,13 @@ ARGS = (ALL["w"], jnp.ones((4, 3)))
 FUNCTIONS = wrong_functions(
     None, *(lambda p, b, make=make: make(p, b) for make in (
         lambda p, b: p, lambda p, b: (p, b, b), lambda p, b: None)))  # fmt: skip
-INPUTS = ["", "owned", "owned split owned", "owend split", "mean split", 3, None, THING, {},
-          ["owned", 3], {"params": "owned"}, ("owned split",), "OWNED SPLIT", "key split",
-          "split owned"]  # fmt: skip
-OUTPUTS = ["", "owned mean mean", "owned avg", "key mean", 3, None, THING, ["owned", 3],
-           ("owned mean",), {}]  # fmt: skip
+INPUTS = ["", "owned", ("worker", "batch", "worker"), ("wroker", "batch"), ("mean", "batch"), 3,
+          None, THING, {}, ["worker", 3], {"params": "worker"}, ("worker",), "WORKER",
+          "worker batch", ("key", "batch"), ("batch", "worker"), ()]  # fmt: skip
+OUTPUTS = ["", ("worker", "mean", "mean"), ("worker", "avg"), ("key", "mean"), 3, None, THING,
+           ["worker", 3], ("worker",), {}, ["worker", "mean"], "worker mean"]  # fmt: skip
 GIVEN = [(), ARGS[:1], (*ARGS, 1), (ARGS[0][:1], ARGS[1]), (ARGS[0], ARGS[1][:3]), ("a", "b"),
          (ARGS[0], jnp.ones(())), (ARGS[0], ARGS[1][:0]), (None, None)]  # fmt: skip
-ROLES = ["", "owned split", "owned split -> owned -> mean", "owned split -> owned avg", "-> owned",
-         "owend split -> owned mean", "owned split ->", 3, None, THING, ("owned", "split"), {},
-         "owned split -> owned key", "owned,split -> owned,mean"]  # fmt: skip
 BATCHES = {"x": jnp.ones((2, 4, 3))}
 NO_BATCHES = [{}, None, 3, THING, {"x": jnp.ones(())}, {"x": jnp.ones((0, 3))}, {"x": "text"},
               {"x": jnp.ones((2, 3)), "y": jnp.ones(3)}, "text"]  # fmt: skip
@@ -229,15 +226,14 @@ CALLS |= {
         local_opt.Survivors, sync=Arg(lambda x, y: (x, y), [None, 3, "text", THING, {}]),
         patience=Arg(60.0, real(0))),
     "replicate": call(lambda **args: local_opt.replicate(X, **args), workers=W, keys=None),
-    "lift": call(
-        traced(lambda function, workers, x, **args: local_opt.lift(function, workers, **args)(*x)),
+    "map_workers": call(
+        traced(lambda function, workers, x, **specs: local_opt.map_workers(
+            function, workers, **specs)(*x)),
         function=Arg(step, FUNCTIONS), workers=also("workers", W, 3), x=Arg(ARGS, GIVEN),
-        in_roles=Arg(("owned", "split"), INPUTS), out_roles=Arg(("owned", "mean"), OUTPUTS),
+        in_specs=Arg(("worker", "batch"), INPUTS), out_specs=Arg(("worker", "mean"), OUTPUTS),
         axis_name=Arg("worker", ["data", 3])),
-    "lift, roles": call(
-        traced(lambda roles: local_opt.lift(step, W, roles)(*ARGS)),
-        roles=Arg("owned split -> owned mean", ROLES)),
-    "lift, key": call(
-        traced(lambda key: local_opt.lift(jax.random.key_data, W, "key -> owned")(
-            key)), key=Arg(KEY, [k for k in KEYS if not isinstance(k, list)])),
+    "map_workers, key": call(
+        traced(lambda key: local_opt.map_workers(
+            jax.random.key_data, W, in_specs="key", out_specs="worker")(key)),
+        key=Arg(KEY, [k for k in KEYS if not isinstance(k, list)])),
 }  # fmt: skip

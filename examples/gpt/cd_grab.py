@@ -38,7 +38,12 @@ def loss_fn(params, apply_fn, batch):
 
 
 @functools.partial(jax.jit, donate_argnums=(0, 1))
-@functools.partial(local_opt.lift, workers=WORKERS, roles="shared owned owned -> shared owned mean")
+@functools.partial(
+    local_opt.map_workers,
+    workers=WORKERS,
+    in_specs=("replicated", "worker", "worker"),
+    out_specs=("replicated", "worker", "mean"),
+)
 def train_step(state, orders, batch):
     loss, grads = jax.value_and_grad(loss_fn)(state.params, state.apply_fn, batch)
     orders = ORDER.observe(orders, SKETCH(grads)[None])
@@ -57,7 +62,9 @@ def train_and_evaluate(c: Config) -> dict:
     train, valid = data[:2048], data[2048:]
     params = model.init(jax.random.key(c.seed), train[:1, :-1])
     state = TrainState.create(apply_fn=model.apply, params=params, tx=optimizer_of(c))
-    init = local_opt.lift(ORDER.init, WORKERS, "key shared -> owned")
+    init = local_opt.map_workers(
+        ORDER.init, WORKERS, in_specs=("key", "replicated"), out_specs="worker"
+    )
     orders = init(jax.random.key(c.seed), jnp.zeros(1024))
     units, losses = train.reshape(WORKERS, -1, UNIT, c.length + 1), []
     for step in range(c.steps):

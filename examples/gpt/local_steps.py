@@ -38,7 +38,12 @@ def loss_fn(params, apply_fn, batch):
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-@functools.partial(local_opt.lift, workers=WORKERS, roles="owned split -> owned mean")
+@functools.partial(
+    local_opt.map_workers,
+    workers=WORKERS,
+    in_specs=("worker", "batch"),
+    out_specs=("worker", "mean"),
+)
 def train_step(state, batch):
     loss, grads = jax.value_and_grad(loss_fn)(state.params, state.apply_fn, batch)
     return state.apply_gradients(grads=grads), {"loss": loss}

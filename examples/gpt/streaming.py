@@ -43,7 +43,7 @@ def train_step(state, batch):
 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnames="due")
-@functools.partial(local_opt.lift, workers=WORKERS, roles="owned owned -> owned owned")
+@functools.partial(local_opt.map_workers, workers=WORKERS, in_specs="worker", out_specs="worker")
 def train_segment(state, batches, *, due):
     """What is due, and the steps up to the next event: one program, in which they overlap."""
     params, opt_state = state.tx.communicate(state.params, state.opt_state, due)

@@ -33,7 +33,12 @@ def loss_fn(model, batch):
 
 
 @functools.partial(jax.jit, donate_argnames=("model", "optimizer"))
-@functools.partial(local_opt.lift, workers=4, roles="owned owned split -> owned owned mean")
+@functools.partial(
+    local_opt.map_workers,
+    workers=4,
+    in_specs=("worker", "worker", "batch"),
+    out_specs=("worker", "worker", "mean"),
+)
 def train_step(model, optimizer, batch):
     grad_fn = nnx.value_and_grad(loss_fn)
     loss, grads = grad_fn(model, batch)

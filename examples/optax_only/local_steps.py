@@ -23,10 +23,13 @@ def main(seed: int = 0, learning_rate: float = 0.1) -> dict:
     plan = local_opt.constant(8, total_steps=STEPS)
     optimizer = optax.sgd(optax.cosine_decay_schedule(learning_rate, STEPS), momentum=0.9)
     optimizer = local_opt.local_steps(optimizer, plan)
-    roles = "owned owned split split -> owned owned mean"
+    specs = {
+        "in_specs": ("worker", "worker", "batch", "batch"),
+        "out_specs": ("worker", "worker", "mean"),
+    }
 
     @jax.jit
-    @functools.partial(local_opt.lift, workers=4, roles=roles)
+    @functools.partial(local_opt.map_workers, workers=4, **specs)
     def step(w, state, x, y):
         value, grads = jax.value_and_grad(loss)(w, x, y)
         updates, state = optimizer.update(grads, state, w)

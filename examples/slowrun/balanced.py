@@ -49,10 +49,12 @@ class BalancedLoader:
         self.total_tokens = self.units.size * T
 
         order = ordering.cd_grab(units, units_per_step=units_per_step)
-        roles = "owned owned -> owned"
-        self._observe = jax.jit(local_opt.lift(order.observe, world_size, roles))
+        specs = {"in_specs": "worker", "out_specs": "worker"}
+        self._observe = jax.jit(local_opt.map_workers(order.observe, world_size, **specs))
         self._next_epoch = jax.jit(jax.vmap(order.next_epoch))
-        init = local_opt.lift(order.init, world_size, "key shared -> owned")
+        init = local_opt.map_workers(
+            order.init, world_size, in_specs=("key", "replicated"), out_specs="worker"
+        )
         self.orders = init(jax.random.key(seed), jnp.zeros(size))  # of all ranks, equal on all
 
         self.epoch, self.signs, self.rows, self.before = 0, None, [], 0.0

@@ -37,7 +37,7 @@ from experiments.results.tables import markdown, show_bytes
 from experiments.study.arms import Order, SyncRule, left_out, plans_of
 from experiments.tasks.base import Recipe, Task
 from experiments.training.config import UNITS, Sizes, num_params, size_of, sizes_of
-from experiments.training.program import lifted, state_shapes, steps_of
+from experiments.training.program import mapped, state_shapes, steps_of
 from experiments.training.step import TrainState, epoch_end_of, sync_of, worker_of
 from local_opt.cost import KINDS
 from ordering.kernel import BLOCK
@@ -199,7 +199,7 @@ def shapes_of(
     """
     sizes = sizes_of(task, recipe, deals=row.deals)
     worker = worker_of(task, recipe, row, rounds, sizes)
-    over, owned = mesh or sizes.workers, tuple(whose == "owned" for whose in worker.sides)
+    over, owned = mesh or sizes.workers, tuple(word == "worker" for word in worker.sides)
     places = {True: owned_sharding(mesh), False: shared_sharding(mesh)}
 
     def placed(tree, own, *axes):
@@ -208,7 +208,7 @@ def shapes_of(
 
         return jax.tree.map(one, tree)
 
-    state = state_shapes(worker, over, owned=places[True], shared=places[False])
+    state = state_shapes(worker, over, places={"worker": places[True], "replicated": places[False]})
     unit = examples_of(task.train, sizes.unit_size)
     if row.deals and not reads:
         batch = placed(unit, False, size_of(task.train) // sizes.unit_size)
@@ -218,8 +218,8 @@ def shapes_of(
     place, rate = (placed(jax.ShapeDtypeStruct((), d), False) for d in (jnp.int32, jnp.float32))
     rates = placed(rate, False, 1)  # how many changes no step
     steps = steps_of(worker, over, reads=reads)
-    sync = lifted(worker, over, sync_of(worker), "shared", "shared")
-    epoch_end = lifted(worker, over, epoch_end_of(worker))
+    sync = mapped(worker, over, sync_of(worker), "replicated", "replicated")
+    epoch_end = mapped(worker, over, epoch_end_of(worker))
 
     def step(fresh):
         return steps(fresh, sizes.units_per_step).lower(state, batch, place, place, place, rates)

@@ -280,7 +280,9 @@ def order_bounds(model, over, *, num_units: int) -> Callable:
         of_unit = lambda point, unit: jnp.mean(model.loss(point, unit, jax.random.key(0)))  # noqa: E731
         return jnp.sum(jax.vmap(of_unit)(points, jax.tree.map(lambda x: x[units], data)))
 
-    lifted = local_opt.lift(losses, over, "shared owned owned shared -> owned")
+    mapped = local_opt.map_workers(
+        losses, over, in_specs=("replicated", "worker", "worker", "replicated"), out_specs="worker"
+    )
 
     def bounds(params, orders, data):
         size = tree_size(params)
@@ -289,7 +291,7 @@ def order_bounds(model, over, *, num_units: int) -> Callable:
 
         def rows_of(start, count):
             """[count, D]: gradients of the units in these places, summed over the workers."""
-            total = lambda points: jnp.sum(lifted(points, orders, data, start))  # noqa: E731
+            total = lambda points: jnp.sum(mapped(points, orders, data, start))  # noqa: E731
             points = jax.tree.map(lambda p: jnp.broadcast_to(p, (count, *p.shape)), params)
             return flat(jax.grad(total)(points))
 

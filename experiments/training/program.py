@@ -97,15 +97,19 @@ def build(
     else:
         owned = input.own_workers(mesh, sizes.workers)
         source = input.Source(train, sizes, total, owned, owned_sharding(mesh), reads, units)
-    sync = living.begin(sync, mesh) if survives else lifted(worker, over, sync, "shared", "shared")
+    sync = (
+        living.begin(sync, mesh)
+        if survives
+        else mapped(worker, over, sync, "replicated", "replicated")
+    )
     return Program(
         sizes=sizes,
         sharding=owned_sharding(mesh),
         init=_initial(worker, mesh),
-        shapes=state_shapes(worker, over, **_places(mesh)),
+        shapes=state_shapes(worker, over, places=_places(mesh)),
         steps=steps_of(worker, over, reads=bool(reads), in_turn=turns),
         sync=sync,
-        epoch_end=lifted(worker, over, step.epoch_end_of(worker)),
+        epoch_end=mapped(worker, over, step.epoch_end_of(worker)),
         data=data,
         source=source,
         units=units,
@@ -126,33 +130,33 @@ def _recut(task: Task, row):
     return task.recut.by(row.recut)
 
 
-def lifted(worker: Worker, over, function: Callable, *more: str, in_turn=False) -> Callable:
+def mapped(worker: Worker, over, function: Callable, *more: str, in_turn=False) -> Callable:
     """Compiles `(state, ...) -> state` of all workers from that of one worker.
 
     Args:
-      over: a number of workers, or their mesh; more: words of `local_opt.lift` for the arguments
-        after the state.
+      over: a number of workers, or their mesh; more: words of `local_opt.map_workers` for the
+        arguments after the state.
     """
     fields = len(TrainState._fields)
-    mapped = local_opt.lift(
+    of_all = local_opt.map_workers(
         lambda *a: tuple(function(TrainState(*a[:fields]), *a[fields:])),
-        over, in_roles=(*worker.sides, *more), out_roles=tuple(worker.sides), in_turn=in_turn,
+        over, in_specs=(*worker.sides, *more), out_specs=tuple(worker.sides), in_turn=in_turn,
     )  # fmt: skip
-    return jax.jit(lambda state, *rest: TrainState(*mapped(*state, *rest)), donate_argnums=0)
+    return jax.jit(lambda state, *rest: TrainState(*of_all(*state, *rest)), donate_argnums=0)
 
 
-_of_all = functools.partial(local_opt.lift, roles="owned -> owned")
+_of_all = functools.partial(local_opt.map_workers, in_specs="worker", out_specs="worker")
 
 
 def steps_of(worker: Worker, over, *, reads: bool, in_turn=False) -> Callable:
     """(fresh, units) -> the compiled steps of a segment, all in one loop."""
     take = (lambda batch, units: batch) if reads else input.take_units
-    whose = "shared" if worker.row.deals and not reads else "owned"
+    of_batch = "replicated" if worker.row.deals and not reads else "worker"
 
     def compiled(fresh: bool, size: int):
         steps = step.segment(worker, take, fresh=fresh, size=size)
-        words = (whose, *["shared"] * 4)  # the batch, start, stop, first unit, rates
-        return lifted(worker, over, steps, *words, in_turn=in_turn)
+        words = (of_batch, *["replicated"] * 4)  # the batch, start, stop, first unit, rates
+        return mapped(worker, over, steps, *words, in_turn=in_turn)
 
     return functools.cache(compiled)
 
@@ -167,8 +171,8 @@ def start_of(worker: Worker, over) -> Callable:
         scale = worker.scale(opt_state, params) if worker.scale else ()
         return params, opt_state, orders, key, step.zero_stats(worker), means, scale
 
-    words = (worker.sides.params, "owned", "owned")
-    started = local_opt.lift(start, over, in_roles=words, out_roles=tuple(worker.sides))
+    words = (worker.sides.params, "worker", "worker")
+    started = local_opt.map_workers(start, over, in_specs=words, out_specs=tuple(worker.sides))
     # Called once in a run: on a CPU its optimisation takes half of its compilation.
     options = {"xla_backend_optimization_level": 0} if platform() == "cpu" else None
 
@@ -184,11 +188,11 @@ def params_of(model) -> Callable:
     return jax.jit(lambda seed: model.init(keys_of(seed, 1)[0]))
 
 
-def state_shapes(worker: Worker, over, *, owned=None, shared=None) -> TrainState:
+def state_shapes(worker: Worker, over, *, places=None) -> TrainState:
     """The shapes of a state of all workers, with the shardings of its fields if these are given."""
-    workers, places = worker.sizes.workers, {"owned": owned, "shared": shared}
+    workers, places = worker.sizes.workers, places or dict.fromkeys(("worker", "replicated"))
     params = jax.eval_shape(lambda: worker.model.init(jax.random.key(0)))
-    if worker.sides.params == "owned":
+    if worker.sides.params == "worker":
         wide = lambda p: jax.ShapeDtypeStruct((workers, *p.shape), p.dtype)  # noqa: E731
         params = jax.tree.map(wide, params)
 
@@ -203,8 +207,8 @@ def state_shapes(worker: Worker, over, *, owned=None, shared=None) -> TrainState
 def _places(mesh) -> dict[str, jax.sharding.Sharding]:
     """Where a state lies: on the mesh, or on the first device, as that of `_initial`."""
     if mesh is None:
-        return dict.fromkeys(("owned", "shared"), SingleDeviceSharding(jax.devices()[0]))
-    return {"owned": owned_sharding(mesh), "shared": shared_sharding(mesh)}
+        return dict.fromkeys(("worker", "replicated"), SingleDeviceSharding(jax.devices()[0]))
+    return {"worker": owned_sharding(mesh), "replicated": shared_sharding(mesh)}
 
 
 def following_of(worker: Worker, over) -> Callable | None:
@@ -243,7 +247,7 @@ def keys_of(seed, workers: int):
 
 
 def _initial(worker: Worker, mesh) -> Callable:
-    workers, own = worker.sizes.workers, worker.sides.params == "owned"
+    workers, own = worker.sizes.workers, worker.sides.params == "worker"
     started = start_of(worker, mesh or workers)
 
     def init(seed: int) -> TrainState:
@@ -262,7 +266,7 @@ def _initial(worker: Worker, mesh) -> Callable:
 
 def _readers(worker: Worker, mesh) -> dict[str, Callable]:
     """`mean`, `mean_params` and `averaged` of a program."""
-    own, average = worker.sides.params == "owned", jax.jit(worker.averages.update)
+    own, average = worker.sides.params == "worker", jax.jit(worker.averages.update)
     mean = jax.jit(local_opt.mean_over_workers) if own else None
 
     def model(tree):

@@ -127,7 +127,7 @@ def _changed(state: TrainState, worker: Worker, before: Sizes, visited: int, pol
 
     Keys of the steps' randomness are those of a run that began with as many workers.
     """
-    sizes, own = worker.sizes, worker.sides.params == "owned"
+    sizes, own = worker.sizes, worker.sides.params == "worker"
     if units is None and not worker.row.deals:
         units = np.arange(before.workers * before.num_units).reshape(before.workers, -1)
     params, opt_state, shared = state.params, state.opt_state, (state.averages, state.scale)

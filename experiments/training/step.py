@@ -105,9 +105,9 @@ class Worker(NamedTuple):
 
     @property
     def sides(self) -> TrainState:
-        """Which fields of the state are shared or owned, in the words of `local_opt.lift`."""
-        own = "shared" if self.rounds.in_step else "owned"
-        return TrainState(own, own, "owned", "owned", "owned", own, own)
+        """The fields of the state as specs of `local_opt.map_workers`."""
+        own = "replicated" if self.rounds.in_step else "worker"
+        return TrainState(own, own, "worker", "worker", "worker", own, own)
 
 
 def worker_of(

@@ -194,9 +194,11 @@ def test_a_shared_step_decides_when_workers_synchronise(workers):
         updates, state = opt.update(grads, state, x, step=t)
         return x + updates, state
 
-    roles = "owned owned owned shared -> owned owned"
-    run = jax.jit(local_opt.lift(step, workers, roles))
-    own = jax.jit(local_opt.lift(lambda *a: step(*a, None), W, "owned owned owned -> owned owned"))
+    specs = {"in_specs": ("worker", "worker", "worker", "replicated"), "out_specs": "worker"}
+    run = jax.jit(local_opt.map_workers(step, workers, **specs))
+    own = jax.jit(
+        local_opt.map_workers(lambda *a: step(*a, None), W, in_specs="worker", out_specs="worker")
+    )
     grads = jax.random.normal(jax.random.key(0), (8, W))
     for miscounted in (0, 1):
         x, state = local_opt.replicate((jnp.zeros(()), opt.init(jnp.zeros(()))), workers)
@@ -218,9 +220,9 @@ def test_under_vmap_a_shared_step_leaves_the_conditional():
         def step(x, state, *t):
             return opt.update(x, state, x, **({"step": t[0]} if t else {}))
 
-        run = local_opt.lift(step, W, in_roles=inputs, out_roles=("owned", "owned"))
+        run = local_opt.map_workers(step, W, in_specs=inputs, out_specs="worker")
         x, state = local_opt.replicate((jnp.zeros(()), opt.init(jnp.zeros(()))), W)
-        return str(jax.make_jaxpr(run)(x, state, *([0] if "shared" in inputs else [])))
+        return str(jax.make_jaxpr(run)(x, state, *([0] if "replicated" in inputs else [])))
 
-    assert "cond[" in text(("owned", "owned", "shared"))
-    assert "cond[" not in text(("owned", "owned")), "every step computes a sync, and selects"
+    assert "cond[" in text(("worker", "worker", "replicated"))
+    assert "cond[" not in text(("worker", "worker")), "every step computes a sync, and selects"

@@ -43,10 +43,10 @@ class Run(NamedTuple):
     def inside(self):
         return () if self.mesh is None else self.mesh.axis_names[1:]
 
-    def lift(self, function, roles):
-        return jax.jit(local_opt.lift(function, self.workers, roles))
+    def map(self, function, **specs):
+        return jax.jit(local_opt.map_workers(function, self.workers, **specs))
 
-    def owned(self, tree, specs=None, **how):
+    def replicate(self, tree, specs=None, **how):
         if specs and self.inside:
             put = lambda x, spec: jax.device_put(x, NamedSharding(self.mesh, spec))  # noqa: E731
             tree = jax.tree.map(put, tree, specs)
@@ -72,15 +72,21 @@ def words(run):
     def one(own, shared, rows, key):
         return own + shared, shared * 2, rows + own, jax.random.normal(key), own, own
 
-    lifted = run.lift(one, "owned shared split key -> owned shared split owned mean sum")
-    return lifted(jnp.arange(W), 10, jnp.zeros((4 * W, 3)), jax.random.key(3))
+    mapped = run.map(
+        one,
+        in_specs=("worker", "replicated", "batch", "key"),
+        out_specs=("worker", "replicated", "batch", "worker", "mean", "sum"),
+    )
+    return mapped(jnp.arange(W), 10, jnp.zeros((4 * W, 3)), jax.random.key(3))
 
 
 def start(run):
     tree = {"w": jnp.arange(8.0), "n": 3, "key": jax.random.key(0), "b": jnp.ones(4, jnp.bfloat16)}
-    own = run.owned(tree, keys="fold")
+    own = run.replicate(tree, keys="fold")
     local_opt.check_synced(own["w"], ulps=0)
-    move = run.lift(lambda w: w + 2.0 * jax.lax.axis_index("worker"), "owned -> owned")
+    move = run.map(
+        lambda w: w + 2.0 * jax.lax.axis_index("worker"), in_specs="worker", out_specs="worker"
+    )
     with pytest.raises(ValueError, match=r"parameters are 2 apart .*worker 1 from worker 0"):
         local_opt.check_synced(move(own["w"]))
     one = local_opt.mean_over_workers(own | {"w": move(own["w"])})
@@ -102,10 +108,12 @@ def trained(run, rounds, specs=None, weighed=False):
     def sync(w, state, weight):
         return rounds.sync(w, state, weight=weight if weighed else None)
 
-    step = run.lift(step, "owned owned split -> owned owned mean")
-    sync = run.lift(sync, "owned owned owned -> owned owned")
-    init = run.lift(rounds.init, "owned -> owned")
-    w = run.owned(WEIGHTS, specs)
+    step = run.map(
+        step, in_specs=("worker", "worker", "batch"), out_specs=("worker", "worker", "mean")
+    )
+    sync = run.map(sync, in_specs="worker", out_specs="worker")
+    init = run.map(rounds.init, in_specs="worker", out_specs="worker")
+    w = run.replicate(WEIGHTS, specs)
     state, found = init(w), []
     for t in range(STEPS):
         rows = (np.arange(W * BATCH) + t) % len(DATA["x"])
@@ -160,11 +168,19 @@ def ordered(
         w = jax.tree.map(lambda w, g: w - 0.05 * g, w, grads)
         return w, order.observe(orders, of_rows(rows)), value.mean()
 
-    step = run.lift(step, "owned owned split shared -> owned owned mean")
-    next_epoch = run.lift(lambda s: order.next_epoch(order.sync(s)), "owned -> owned")
+    step = run.map(
+        step,
+        in_specs=("worker", "worker", "batch", "replicated"),
+        out_specs=("worker", "worker", "mean"),
+    )
+    next_epoch = run.map(
+        lambda s: order.next_epoch(order.sync(s)), in_specs="worker", out_specs="worker"
+    )
     w, orders = (
-        run.owned(WEIGHTS),
-        run.lift(order.init, "key shared -> owned")(jax.random.key(2), start),
+        run.replicate(WEIGHTS),
+        run.map(order.init, in_specs=("key", "replicated"), out_specs="worker")(
+            jax.random.key(2), start
+        ),
     )
     found = []
     for _ in range(3):
@@ -206,7 +222,7 @@ SKETCH = jax.random.key(3)  # made outside of meshes, into which JAX closes over
 SKETCHED = functools.partial(ordering.sketched_grads, key=jax.random.key(7), size=K)
 COMPRESSED = {"compress": local_opt.quantize("int8")}
 FEATURES = {
-    "`lift`, every word": words,
+    "`map_workers`, every word": words,
     "`replicate`, `mean_over_workers`, `check_synced`": start,
     "`local_rounds`, a batch over \"data\"": lambda run: trained(
         run, local_opt.local_rounds(optax.adam(0.05), sync_opt_state="mean")

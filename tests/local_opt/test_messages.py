@@ -34,8 +34,8 @@ def updated(grads=X, params=X, state=None, opt=None):
     return lambda: jax.vmap(opt.update, axis_name="worker")(grads, state, params)
 
 
-def lifted(function, *args, roles="owned -> owned owned"):
-    return local_opt.lift(function, 2, roles)(*args)
+def mapped(function, *args, out_specs=("worker", "worker")):
+    return local_opt.map_workers(function, 2, in_specs="worker", out_specs=out_specs)(*args)
 
 
 SPECS, INT8, TOP_K = jax.P("model"), COMPRESSORS["int8"], COMPRESSORS["top_k"]
@@ -55,11 +55,15 @@ test_what_does_not_fit_is_named = refuses({
     "complex": (updated(X * 1j), "gradient.* complex.3. and in"),
     "state": (updated(state=local_opt.local_rounds(optax.adam(0.1))), "state.* in init.params"),
     "a dict of results": (
-        lambda: lifted(lambda x: {"a": x, "b": x}, X), "has a dict as result and out_roles are"
+        lambda: mapped(lambda x: {"a": x, "b": x}, X),
+        "out_specs is .'worker', 'worker'., which .* of type <class 'tuple'> .* type .*dict",
     ),
-    "three results": (lambda: lifted(lambda x: (x, x, x), X), "has 3 results and out_roles are"),
+    "three results": (
+        lambda: mapped(lambda x: (x, x, x), X), "out_specs is .* tuple of length 2, .* of length 3"
+    ),
     "no rows": (
-        lambda: lifted(lambda x: (x, x[0]), X, roles="owned -> owned split"), "number, without rows"
+        lambda: mapped(lambda x: (x, x[0]), X, out_specs=("worker", "batch")),
+        r"result\[1\] is 'batch' and a number, without rows: say 'worker'",
     ),
     "uneven": (lambda: local_opt.check_synced(UNEVEN), r"'w'. has the shape .*of one length"),
     **{
@@ -108,9 +112,9 @@ SYNCED = {  # by the name of an axis
 def test_an_axis_that_is_not_in_scope_is_named(name):
     """The workers' axis is "worker" here, and was said to be "dp"."""
     synced = SYNCED[name]("dp")
-    lifted = local_opt.lift(synced, 2, "owned -> owned owned")
+    mapped = local_opt.map_workers(synced, 2, in_specs="worker", out_specs="worker")
     vmapped = jax.vmap(synced, axis_name="worker")
-    for call in (synced, lifted, vmapped, jax.jit(vmapped)):
+    for call in (synced, mapped, vmapped, jax.jit(vmapped)):
         with pytest.raises(ValueError, match="axis 'dp' is not in scope.* pass it as axis_name="):
             call(X)
 

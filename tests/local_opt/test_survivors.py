@@ -52,9 +52,11 @@ def test_one_that_is_new_takes_all_from_the_first_that_is_not_and_weighs_nothing
         params, state, order, key = survivors.taken_over((params, state, order, key), [1, 0, 0, 1])
         return *rounds.sync(params, state, weight=weight), order, key
 
-    roles = {"in_roles": 5 * ("owned",), "out_roles": 4 * ("owned",)}
+    specs = {"in_specs": "worker", "out_specs": "worker"}
     for over in (4, mesh):  # simulated, and on devices
-        found = jax.jit(local_opt.lift(sync, over, **roles))(params, state, order, keys, weight)
+        found = jax.jit(local_opt.map_workers(sync, over, **specs))(
+            params, state, order, keys, weight
+        )
         params_of, state_of, order_of, key_of = found
         # The mean of 2 and 4 is 3, the change since the anchor 1 - 3, the outer rate 0.7.
         np.testing.assert_allclose(params_of, np.full(4, 1 + 0.7 * 2), rtol=1e-6)

@@ -141,8 +141,8 @@ def test_a_sync_holds_the_mean_and_no_copy_of_what_is_donated(optimised, workers
     """Beside its arguments: as many bytes as one worker has parameters."""
     rounds = local_opt.local_rounds(SGD, outer=outer)
     params = local_opt.replicate({"a": jnp.ones((128, 96)), "b": jnp.ones((96, 40))}, workers)
-    init = local_opt.lift(rounds.init, workers, "owned -> owned")
-    sync = local_opt.lift(rounds.sync, workers, "owned owned -> owned owned")
+    init = local_opt.map_workers(rounds.init, workers, in_specs="worker", out_specs="worker")
+    sync = local_opt.map_workers(rounds.sync, workers, in_specs="worker", out_specs="worker")
     held = params, jax.jit(init)(params)
     found = jax.jit(sync, donate_argnums=(0, 1)).lower(*held).compile().memory_analysis()
     size = sum(x.nbytes for x in jax.tree.leaves(params)) // 2
@@ -162,7 +162,7 @@ def test_processes_on_cpus_send_small_leaves_as_one_vector(weighs, sent, monkeyp
     tree = {name: rng.normal(size=(W, *shape)).astype(np.float32) for name, shape in shapes.items()}
     tree["e"], tree["steps"] = tree["e"].astype(jnp.bfloat16), np.arange(W, dtype=np.int32)
     mean = lambda x, v: local_opt.pmean(x, weight=v if weighs else None)  # noqa: E731
-    run = jax.jit(local_opt.lift(mean, mesh, "owned owned -> owned"))
+    run = jax.jit(local_opt.map_workers(mean, mesh, in_specs="worker", out_specs="worker"))
     args = tree, np.float32([1, 2, 0, 4])
     text = run.lower(*args).as_text()
     assert sorted(re.findall(r"all_reduce.*?-> tensor<(.*?)>", text, re.S)) == sent

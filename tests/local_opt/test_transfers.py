@@ -33,8 +33,8 @@ HOST = {
         SGD, correction=local_opt.scaffold(), drift=True).init(X),
     "diloco": lambda: local_opt.diloco(SGD, PLAN).init(X),
     "from_function": lambda: local_opt.from_function(lambda t: 2, total_steps=9),
-    "lift": lambda: local_opt.lift(
-        local_opt.local_steps(SGD, PLAN).init, 2, "owned -> owned")(X),
+    "map_workers": lambda: local_opt.map_workers(
+        local_opt.local_steps(SGD, PLAN).init, 2, in_specs="worker", out_specs="worker")(X),
     "quantize": lambda: local_opt.quantize("int8", feedback=0.5),
     "local_rounds": lambda: local_opt.local_rounds(SGD, compress=INT8).init(X),
     "top_k": lambda: local_opt.top_k(1 / 64, feedback=0.5),
@@ -42,7 +42,7 @@ HOST = {
     "normalize_by_period": lambda: local_opt.local_rounds(
         SGD, outer=local_opt.normalize_by_period(SGD, h_base=2)).init(X),
     "replicate": lambda: local_opt.replicate({"step": 0, "np": np.ones(3)} | X, MESH),
-    "owned, keys": lambda: local_opt.replicate({"step": 0, "key": TYPED}, 2, keys="fold"),
+    "replicate, keys": lambda: local_opt.replicate({"step": 0, "key": TYPED}, 2, keys="fold"),
     "parallel_rounds": lambda: local_opt.parallel_rounds(SGD).init(X),
     "fedprox": lambda: local_opt.local_rounds(SGD, correction=local_opt.fedprox(0.1)).init(X),
     "qsr": lambda: local_opt.qsr(FALL, **BY_POWER),

@@ -42,9 +42,11 @@ def step_of(rounds, mean_loss=mean_loss):
 
 def by_compiler(rounds, workers):
     """(step, sync): `workers` is a mesh, or the number of those on one device."""
-    lift = functools.partial(local_opt.lift, workers=workers)
-    step = lift(step_of(rounds), roles="owned owned split split -> owned owned")
-    return jax.jit(step), jax.jit(lift(rounds.sync, roles="owned owned -> owned owned"))
+    mapped = functools.partial(local_opt.map_workers, workers=workers)
+    step = mapped(
+        step_of(rounds), in_specs=("worker", "worker", "batch", "batch"), out_specs="worker"
+    )
+    return jax.jit(step), jax.jit(mapped(rounds.sync, in_specs="worker", out_specs="worker"))
 
 
 def by_hand(rounds, mesh):

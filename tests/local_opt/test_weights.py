@@ -206,7 +206,7 @@ def test_a_weight_counts_on_all_devices_of_a_worker(kind, compressor):
         def one(x, w, rounds=rounds):
             return rounds.sync(x, rounds.init(jax.tree.map(jnp.zeros_like, x)), weight=w)[0]
 
-        run = local_opt.lift(one, workers, "owned owned -> owned")
+        run = local_opt.map_workers(one, workers, in_specs="worker", out_specs="worker")
         own = placed(x, specs, mesh) if workers is mesh else x
         found.append(jax.jit(run)(own, jnp.array([3, 1])))
     # Shards have other rows of 128 numbers, and scales of their own.

@@ -181,7 +181,7 @@ def test_means_of_every_floating_type():
     expected, x = jax.tree.map(mean_by_hand, given), jax.tree.map(jnp.asarray, given)
     with jax.numpy_dtype_promotion("strict"):
         every = [jax.jit(RUNS[run](local_opt.pmean))(x) for run in ("vmap", "shard_map")]
-        once = local_opt.lift(lambda x: x, 4, "owned -> mean")(x)
+        once = local_opt.map_workers(lambda x: x, 4, in_specs="worker", out_specs="mean")(x)
     for found in every:
         jax.tree.map(np.testing.assert_array_equal, found, copies(expected))
     jax.tree.map(np.testing.assert_array_equal, once, expected)

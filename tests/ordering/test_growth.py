@@ -32,8 +32,10 @@ def observed(name, units, workers):
     def observe(state, rows):
         return order.observe(state, rows)
 
-    init = local_opt.lift(init, workers, "key -> owned")
-    observe = local_opt.lift(observe, workers, "owned split -> owned")
+    init = local_opt.map_workers(init, workers, in_specs="key", out_specs="worker")
+    observe = local_opt.map_workers(
+        observe, workers, in_specs=("worker", "batch"), out_specs="worker"
+    )
     state = jax.eval_shape(init, jax.random.key(0))
     rows = jax.ShapeDtypeStruct((workers * PER_STEP, NUMBERS), jnp.float32)
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))

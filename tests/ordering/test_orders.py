@@ -252,10 +252,12 @@ def test_all_workers_start_as_each_would_with_the_sizes_that_it_observes(name, w
         np.testing.assert_array_equal(alone.current, order.init(key, jnp.zeros(8)).current)
 
 
-def test_the_only_axis_of_the_mesh_in_scope_is_the_workers_as_in_lift():
+def test_the_only_axis_of_the_mesh_in_scope_is_the_workers_as_in_map_workers():
     order, key = ordering.random_reshuffling(6), jax.random.key(3)
     with jax.set_mesh(jax.make_mesh((4,), ("hosts",), devices=jax.devices()[:4])):
         found = ordering.start(order, key).current
-        lifted = local_opt.lift(lambda key: order.init(key, None), roles="key -> owned")(key)
-    np.testing.assert_array_equal(found, lifted.current)
+        mapped = local_opt.map_workers(
+            lambda key: order.init(key, None), in_specs="key", out_specs="worker"
+        )(key)
+    np.testing.assert_array_equal(found, mapped.current)
     assert found.shape == (4, 6) and found.sharding.spec[0] == "hosts"

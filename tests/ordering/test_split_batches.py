@@ -147,9 +147,9 @@ def test_gradients_of_convolutions_inside_lift_with_split_batches(maker):
         _, mean, rows = MAKERS[maker](loss)(w, x, KEY)
         return mean, rows
 
-    lifted = local_opt.lift(step, mesh, "owned split -> owned owned")
+    mapped = local_opt.map_workers(step, mesh, in_specs=("worker", "batch"), out_specs="worker")
     split = jax.device_put(x, NamedSharding(mesh, jax.P(("worker", "data"))))
-    mean, rows = jax.jit(lifted)(local_opt.replicate(w, mesh), split)
+    mean, rows = jax.jit(mapped)(local_opt.replicate(w, mesh), split)
     each = [jax.jit(step)(w, x[:4]), jax.jit(step)(w, x[4:])]
     close((mean, rows), jax.tree.map(lambda *of: np.stack(of), *each))
     close(mean, alone(loss, w, x).reshape(2, 4, *w.shape).mean(1))

@@ -170,21 +170,23 @@ INSIDE = {
 }
 
 
-def lifted(workers):
-    return lambda function: local_opt.lift(function, workers, "owned owned -> owned")
+def mapped(workers):
+    return lambda function: local_opt.map_workers(
+        function, workers, in_specs="worker", out_specs="worker"
+    )
 
 
 def explicit(function):
-    return lifted(jax.make_mesh((W,), ("worker",), devices=jax.devices()[:W]))(function)
+    return mapped(jax.make_mesh((W,), ("worker",), devices=jax.devices()[:W]))(function)
 
 
-LIFTS = {**RUNS, "lift": lifted(W), "lift, mesh": explicit}
+OVER = {**RUNS, "map_workers": mapped(W), "map_workers, mesh": explicit}
 
 
-def program(name, inside, lift):
+def program(name, inside, over):
     subject = SUBJECTS[name]
     made = subject.make()
-    return LIFTS[lift](lambda key, rows: INSIDE[inside](subject, made, key, rows))
+    return OVER[over](lambda key, rows: INSIDE[inside](subject, made, key, rows))
 
 
 @functools.cache
@@ -193,33 +195,33 @@ def shape_of(name):
 
 
 # What differs in its types and carries.
-TRACED = {"shard_map": ("scan", "checkpoint", "grad", "made there"), "lift, mesh": ("scan",)}
+TRACED = {"shard_map": ("scan", "checkpoint", "grad", "made there"), "map_workers, mesh": ("scan",)}
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
-@pytest.mark.parametrize("lift,places", TRACED.items(), ids=TRACED)
-def test_every_place_can_be_traced(name, lift, places):
+@pytest.mark.parametrize("over,places", TRACED.items(), ids=TRACED)
+def test_every_place_can_be_traced(name, over, places):
     shape = shape_of(name)
     for inside in places:
-        there = jax.eval_shape(program(name, inside, lift), KEYS, ROWS)
+        there = jax.eval_shape(program(name, inside, over), KEYS, ROWS)
         assert (there.shape, there.dtype) == (shape.shape, shape.dtype), inside
 
 
 # Two loops and an explicit axis, whose types JAX checks, have all that can go wrong at once.
 RUN = ("cd_grab", "dealt", "sketched", "local_steps", "local_rounds", "streaming_rounds")
-SOME = [(name, "scan", "lift, mesh") for name in RUN]
+SOME = [(name, "scan", "map_workers, mesh") for name in RUN]
 
 
 @pytest.mark.parametrize(
-    "name,inside,lift",
+    "name,inside,over",
     [
         pytest.param(*case, marks=() if case in SOME else pytest.mark.slow)
-        for case in itertools.product(SUBJECTS, INSIDE, LIFTS)
+        for case in itertools.product(SUBJECTS, INSIDE, OVER)
         if case[1:] != ("plain", "vmap")
     ],
 )
-def test_every_place_gives_the_same_numbers(name, inside, lift):
-    found = jax.jit(program(name, inside, lift))(KEYS, ROWS)
+def test_every_place_gives_the_same_numbers(name, inside, over):
+    found = jax.jit(program(name, inside, over))(KEYS, ROWS)
     expected = jax.jit(program(name, "plain", "vmap"))(KEYS, ROWS)
     # The same sums, compiled otherwise; orders are whole numbers.
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
@@ -274,7 +276,7 @@ def test_a_number_of_a_plan_that_is_traced_is_refused_with_what_to_do(ask):
 
 
 def test_what_is_drawn_at_once_is_so_on_a_mesh_that_is_not_in_scope():
-    """Explicit axes of several devices are named in a lifted step, and no device is known."""
+    """Explicit axes of several devices are named in a mapped step, and no device is known."""
     sketched, key = ordering.sketched_grads(lambda w, x: x @ w, jax.random.key(7), size=8), KEYS[0]
 
     def step(w, x):
@@ -283,7 +285,11 @@ def test_what_is_drawn_at_once_is_so_on_a_mesh_that_is_not_in_scope():
 
     w, x = np.ones(50, "f"), np.random.default_rng(0).normal(size=(2, 3, 50)).astype("f")
     found, expected = (
-        jax.jit(local_opt.lift(step, workers, "shared owned -> owned shared"))(w, x)
+        jax.jit(
+            local_opt.map_workers(
+                step, workers, in_specs=("replicated", "worker"), out_specs=("worker", "replicated")
+            )
+        )(w, x)
         for workers in (jax.make_mesh((2, 4), ("worker", "data")), 2)
     )
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)

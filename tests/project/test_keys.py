@@ -15,7 +15,7 @@ from tests import tables
 
 W, M, B, D = 4, 6, 2, 3
 ROWS = tables.whole_numbers((W, M, D))
-LIFTS = {"vmap": tables.vmap_workers, "shard_map": tables.shard_map_workers}
+OVER = {"vmap": tables.vmap_workers, "shard_map": tables.shard_map_workers}
 
 
 @pytest.fixture(autouse=True)
@@ -29,8 +29,8 @@ CASES = [(name, "vmap") for name in tables.ORDERS]
 CASES += [("cd_grab", "shard_map"), ("cd_grab_walk", "shard_map")]
 
 
-@pytest.mark.parametrize("name,lift", CASES)
-def test_an_order_uses_its_keys_once(name, lift):
+@pytest.mark.parametrize("name,over", CASES)
+def test_an_order_uses_its_keys_once(name, over):
     order = tables.ORDERS[name].make(M, B)
 
     def epochs(key, rows):
@@ -39,7 +39,7 @@ def test_an_order_uses_its_keys_once(name, lift):
             state = tables.run_epoch(order, state, rows, B)
         return state.current
 
-    LIFTS[lift](epochs)(jax.random.split(jax.random.key(0), W), jnp.asarray(ROWS))
+    OVER[over](epochs)(jax.random.split(jax.random.key(0), W), jnp.asarray(ROWS))
 
 
 @pytest.mark.parametrize("name", tables.PLANS)

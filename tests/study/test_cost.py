@@ -190,7 +190,7 @@ def test_blocks_of_pairs_are_those_of_the_target_chip():
         return x
 
     mesh, _ = slice_of(FOUR["v5e"], WORKERS)
-    run = local_opt.lift(worker, mesh, "owned -> owned")
+    run = local_opt.map_workers(worker, mesh, in_specs="worker", out_specs="worker")
     jax.eval_shape(run, jax.ShapeDtypeStruct((WORKERS, 2), np.float32))
     assert found == [ordering.kernel.BLOCK]
     assert ordering.kernel.block_size_of() == 1, "JAX uses the CPU"
@@ -259,7 +259,7 @@ def test_a_compressor_takes_memory_for_a_group_and_sends_the_bytes_of_all(monkey
     for group in (2**22, 2**19):
         monkeypatch.setattr(exchange, "GROUP", group)
         monkeypatch.setattr(exchange, "GROUPS", 2**30)
-        sync = local_opt.lift(rounds.sync, mesh, "owned owned -> owned owned")
+        sync = local_opt.map_workers(rounds.sync, mesh, in_specs="worker", out_specs="worker")
         found.append(jax.jit(sync, donate_argnums=(0, 1)).lower(*args).compile())
     sent = local_opt.sync_bytes(2**22, num_workers=WORKERS, compress=compressor)
     sent *= WORKERS / (WORKERS - 1)
@@ -363,10 +363,10 @@ def test_bytes_of_a_type():
 # What is sent, and what a dry run tells without a topology.
 
 
-def over_mesh(function, inputs):
-    """A worker's function over devices, with owned inputs and outputs."""
+def over_mesh(function):
+    """A worker's function over devices."""
     mesh = worker_mesh(WORKERS)
-    return local_opt.lift(function, mesh, f"{inputs} -> owned")
+    return local_opt.map_workers(function, mesh, in_specs="worker", out_specs="worker")
 
 
 @pytest.mark.parametrize("per_step,size", [(3, 2), (4, 3)])
@@ -378,10 +378,10 @@ def test_the_cost_of_an_order_equals_the_collectives_of_its_step(per_step, size)
     def step(state, rows):
         return order.observe(state, rows)
 
-    init = over_mesh(lambda key: order.init(key, params), "owned")
+    init = over_mesh(lambda key: order.init(key, params))
     state = jax.eval_shape(init, jax.random.split(jax.random.key(0), WORKERS))
     rows = jax.ShapeDtypeStruct((WORKERS, size, 18), jnp.float32)
-    observe = over_mesh(step, "owned owned")
+    observe = over_mesh(step)
     found = kinds(collectives_of(jax.jit(observe).lower(state, rows).compile().as_text()))
     # Of n numbers an all-to-all sends (W - 1) / W n, an all-reduce 2 (W - 1) / W n.
     sent = (found.get("all-to-all", 0) / 2 + found.get("all-reduce", 0)) / 4 / 18
@@ -397,8 +397,8 @@ def test_dealt_orders_send_their_signs_at_the_end_of_an_epoch():
     sizes, size = Sizes(WORKERS, 20, 4, 1), 18
     order = row_of("order", "id_pair+dealt").make(OrderSetting(20, 4))
     keys = jax.random.split(jax.random.key(0), WORKERS)
-    init = over_mesh(lambda key: order.init(key, jnp.zeros(size)), "owned")
-    end = over_mesh(order.next_epoch, "owned")
+    init = over_mesh(lambda key: order.init(key, jnp.zeros(size)))
+    end = over_mesh(order.next_epoch)
     state = jax.eval_shape(init, keys)
     found = kinds(collectives_of(jax.jit(end).lower(state).compile().as_text()))
     assert found == {"all-gather": 2 * WORKERS}, "10 pairs in 2 bytes"
@@ -492,15 +492,15 @@ def test_collectives_of_a_step_are_counted():
         return jax.lax.cond(x.sum() > 0, lambda x: jax.lax.pmax(x, "worker"), jnp.sin, x)
 
     def count(step):
-        found = local_opt.count_collectives(over_mesh(step, "owned"), rows)
-        compiled = jax.jit(over_mesh(step, "owned")).lower(rows).compile().as_text()
+        found = local_opt.count_collectives(over_mesh(step), rows)
+        compiled = jax.jit(over_mesh(step)).lower(rows).compile().as_text()
         assert found == collections.Counter(one.kind for one in collectives_of(compiled))
         return found
 
     rows = local_opt.replicate(jnp.ones(3), worker_mesh(WORKERS))
     assert count(step) == {"all-reduce": 3, "all-gather": 1, "collective-permute": 1}
     assert count(jnp.sin) == {}
-    simulated = local_opt.lift(step, WORKERS, "owned -> owned")
+    simulated = local_opt.map_workers(step, WORKERS, in_specs="worker", out_specs="worker")
     assert local_opt.count_collectives(jax.jit(simulated), jnp.ones((WORKERS, 3))) == {}
     rounds = local_opt.local_rounds(optax.sgd(0.1))
     assert count(lambda x: rounds.update(x, rounds.init(x), x)[0]) == {}

@@ -1,0 +1,429 @@
+"""A step of one worker as a step of all of them, simulated on one device or on a mesh."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from local_opt.replication import ARRAYS, fold_in_workers, spec_of
+from local_opt.workers import wide_type
+from syncopate.mesh import is_key, names_of, typed_key
+from syncopate.workers import count_of
+
+REDUCE = {"mean": jnp.mean, "sum": jnp.sum}  # over the workers
+INPUTS = ("worker", "replicated", "batch", "key")
+RESULTS = ("worker", "replicated", "batch", *REDUCE)
+NUMBERS = int | float | complex
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def map_workers(
+    function: Callable,
+    workers: int | Mesh | None = None,
+    *,
+    in_specs: PyTree,
+    out_specs: PyTree,
+    axis_name: str | None = None,
+    in_turn: bool = False,
+) -> Callable:
+    """Maps a function of one worker, as a training step, over all workers.
+
+    y_w = f(x_w) for w = 0 .. W - 1, under the named axis that `local_steps` and orders need.
+
+    Specs are prefix trees of words, as `jax.shard_map` takes them of its own:
+
+        worker      leaves [W, ...], of each worker, as `local_opt.replicate` makes them
+        replicated  the same for all workers; a result must be provably so
+        batch       leaves [n, ...], a batch of all: worker w has the w-th n / W rows
+        key         of arguments: one key, typed or legacy; worker w gets fold_in(key, w), typed
+        mean        of results: over the workers, as of losses
+        sum         of results: over the workers, as of counts
+
+    On a mesh a mean and a sum are an all-reduce in every call: where workers seldom synchronise,
+    return losses as "worker". Leaves that are not arrays, as an equinox model's functions, pass
+    through. Legacy keys, uint32[2], are only known as "key": elsewhere they are two numbers.
+
+    Args:
+      function: of one worker. Gradients by a replicated argument are the worker's own.
+      workers: W >= 1, simulated on one device by `jax.vmap`; or a mesh, one worker per position on
+        that axis, by `jax.shard_map`; None for the mesh of `jax.set_mesh` where the result is
+        called. Other axes, automatic or explicit, are inside a worker.
+      in_specs: of the positional arguments, as ({"x": "worker", "step": "replicated"}, "batch"), or
+        one word for all of them. Keyword arguments are replicated.
+      out_specs: of what the function returns, as ("worker", "mean") of a tuple of two.
+      axis_name: the workers' axis; None for a mesh's only one, and "worker" of several or none.
+      in_turn: whether simulated workers run one after another, which is faster for convolutions on
+        CPUs; for functions without collectives.
+
+    Returns:
+      A function of the same arguments, to be jitted. On a mesh of several axes it compiles itself.
+
+    Raises:
+      ValueError: at construction for words or a mesh that do not fit; from a call for arguments or
+        results that do not, for no mesh in scope, and for a replicated result that differs between
+        workers or is not proved to be equal, as by collectives over groups of them and callbacks.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from syncopate import local_opt
+      >>> plan = local_opt.constant(2, total_steps=4)
+      >>> optimizer = local_opt.local_steps(optax.sgd(0.5), plan)
+      >>> def step(x, state, target):
+      ...     loss, grad = jax.value_and_grad(lambda x: (x - target[0]) ** 2)(x)
+      ...     update, state = optimizer.update(grad, state, x)
+      ...     return x + update, state, loss
+      >>> step = jax.jit(local_opt.map_workers(
+      ...     step, 2, in_specs=("worker", "worker", "batch"),
+      ...     out_specs=("worker", "worker", "mean")))
+      >>> x, state = local_opt.replicate((jnp.zeros(()), optimizer.init(jnp.zeros(()))), 2)
+      >>> x, state, loss = step(x, state, jnp.array([1.0, 3.0]))
+      >>> x.tolist(), float(loss)
+      ([1.0, 3.0], 5.0)
+
+    References:
+      Rush et al., DrJAX: Scalable and Differentiable MapReduce Primitives in JAX, 2024,
+      https://arxiv.org/abs/2403.07128
+    """
+    fixed = None if workers is None else count_of(workers, axis_name)
+    in_specs = tuple(in_specs) if type(in_specs) is list else in_specs  # as `jax.vmap` does
+    _check_words("in_specs", in_specs, INPUTS)
+    words = _check_words("out_specs", out_specs, RESULTS)
+    _check_function(function, in_specs)
+    if in_turn and (fixed is None or fixed[2] is not None):
+        raise ValueError("in_turn is for simulated workers: pass their number, not a mesh.")
+    if in_turn and "replicated" in words:
+        raise ValueError("in_turn proves no result to be 'replicated': say 'worker' in out_specs.")
+
+    def run(inputs, over, arrays):
+        def one(arrays):
+            call = inputs.tree(arrays)
+            result = function(*call.args, **call.kwargs)
+            return _split(result, _broadcast("out_specs", out_specs, result), words, "result")
+
+        how = _on_mesh if over.mesh is not None else _in_turn if in_turn else _simulated
+        results, arrays = how(one, _enter(inputs, arrays, over), words, over)
+        return results, _leave(results, arrays, over.mesh)
+
+    compiled = jax.jit(run, static_argnums=(0, 1))
+
+    @functools.wraps(function, updated=())
+    def mapped(*args, **kwargs):
+        over = _Over(*(fixed or count_of(None, axis_name)))
+        inputs, arrays = _split(_Call(args, kwargs), _words(in_specs, args, kwargs), INPUTS)
+        # JAX leaves axes of a mesh to the compiler where a program is compiled, and only there.
+        several = over.mesh is not None and len(over.mesh.shape) > 1
+        alone = several and not any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays))
+        results, arrays = (compiled if alone else run)(inputs, over, arrays)
+        return results.tree(arrays)
+
+    return mapped
+
+
+class _Call(NamedTuple):
+    args: tuple
+    kwargs: dict
+
+
+class _Over(NamedTuple):
+    """Where the workers are, as of `count_of`."""
+
+    count: int
+    axis_name: str
+    mesh: Any
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Skeleton:
+    """A tree without its arrays."""
+
+    words: tuple[str, ...]  # of every leaf
+    names: tuple[str, ...]
+    rest: tuple[Any, ...]  # (type, value) of every other leaf, as 1 == True; None for an array
+    structure: Any
+
+    def names_of(self, word: str) -> list[str]:
+        """Of the arrays with this word."""
+        leaves = zip(self.words, self.names, self.rest, strict=True)
+        return [name for of, name, rest in leaves if of == word and rest is None]
+
+    def tree(self, arrays: dict[str, list]) -> Any:
+        """The tree, with these arrays."""
+        left = {word: iter(leaves) for word, leaves in arrays.items()}
+        leaves = zip(self.words, self.rest, strict=True)
+        return self.structure.unflatten(
+            next(left[word]) if rest is None else rest[1] for word, rest in leaves
+        )
+
+
+def _split(tree, words, known, root="") -> tuple[_Skeleton, dict[str, list]]:
+    """A tree without its arrays, and these by their words."""
+    arrays, names, rest = {word: [] for word in known}, [], []
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    for (path, x), word in zip(leaves, words, strict=True):
+        is_array = isinstance(x, ARRAYS | NUMBERS if word in REDUCE else ARRAYS)
+        names.append((root + jax.tree_util.keystr(path)).removeprefix("."))
+        rest.append(None if is_array else (type(x), x))
+        if is_array:
+            arrays[word].append(x)
+            if word == "batch" and not jnp.ndim(x):
+                raise ValueError(
+                    f"{names[-1]} is 'batch' and a number, without rows: say 'worker'."
+                )
+    return _Skeleton(tuple(words), tuple(names), tuple(rest), structure), arrays
+
+
+def _words(in_specs, args, kwargs) -> list[str]:
+    """Of all leaves of a call."""
+    if type(in_specs) is tuple and len(in_specs) != len(args):
+        raise ValueError(
+            f"{len(args)} arguments came by position and in_specs is {in_specs}: give one entry "
+            "for each. Arguments by keyword are replicated and have none."
+        )
+    words = _broadcast("in_specs", in_specs, args)
+    for (path, x), word in zip(jax.tree.leaves_with_path(args), words, strict=True):
+        needed = word == "key" or (word != "replicated" and len(path) == 1)
+        if needed and not isinstance(x, ARRAYS):
+            raise ValueError(
+                f"args{jax.tree_util.keystr(path)} is {x!r}, and {word!r} in in_specs: pass an "
+                "array, or say 'replicated'."
+            )
+    return words + ["replicated"] * len(jax.tree.leaves(kwargs))
+
+
+def _broadcast(name, specs, tree) -> list[str]:
+    """The words of all leaves of a tree."""
+    try:
+        return jax.tree.leaves(jax.tree.broadcast(specs, tree))
+    except ValueError as error:
+        why = " ".join(str(error).split()).replace("broadcast_prefix prefix_tree", name)
+        raise ValueError(f"{name} is {specs!r}, which is no prefix: {why}") from None
+
+
+def _simulated(one, arrays, words, over):
+    """All workers at once, on one device."""
+    vmap = functools.partial(jax.vmap, axis_name=over.axis_name, axis_size=over.count)
+    try:
+        return vmap(one, (_each(INPUTS, None, 0),), (0, _each(words, None, 0)))(arrays)
+    except ValueError:
+        if "replicated" in words:  # JAX does not name the one that has an axis
+            _refuse(_differing(one, arrays, over))
+        raise
+
+
+def _in_turn(one, arrays, words, over):
+    """One worker after another: vmap makes grouped convolutions, which are slow on CPUs."""
+    del words
+    same = _same(arrays)
+    mapped = {word: leaves for word, leaves in arrays.items() if word not in same}
+    return jax.lax.scan(lambda _, x: (None, one(x | same)), None, mapped, over.count)[1]
+
+
+def _on_mesh(one, arrays, words, over):
+    """One worker per position on an axis of a mesh; other axes are left to the compiler."""
+    whole, rows = PartitionSpec(), PartitionSpec(over.axis_name)
+    empty = not any(x.size for x in jax.tree.leaves(arrays))
+
+    def per_device(given):
+        given = _nothing(arrays, over.count) if empty else given
+        given = _changed(given, lambda x: x[0])
+        results, found = (_proved(one, over) if "replicated" in words else one)(given)
+        return results, _changed(found, lambda x: jnp.expand_dims(x, 0))
+
+    # With check_vma=True JAX refuses scans of one worker that start from zeros, and adds up
+    # gradients of replicated arguments over the workers.
+    run = jax.shard_map(
+        per_device, mesh=over.mesh, axis_names={over.axis_name}, check_vma=False,
+        in_specs=(_each(INPUTS, whole, rows),), out_specs=(whole, _each(words, whole, rows)),
+    )  # fmt: skip
+    return run({word: [] for word in INPUTS} if empty else arrays)
+
+
+def _nothing(arrays, count) -> dict:
+    """Empty arrays of one device. XLA fails on programs whose arguments are all empty."""
+
+    def of_device(word, x):
+        shape = x.shape if word == "replicated" else (x.shape[0] // count, *x.shape[1:])
+        return jnp.zeros(shape, x.dtype)
+
+    return {word: [of_device(word, x) for x in leaves] for word, leaves in arrays.items()}
+
+
+def _changed(arrays, function) -> dict:
+    """Arrays of one device, those with a worker axis changed."""
+    without = ("replicated", "batch")
+    return {w: x if w in without else [function(a) for a in x] for w, x in arrays.items()}
+
+
+def _each(words, replicated, other) -> dict:
+    return {word: replicated if word == "replicated" else other for word in words}
+
+
+def _proved(one, over):
+    """The function of one worker on a mesh, refused unless its replicated results are equal.
+
+    On a mesh nobody would see it: one worker's would stand for all. `jax.vmap` knows what depends
+    on the worker, and fails at what devices alone can do.
+    """
+
+    def proved(arrays):
+        jaxpr, shapes = jax.make_jaxpr(one, return_shape=True)(arrays)  # traced once for both
+
+        def evaluated(arrays):
+            found = jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *jax.tree.leaves(arrays))
+            return jax.tree.unflatten(jax.tree.structure(shapes), found)
+
+        def differing(arrays):
+            every = jax.tree.map(lambda x: jax.lax.broadcast(x, (over.count,)), arrays)
+            names.extend(_differing(evaluated, every | _same(arrays), over))
+
+        names, why = [], "it calls the host"
+        try:
+            jax.eval_shape(differing, arrays)
+            known = not any(str(effect).endswith("IO") for effect in jaxpr.effects)
+        except Exception as error:  # whatever JAX says of what it cannot map
+            known, why = False, f"{type(error).__name__}: {str(error).split(chr(10))[0]}"
+        _refuse(names)
+        if not known:
+            raise ValueError(
+                f"{shapes[0].names_of('replicated')[0]} is 'replicated' in out_specs, and is not "
+                f"proved to be equal on all workers ({why}): say 'worker', 'mean' or 'sum'."
+            )
+        return evaluated(arrays)
+
+    return proved
+
+
+def _same(arrays) -> dict:
+    return {"replicated": arrays["replicated"]}
+
+
+def _differing(one, arrays, over) -> list[str]:
+    """The replicated results that depend on the worker."""
+    names = []
+
+    def note(name, x):
+        @jax.custom_batching.custom_vmap
+        def same(x):
+            return x
+
+        @same.def_vmap
+        def of_workers(size, mapped, x):
+            del size
+            names.append(name)
+            return x, mapped[0]
+
+        return same(x)
+
+    def noted(arrays):
+        results, arrays = one(arrays)
+        return list(map(note, results.names_of("replicated"), arrays["replicated"]))
+
+    how = {"axis_name": over.axis_name, "axis_size": over.count}
+    jax.eval_shape(jax.vmap(noted, (_each(INPUTS, None, 0),), **how), arrays)
+    return names
+
+
+def _refuse(differing) -> None:
+    if differing:
+        raise ValueError(
+            f"{differing[0]} is 'replicated' in out_specs and differs between workers: make it "
+            "equal, as by jax.lax.pmean or local_opt.pmean, or say 'worker', 'mean' or 'sum'."
+        )
+
+
+def _enter(inputs, arrays, over) -> dict[str, list]:
+    """The arrays of all arguments, as they are mapped over."""
+    count, axis_name, mesh = over
+
+    def enter(word, name, x):
+        x = typed_key(x) if word == "key" else x
+        shape = jnp.shape(x)
+        if word == "key":
+            if not is_key(x) or shape:
+                raise ValueError(
+                    f"{name} is 'key' in in_specs and {jnp.result_type(x)}{list(shape)}: pass one "
+                    "key, as jax.random.key(0), or keys of all workers as 'worker'."
+                )
+            x = fold_in_workers(jnp.broadcast_to(x, (count,)))
+        if word == "worker" and shape[:1] != (count,):
+            raise ValueError(
+                f"{name} is 'worker' in in_specs and has the shape {shape}, and there are {count} "
+                "workers: make it by local_opt.replicate(tree, workers), where numbers of Python "
+                "must be arrays, by jnp.asarray, or say 'replicated' or 'batch'."
+            )
+        if word == "batch":
+            if not shape or not shape[0] or shape[0] % count:
+                raise ValueError(
+                    f"{name} is 'batch' in in_specs and has the shape {shape}: its rows must be a "
+                    f"multiple of the {count} workers. Take another batch size, or 'replicated'."
+                )
+            x = jnp.reshape(x, (count, shape[0] // count, *shape[1:])) if mesh is None else x
+        if mesh is None or axis_name not in mesh.explicit_axes:
+            return x
+        first = () if word == "replicated" else (axis_name,)
+        rest = [s if {*names_of(s)} <= {*mesh.explicit_axes} else None for s in spec_of(x)]
+        spec = PartitionSpec(*first, *rest[len(first) :])
+        return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+
+    return {
+        word: [enter(word, *leaf) for leaf in zip(inputs.names_of(word), leaves, strict=True)]
+        for word, leaves in arrays.items()
+    }
+
+
+def _leave(results, arrays, mesh) -> dict[str, list]:
+    """The arrays of the results, from those of all workers."""
+
+    def leave(word, name, x):
+        if word == "batch" and mesh is None:
+            return jnp.reshape(x, (-1, *x.shape[2:]))
+        if word not in REDUCE:
+            return x
+        if is_key(x):
+            raise ValueError(f"{name} is {word!r} in out_specs, and a key has none: say 'worker'.")
+        # Floating leaves are added up in float32 and keep their type; others are as in `jnp`.
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return REDUCE[word](x, axis=0)
+        return REDUCE[word](x.astype(wide_type(x.dtype)), axis=0).astype(x.dtype)
+
+    return {
+        word: [leave(word, *leaf) for leaf in zip(results.names_of(word), leaves, strict=True)]
+        for word, leaves in arrays.items()
+    }
+
+
+def _check_words(name, specs, known) -> list[str]:
+    """The words of a prefix tree, each once."""
+    leaves = jax.tree_util.tree_leaves_with_path(specs)
+    for path, word in leaves:
+        if not isinstance(word, str) or word not in known:
+            place = name + jax.tree_util.keystr(path)
+            raise ValueError(f"{place} is {word!r}: pass one of {', '.join(known)}.")
+    return sorted({word for _, word in leaves})
+
+
+def _check_function(function, in_specs) -> None:
+    if not callable(function):
+        raise ValueError(f"function is {function!r}: pass the step of one worker, not called.")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # written in C
+        return
+    kinds = [parameter.kind for parameter in signature.parameters.values()]
+    most = (
+        np.inf if inspect.Parameter.VAR_POSITIONAL in kinds else sum(map(POSITIONAL.count, kinds))
+    )
+    if type(in_specs) is tuple and len(in_specs) > most:
+        raise ValueError(
+            f"in_specs is {in_specs} and the function takes {signature}: give one entry for each "
+            "argument by position. Arguments by keyword are replicated."
+        )

@@ -1,0 +1,161 @@
+"""The same state for all workers."""
+
+import functools
+import sys
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Key, PyTree
+
+from local_opt.workers import check_synced
+from syncopate.mesh import is_key, is_legacy, name_of
+from syncopate.workers import count_of
+
+ARRAYS = jax.Array | np.ndarray | np.generic
+KEYS = (None, "fold", "copy")
+
+
+@jax.transfer_guard("allow")
+def replicate(
+    tree: PyTree,
+    workers: int | Mesh | None = None,
+    *,
+    axis_name: str | None = None,
+    keys: str | None = None,
+) -> PyTree:
+    """The same start for every worker: leaves [W, ...], on the devices of their workers.
+
+    x_w = x for w = 0 .. W - 1, in new memory, so that a step may donate it.
+
+    A random key in the tree, as for dropout in the state of a `flax.nnx` model, is copied, too, so
+    that all workers drop the same units. `keys="fold"` gives each worker its own, fold_in(key, w);
+    legacy keys, which may be any two numbers, are refused with it.
+
+    Args:
+      tree: arrays, as of parameters or a whole training state. Whole numbers become arrays, but
+        those of an equinox module, its sizes; other leaves that are not arrays pass through.
+      workers, axis_name: as of `map_workers`; on a mesh every process passes the same tree. Arrays
+        that are split over other axes of the mesh stay so.
+      keys: "fold" or "copy"; None copies with a warning.
+
+    Returns:
+      A tree of the same structure.
+
+    Raises:
+      ValueError: for unknown `keys`, legacy ones to fold, no mesh in scope, or if processes have
+        different values.
+
+    Warns:
+      UserWarning: if a key is copied and `keys` is None.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> from syncopate import local_opt
+      >>> local_opt.replicate({"w": jnp.arange(2), "step": 0}, 3)["w"].tolist()
+      [[0, 1], [0, 1], [0, 1]]
+      >>> key = local_opt.replicate(jax.random.key(0), 2, keys="fold")
+      >>> bool(key[0] == key[1])
+      False
+    """
+    count, axis_name, mesh = count_of(workers, axis_name)
+    if keys not in KEYS:
+        raise ValueError(f"keys is {keys!r}: pass 'fold', for a key of each worker, or 'copy'.")
+    arrays, rest = parted(_counters(tree))
+    found = _spread(arrays, count, mesh, axis_name)
+    if mesh is not None and jax.process_count() > 1:
+        check_synced(found, what="state", ulps=0)
+    of_keys = jax.tree.map(lambda x: x if is_key(x) else None, arrays)
+    leaves = jax.tree_util.tree_leaves_with_path(arrays)
+    legacy = [name_of(path) for path, x in leaves if is_legacy(x)]
+    if legacy and keys == "fold":
+        raise ValueError(
+            f"leaf {legacy[0]} is uint32[2], a legacy key or any two numbers: make a key typed by "
+            "jax.random.wrap_key_data, and keep other numbers in another type."
+        )
+    if keys is None and (named := legacy + [name_of(path) for path, x in leaves if is_key(x)]):
+        warnings.warn(
+            f"every worker gets the same key {', '.join(named)}, and will drop the same units: "
+            "pass keys='fold' for a key of each worker, or keys='copy' to keep them equal.",
+            stacklevel=3,  # beyond the transfer guard
+        )
+    if keys == "fold":
+        own = _spread(of_keys, count, mesh, axis_name, folds=True)
+        found = joined(own, found)
+    return joined(found, rest)
+
+
+def _counters(tree):
+    """The tree with arrays in place of whole numbers, without those of equinox' modules: sizes."""
+    module = getattr(sys.modules.get("equinox"), "Module", ())
+
+    def number(x):
+        if isinstance(x, bool) or not isinstance(x, int):
+            return x
+        return jnp.asarray(x, jnp.result_type(x))  # not a weak type, which the first step changes
+
+    return jax.tree.map(number, tree, is_leaf=lambda x: isinstance(x, module))
+
+
+def _spread(tree, count, mesh, axis_name, *, folds=False):
+    """The arrays of all workers, on their devices."""
+    leaves, structure = jax.tree.flatten(tree)
+    if mesh is None:
+        return structure.unflatten(_repeat(count, folds, None)(leaves))
+
+    def place(x, *first):
+        spec = spec_of(x)
+        # As long as the shape, as a step's results are there: else its second call would compile.
+        spec += (None,) * (jnp.ndim(x) - len(spec)) if mesh.explicit_axes else ()
+        return NamedSharding(mesh, PartitionSpec(*first, *spec))
+
+    places = tuple(place(x, axis_name) for x in leaves)
+    if jax.process_count() == 1:  # one copy per device, never all on one
+        leaves = jax.device_put(leaves, list(map(place, leaves)))
+    else:  # each process's own, which may differ
+        leaves = [x if is_key(x) else np.asarray(x) for x in leaves]
+    return structure.unflatten(_repeat(count, folds, places)(leaves))
+
+
+@functools.lru_cache(maxsize=64)
+def _repeat(count, folds, places):
+    """Compiles arrays -> those of all workers, once for equal places."""
+
+    def repeat(arrays):
+        arrays = [jnp.broadcast_to(x, (count, *x.shape)) for x in arrays]
+        return list(map(fold_in_workers, arrays)) if folds else arrays
+
+    return jax.jit(repeat, out_shardings=None if places is None else list(places))
+
+
+def parted(tree: PyTree) -> tuple[PyTree, PyTree]:
+    """The tree's arrays, and its other leaves; None in place of the other kind."""
+    arrays = jax.tree.map(lambda x: x if isinstance(x, ARRAYS) else None, tree)
+    return arrays, jax.tree.map(lambda x: None if isinstance(x, ARRAYS) else x, tree)
+
+
+def joined(arrays: PyTree, rest: PyTree) -> PyTree:
+    """The inverse of `parted`."""
+    return jax.tree.map(
+        lambda x, other: other if x is None else x, arrays, rest, is_leaf=lambda x: x is None
+    )
+
+
+def fold_in_workers(keys: Key[Array, "W ..."]) -> Key[Array, "W ..."]:
+    """fold_in(key_w, w), the keys of worker w."""
+
+    def of_worker(keys, worker):
+        flat = jax.vmap(jax.random.fold_in, (0, None))(keys.reshape(-1), worker)
+        return flat.reshape(keys.shape)
+
+    return jax.vmap(of_worker)(keys, jnp.arange(len(keys)))
+
+
+def spec_of(x: Any) -> tuple:
+    """How an array is split over a mesh; () if it is whole."""
+    sharding = getattr(jax.typeof(x) if isinstance(x, Tracer) else x, "sharding", None)
+    return tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
