@@ -97,11 +97,8 @@ def build(
     else:
         owned = input.own_workers(mesh, sizes.workers)
         source = input.Source(train, sizes, total, owned, owned_sharding(mesh), reads, units)
-    sync = (
-        living.begin(sync, mesh)
-        if survives
-        else mapped(worker, over, sync, "replicated", "replicated")
-    )
+    same = 2 * ("replicated",)  # the rate, and the place
+    sync = living.begin(sync, mesh) if survives else mapped(worker, over, sync, *same)
     return Program(
         sizes=sizes,
         sharding=owned_sharding(mesh),

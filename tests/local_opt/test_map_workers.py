@@ -12,7 +12,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.experimental import io_callback
 from jax.sharding import AxisType
 
 import local_opt
@@ -272,7 +271,7 @@ UNPROVED = {  # what devices do and jax.vmap does not; None: it does on one devi
     ),
     "pure_callback": (lambda x: jax.pure_callback(lambda x: x, x, x), NotImplementedError),
     "io_callback": (
-        lambda x: io_callback(lambda: np.float32(1), jax.ShapeDtypeStruct((), "f")), None
+        lambda x: jax.experimental.io_callback(lambda: np.float32(1), jax.ShapeDtypeStruct((), "f")), None
     ),
     "groups, then all": (
         lambda x: jax.lax.psum(
