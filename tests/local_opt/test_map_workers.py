@@ -249,7 +249,7 @@ def test_a_replicated_result_that_differs_is_refused_on_one_device_and_on_meshes
         (jax.jit(run) if jit else run)(*args)
 
 
-HALVES = [[0, 1], [2, 3]]
+HALVES, SCALAR = [[0, 1], [2, 3]], jax.ShapeDtypeStruct((), "f")
 UNPROVED = {  # what devices do and jax.vmap does not; None: it does on one device
     "psum of groups": (
         lambda x: jax.lax.psum(x, "worker", axis_index_groups=HALVES), NotImplementedError
@@ -271,7 +271,7 @@ UNPROVED = {  # what devices do and jax.vmap does not; None: it does on one devi
     ),
     "pure_callback": (lambda x: jax.pure_callback(lambda x: x, x, x), NotImplementedError),
     "io_callback": (
-        lambda x: jax.experimental.io_callback(lambda: np.float32(1), jax.ShapeDtypeStruct((), "f")), None
+        lambda x: jax.experimental.io_callback(lambda: np.float32(1), SCALAR), None
     ),
     "groups, then all": (
         lambda x: jax.lax.psum(
