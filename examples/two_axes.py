@@ -55,17 +55,11 @@ def main():
     keys, means = iter(jax.random.split(jax.random.key(0), len(SHAPES))), []
     w = {name: jax.random.normal(next(keys), s) * s[0] ** -0.5 for name, s in SHAPES.items()}
     with jax.set_mesh(jax.make_mesh((WORKERS, 4), ("worker", "data"))):
-        run = jax.jit(
-            local_opt.map_workers(
-                step,
-                in_specs=("worker", "worker", "worker", "batch"),
-                out_specs=("worker", "worker", "worker", "mean"),
-            )
-        )
-        sync = jax.jit(local_opt.map_workers(rounds.sync, in_specs="worker", out_specs="worker"))
-        following = jax.jit(
-            local_opt.map_workers(order.next_epoch, in_specs="worker", out_specs="worker")
-        )
+        specs = {"in_specs": ("worker", "worker", "worker", "batch"), "out_specs": "worker"}
+        run = jax.jit(local_opt.map_workers(step, **specs))
+        specs = {"in_specs": "worker", "out_specs": "worker"}
+        sync = jax.jit(local_opt.map_workers(rounds.sync, **specs))
+        following = jax.jit(local_opt.map_workers(order.next_epoch, **specs))
         init = local_opt.map_workers(order.init, in_specs=("key", "replicated"), out_specs="worker")
         orders = init(jax.random.key(1), w)
         w, state = local_opt.replicate((w, rounds.init(w)))
@@ -75,7 +69,7 @@ def main():
                 orders = following(orders)
             if plan.syncs_after(t):
                 w, state = jax.block_until_ready(sync(w, state))
-                means.append(float(value[0]))
+                means.append(float(value.mean()))
                 print(t, means[-1])
         return means
 

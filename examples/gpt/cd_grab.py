@@ -15,6 +15,7 @@ from syncopate import local_opt, ordering
 WORKERS, UNIT = 4, 8  # simulated, or a mesh; sequences of a worker and step, which move together
 SKETCH = ordering.make_sketch(jax.random.key(1907), size=1024)
 ORDER = ordering.cd_grab(2048 // WORKERS // UNIT, gathers="step")
+INPUTS, RESULTS = ("replicated", "worker", "worker"), ("replicated", "worker", "mean")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,12 +39,7 @@ def loss_fn(params, apply_fn, batch):
 
 
 @functools.partial(jax.jit, donate_argnums=(0, 1))
-@functools.partial(
-    local_opt.map_workers,
-    workers=WORKERS,
-    in_specs=("replicated", "worker", "worker"),
-    out_specs=("replicated", "worker", "mean"),
-)
+@functools.partial(local_opt.map_workers, workers=WORKERS, in_specs=INPUTS, out_specs=RESULTS)
 def train_step(state, orders, batch):
     loss, grads = jax.value_and_grad(loss_fn)(state.params, state.apply_fn, batch)
     orders = ORDER.observe(orders, SKETCH(grads)[None])
@@ -62,9 +58,8 @@ def train_and_evaluate(c: Config) -> dict:
     train, valid = data[:2048], data[2048:]
     params = model.init(jax.random.key(c.seed), train[:1, :-1])
     state = TrainState.create(apply_fn=model.apply, params=params, tx=optimizer_of(c))
-    init = local_opt.map_workers(
-        ORDER.init, WORKERS, in_specs=("key", "replicated"), out_specs="worker"
-    )
+    specs = {"in_specs": ("key", "replicated"), "out_specs": "worker"}
+    init = local_opt.map_workers(ORDER.init, WORKERS, **specs)
     orders = init(jax.random.key(c.seed), jnp.zeros(1024))
     units, losses = train.reshape(WORKERS, -1, UNIT, c.length + 1), []
     for step in range(c.steps):

@@ -13,6 +13,7 @@ from model import Decoder, sequences
 from syncopate import local_opt
 
 WORKERS = 4  # simulated; or jax.sharding.Mesh(jax.devices(), ("worker",)), one per device
+SPECS = {"in_specs": ("worker", "batch"), "out_specs": ("worker", "mean")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,12 +39,7 @@ def loss_fn(params, apply_fn, batch):
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-@functools.partial(
-    local_opt.map_workers,
-    workers=WORKERS,
-    in_specs=("worker", "batch"),
-    out_specs=("worker", "mean"),
-)
+@functools.partial(local_opt.map_workers, workers=WORKERS, **SPECS)
 def train_step(state, batch):
     loss, grads = jax.value_and_grad(loss_fn)(state.params, state.apply_fn, batch)
     return state.apply_gradients(grads=grads), {"loss": loss}

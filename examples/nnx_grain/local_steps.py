@@ -12,6 +12,7 @@ from sklearn import datasets
 from syncopate import local_opt
 
 EPOCHS, BATCH, TRAIN = 10, 32, 1437
+SPECS = {"in_specs": ("worker", "worker", "batch"), "out_specs": ("worker", "worker", "mean")}
 
 
 class CNN(nnx.Module):
@@ -33,12 +34,7 @@ def loss_fn(model, batch):
 
 
 @functools.partial(jax.jit, donate_argnames=("model", "optimizer"))
-@functools.partial(
-    local_opt.map_workers,
-    workers=4,
-    in_specs=("worker", "worker", "batch"),
-    out_specs=("worker", "worker", "mean"),
-)
+@functools.partial(local_opt.map_workers, workers=4, **SPECS)
 def train_step(model, optimizer, batch):
     grad_fn = nnx.value_and_grad(loss_fn)
     loss, grads = grad_fn(model, batch)

@@ -23,10 +23,7 @@ def main(seed: int = 0, learning_rate: float = 0.1) -> dict:
     plan = local_opt.constant(8, total_steps=STEPS)
     optimizer = optax.sgd(optax.cosine_decay_schedule(learning_rate, STEPS), momentum=0.9)
     optimizer = local_opt.local_steps(optimizer, plan)
-    specs = {
-        "in_specs": ("worker", "worker", "batch", "batch"),
-        "out_specs": ("worker", "worker", "mean"),
-    }
+    specs = {"in_specs": ("worker", "worker", "batch", "batch"), "out_specs": "worker"}
 
     @jax.jit
     @functools.partial(local_opt.map_workers, workers=4, **specs)

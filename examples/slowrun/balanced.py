@@ -52,9 +52,8 @@ class BalancedLoader:
         specs = {"in_specs": "worker", "out_specs": "worker"}
         self._observe = jax.jit(local_opt.map_workers(order.observe, world_size, **specs))
         self._next_epoch = jax.jit(jax.vmap(order.next_epoch))
-        init = local_opt.map_workers(
-            order.init, world_size, in_specs=("key", "replicated"), out_specs="worker"
-        )
+        specs = {"in_specs": ("key", "replicated"), "out_specs": "worker"}
+        init = local_opt.map_workers(order.init, world_size, **specs)
         self.orders = init(jax.random.key(seed), jnp.zeros(size))  # of all ranks, equal on all
 
         self.epoch, self.signs, self.rows, self.before = 0, None, [], 0.0
