@@ -161,13 +161,18 @@ def signs_of(
     # The kernel holds the state of the rule in registers. Keys are not needed: coins are drawn.
     fits = all(mesh.is_key(leaf) or leaf.ndim == 0 for leaf in jax.tree.leaves(state))
     platform = mesh.platform()
-    if fits and (platform == "tpu" or platform == "gpu" and _has_triton()):
-        kernel = functools.partial(signs_in_kernel, rule, triton=platform == "gpu")
-        # The compiler does not split a kernel over axes that are left to it: every device runs it.
-        scope = jax.sharding.get_abstract_mesh()
-        left = set(scope.axis_names) - set(scope.manual_axes)
-        return mesh.over_shards(left, kernel, P(), P())(state, dots, gram, valid)
-    return signs_by_scan(rule, state, dots, gram, valid)
+    scan = functools.partial(signs_by_scan, rule)
+    if not (fits and (platform == "tpu" or platform == "gpu" and _has_triton())):
+        return scan(state, dots, gram, valid)
+    kernel = functools.partial(signs_in_kernel, rule, triton=platform == "gpu")
+    # The compiler does not split a kernel over axes that are left to it: every device runs it.
+    scope = jax.sharding.get_abstract_mesh()
+    left = set(scope.axis_names) - set(scope.manual_axes)
+    kernel = mesh.over_shards(left, kernel, P(), P())
+    # A program for arrays on another platform than the default takes the scan.
+    names = ("cuda", "rocm") if platform == "gpu" else ("tpu",)
+    kernels = dict.fromkeys(names, kernel)
+    return jax.lax.platform_dependent(state, dots, gram, valid, **kernels, default=scan)
 
 
 def signs_by_scan(rule: SignRule, state, dots, gram, valid) -> Signs:

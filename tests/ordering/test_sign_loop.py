@@ -94,12 +94,27 @@ def test_a_rule_with_arrays_in_its_state_is_signed_by_the_scan(monkeypatch):
     args = jnp.zeros(2), jnp.zeros((2, 2)), jnp.ones(2, bool)
     for platform in ("cpu", "gpu", "tpu"):
         monkeypatch.setattr(sign_kernel.mesh, "platform", lambda platform=platform: platform)
-        sign_kernel.signs_of(RULES["walk"], RULES["walk"].init(jax.random.key(0)), *args)
-        sign_kernel.signs_of(greedy(), jnp.zeros(4), *args)
+        for rule, state in (
+            (RULES["walk"], RULES["walk"].init(jax.random.key(0))), (greedy(), jnp.zeros(4))
+        ):  # fmt: skip
+            jax.eval_shape(functools.partial(sign_kernel.signs_of, rule), state, *args)
     scan, kernel = ("signs_by_scan", {}), "signs_in_kernel"
-    assert called == [
-        scan, scan, (kernel, {"triton": True}), scan, (kernel, {"triton": False}), scan,
-    ]  # fmt: skip
+    kernels = [[(kernel, {"triton": triton}), scan, scan] for triton in (True, False)]
+    assert called == [scan, scan, *kernels[0], *kernels[1]], "a scan beside each kernel"
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+@pytest.mark.parametrize("jit", [jax.jit, lambda function: function])
+def test_arrays_on_the_cpu_of_another_machine_are_signed_there(platform, jit, monkeypatch):
+    """An accelerator is the default, and the arrays are not on it."""
+    random = np.random.default_rng(0)
+    vectors = jnp.asarray(random.normal(size=(6, 4)), jnp.float32)
+    args = jnp.zeros(()), vectors @ jnp.ones(4), vectors @ vectors.T, jnp.ones(6, bool)
+    expected = sign_kernel.signs_by_scan(greedy(), *args)[1]
+    monkeypatch.setattr(sign_kernel.mesh, "platform", lambda: platform)
+    monkeypatch.setattr(sign_kernel, "_has_triton", lambda: True)
+    found = jit(lambda *args: sign_kernel.signs_of(greedy(), *args)[1])(*args)
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_jax_default_device_decides_on_a_machine_with_a_gpu(monkeypatch):
