@@ -7,6 +7,7 @@ Teams of W' workers gather and sign their own pairs side by side, each with a ru
 own. After every gather the sums become their mean, each team's share of the sum over all.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from syncopate import mesh, plans
 
 WHEN = ("step", "sync")
 WINDOW = 16  # pairs per worker in one gather of those that waited
+GATHERED = 2**20  # numbers in one, 4 MB, where many have waited
 
 
 class GatheredState(NamedTuple):
@@ -138,9 +140,8 @@ def gathered_pairs(
         if not waits:
             return state
         observed = jnp.minimum(state.position // 2, pairs)
-        size = min(WINDOW, pairs)
 
-        def window(state):
+        def window(state, size):
             # The last window may begin with pairs that are signed already.
             first = jnp.minimum(state.left, pairs - size)
             number = first + jnp.arange(size)
@@ -149,7 +150,19 @@ def gathered_pairs(
             return place(state, own, first, known)
 
         state = mesh.varying(state)
-        return jax.lax.while_loop(lambda state: state.left < observed, window, state)
+        workers = mesh.axis_size(axis_name)
+        small = min(WINDOW, pairs)
+        large = min(GATHERED // (workers * state.waiting.shape[-1]), pairs)
+        # Whole large windows first: many pairs wait at the end of an epoch without syncs. Teams
+        # share their sums after every window, whose size is a part of what they compute.
+        if large >= 4 * small and size_of_teams() == workers:
+            state = jax.lax.while_loop(
+                lambda state: state.left + large <= observed,
+                functools.partial(window, size=large), state,
+            )  # fmt: skip
+        return jax.lax.while_loop(
+            lambda state: state.left < observed, functools.partial(window, size=small), state
+        )
 
     def next_epoch(state):
         state = sync(state)

@@ -142,7 +142,7 @@ def greedy_order(vectors: Float[Array, "M D"]) -> Int[Array, "M"]:
 
     def append(carry, _):
         total, used = carry
-        growth = norms + 2 * centred @ total
+        growth = norms + 2 * jnp.matmul(centred, total, precision="highest")
         unit = jnp.argmin(jnp.where(used, jnp.inf, growth)).astype(jnp.int32)
         return (total + centred[unit], used.at[unit].set(True)), unit
 

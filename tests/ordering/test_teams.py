@@ -49,6 +49,24 @@ def test_teams_equal_the_reference(num_units, units_per_step, gathers, team_size
         np.testing.assert_array_equal(following, expected)
 
 
+def test_many_pairs_that_waited_are_gathered_in_large_windows(monkeypatch):
+    """Of 60 pairs, that is 5 windows of 12 instead of 30 of 2: the same orders."""
+    order, gradients = made(120, 8, "sync"), gradients_of(120)
+    expected = tables.run_workers(order, gradients, 8)
+    monkeypatch.setattr("ordering.gathered.WINDOW", 2)
+    monkeypatch.setattr("ordering.gathered.GATHERED", 12 * WORKERS * 5)
+    sizes, signed = [], ordering.gathered.balance_blocks
+    monkeypatch.setattr(
+        "ordering.gathered.balance_blocks",
+        lambda rule, state, total, stream, **options: (
+            sizes.append(len(stream) // WORKERS) or signed(rule, state, total, stream, **options)
+        ),
+    )
+    found = tables.run_workers(made(120, 8, "sync"), gradients, 8)
+    np.testing.assert_array_equal(found, expected)
+    assert {*sizes} == {2, 12}
+
+
 @pytest.mark.parametrize(
     "gathers,rule",
     [("sync", "greedy"), ("step", "self_balancing_walk"), ("sync", "kernel_halving")],
