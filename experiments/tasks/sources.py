@@ -25,6 +25,7 @@ ASPECTS = (3 / 4, 4 / 3)  # width over height of a random crop
 ATTEMPTS = 10  # random crops tried until one fits into the image
 SHORT = 256 / 224  # short side of a resized image over the side of its central crop
 CHUNK = 16  # images decoded at full size at once
+MOST_UNPACKED = 2**28  # bytes of the tables in an archive: six times New Jersey's of HMDA
 
 
 def source(name: str, data_dir: str | None, split: str):
@@ -48,6 +49,13 @@ def reading(path: str, how: str):
         yield
     except (OSError, EOFError, IndexError, ValueError, zipfile.BadZipFile) as error:
         raise UserError(f"{path!r} is damaged or another file ({error}). {how}") from error
+
+
+def check_unpacked(archive: zipfile.ZipFile, most: int = MOST_UNPACKED) -> None:
+    """Raises ValueError, by the sizes in its header, for an archive of more than `most` bytes."""
+    size = sum(member.file_size for member in archive.infolist())
+    if size > most:
+        raise UserError(f"it unpacks to {size / 1e6:,.0f} MB, and at most {most / 1e6:,.0f} fit")
 
 
 def subset(examples, size: int, *, name: str) -> np.ndarray:

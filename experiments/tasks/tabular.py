@@ -20,7 +20,7 @@ import numpy as np
 
 from experiments.tasks import base
 from experiments.tasks.base import Recipe, Task, abstract_sets, check_model, need_file, network
-from experiments.tasks.sources import reading
+from experiments.tasks.sources import check_unpacked, reading
 from syncopate.refusals import UserError
 
 HMDA = "github.com/pasta41/hmda-data-2017"
@@ -94,6 +94,7 @@ def read_hmda(data_dir: str | None, state: str) -> tuple[np.ndarray, np.ndarray]
 def _table(path, name):
     """Rows of a table in a zip file, after the header."""
     with zipfile.ZipFile(path) as archive:
+        check_unpacked(archive)
         member = next((m for m in archive.namelist() if m.endswith(name)), None)
         if member is None:
             raise UserError(f"it holds no {name}")

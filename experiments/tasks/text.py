@@ -15,13 +15,14 @@ import dataclasses
 import functools
 import itertools
 import os
+import zipfile
 from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from experiments.tasks import base
 from experiments.tasks.base import COUNT, Recipe, Task, check_model, need_file, network
-from experiments.tasks.sources import reading
+from experiments.tasks.sources import check_unpacked, reading
 from syncopate.refusals import UserError
 
 END, UNKNOWN = "<eos>", "<unk>"  # end of a line; a word outside the vocabulary
@@ -256,6 +257,10 @@ def _embeddings(path):
     """Train and test set from an .npz file."""
     how = "Save it with np.savez."
     with reading(path, how), open(path, "rb") as file:
+        if zipfile.is_zipfile(file):
+            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            check_unpacked(zipfile.ZipFile(file), memory // 2)
+        file.seek(0)
         saved = np.load(file)  # an array, of another file
         if missing := {"x_train", "y_train", "x_test", "y_test"} - {*getattr(saved, "files", ())}:
             raise UserError(f"it lacks {sorted(missing)}")

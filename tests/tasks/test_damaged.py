@@ -16,6 +16,15 @@ def table(part, text):
     return {f"2017-NJ-{part}.zip": zipped.getvalue()}
 
 
+def claiming(name, size):
+    """An archive whose header says that its file unpacks to so many bytes."""
+    zipped = io.BytesIO()
+    with zipfile.ZipFile(zipped, "w") as archive:
+        archive.writestr("x.csv", "t\n1\n")
+        archive.getinfo("x.csv").file_size = size
+    return {name: zipped.getvalue()}
+
+
 def ids(array):
     saved = io.BytesIO()
     np.save(saved, array)
@@ -35,6 +44,8 @@ WRONG = {  # {what: (task, files, message)}
     "ragged": ("hmda", table("features", "a,b\n1,2\n3\n") | Y, "rows of different lengths.*Get it"),
     "words": ("hmda", table("features", "a\nx\ny\nz\n") | Y, "features.zip'.*Get it again"),
     "infinite": ("hmda", table("features", "a\ninf\n1\n2\n") | Y, "a number is infinite.*Get it"),
+    "a bomb": ("hmda", X | claiming("2017-NJ-target.zip", 2**29), "target.zip'.*to 537 MB"),
+    "a bomb, npz": ("sst2", claiming("embeddings.npz", 2**50), "npz'.*unpacks to 1,125,899,907 MB"),
     "no action": ("hmda", X | table("target", "t\nyes\n1\n1\n"), "target.zip'.*'yes'.*Get it"),
     "fewer": ("hmda", X | table("target", "t\n1\n3\n"), "2 rows for 3 of features.*Get it again"),
     "empty": ("m4_weekly", weekly(b""), "train.csv'.*no series.*Get it again from https"),
