@@ -8,6 +8,7 @@ import importlib.util
 from typing import Any
 
 __version__ = "0.1.0"
+DISTRIBUTION = "syncopate-jax"  # what pip installs: "syncopate" is another project there
 PUBLIC = {"ordering": "Ordering", "local_opt": "local_steps"}  # with a name that each must have
 
 
@@ -22,6 +23,11 @@ def __getattr__(name: str) -> Any:
             "package of that name: rename it."
         )
     return module
+
+
+def install(*extras: str) -> str:
+    """The command that installs the package with these extras, for messages."""
+    return f"pip install '{DISTRIBUTION}[{','.join(extras)}]'"
 
 
 def _home(name: str) -> str:

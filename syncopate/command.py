@@ -47,11 +47,9 @@ def main(argv: list[str] | None = None) -> None:
     try:
         runpy.run_module(f"experiments.{name}", run_name="__main__", alter_sys=True)
     except ModuleNotFoundError as error:
-        extra = f"{EXTRA},data" if (error.name or "").partition(".")[0] in OF_DATA else EXTRA
-        sys.exit(
-            f"{error}: {name} needs more than the library. Install it as "
-            f"pip install 'syncopate[{extra}]'."
-        )
+        of_data = (error.name or "").partition(".")[0] in OF_DATA
+        command = syncopate.install(EXTRA, *["data"] * of_data)
+        sys.exit(f"{error}: {name} needs more than the library. Install it as {command}.")
 
 
 def sources() -> pathlib.Path:

@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 
+import syncopate
 from experiments.cluster import files
 from syncopate.refusals import UserError
 
@@ -80,7 +81,7 @@ def hook(names: Sequence[str], folder: str, *, anew: bool) -> Iterator[Callable]
         except ImportError as error:
             raise UserError(
                 f"--track={name} needs a package that is not installed: "
-                f"pip install 'syncopate[{name}]', or leave it out."
+                f"{syncopate.install(name)}, or leave it out."
             ) from error
     names = [*dict.fromkeys(names)]
     path, stack, current, logs = os.path.join(folder, IDS), contextlib.ExitStack(), None, []

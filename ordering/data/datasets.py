@@ -18,6 +18,7 @@ from jaxtyping import Int, PyTree
 
 from ordering.data.loader import carried_settings, said
 from ordering.data.sources import as_source, check_indices
+from syncopate import install
 
 if TYPE_CHECKING:
     import grain
@@ -61,7 +62,7 @@ def tf_dataset(
         import tensorflow as tf
     except ImportError as error:
         raise ImportError(
-            "tf_dataset needs TensorFlow, which cannot be imported: pip install 'syncopate[data]'."
+            f"tf_dataset needs TensorFlow, which cannot be imported: {install('data')}."
         ) from error
 
     def kind(leaf):

@@ -288,7 +288,7 @@ LINE = re.compile(r"((?:source|parts|batch)[^ ]*) is .*?: write (.*?) in its pla
 
 
 def outcome(reader, make, wanted):
-    """How it ends: "right", "converted" (by the lines of the messages), "refused" or what is wrong."""
+    """How it ends: "right", "converted" (by the messages' lines), "refused" or what is wrong."""
     name = {"split": "parts", "prefetch_to_device": "batch"}.get(reader.__name__, "source")
     scope, lines = {name: make(), "np": np, "jax": jax, "ordering": ordering}, 0
     for module in ("pandas", "tensorflow"):

@@ -205,5 +205,5 @@ def test_examples_that_do_not_fit_together(source, indices, message):
 
 def test_without_tensorflow(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorflow", None)
-    with pytest.raises(ImportError, match=r"pip install 'syncopate\[data\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'syncopate-jax\[data\]'"):
         tf_dataset(np.arange(3), [0])

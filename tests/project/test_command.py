@@ -102,7 +102,7 @@ def test_the_extra_that_installs_a_missing_module_is_named(module, extra, monkey
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("PYTHONPATH", "")
-    with pytest.raises(SystemExit, match=rf"train needs .*pip install 'syncopate\[{extra}\]'"):
+    with pytest.raises(SystemExit, match=rf"train needs .*pip install 'syncopate-jax\[{extra}\]'"):
         command.main(["train"])
 
 
@@ -212,14 +212,14 @@ def test_the_core_is_small_and_works(core, elsewhere):
         line.split("==")[0].lower() for line in ran([core / "pip", "freeze"], elsewhere).split()
     }
     large = {"flax", "matplotlib", "tensorflow", "tensorflow-cpu", "scikit-learn"}
-    assert {"jax", "optax", "numpy", "syncopate"} <= installed
+    assert {"jax", "optax", "numpy", syncopate.DISTRIBUTION} <= installed
     assert not installed & large
     assert ran([core / "python", "script.py"], elsewhere).startswith("(2, 4) ")
     assert "cd_grab" in ran([core / "syncopate"], elsewhere)
     done = subprocess.run(
         [core / "syncopate", "cd_grab"], cwd=elsewhere, capture_output=True, text=True
     )
-    assert done.returncode and "pip install 'syncopate[experiments]'" in done.stderr
+    assert done.returncode and "pip install 'syncopate-jax[experiments]'" in done.stderr
 
 
 @pytest.mark.slow
@@ -233,6 +233,17 @@ def test_a_wheel_trains_launches_and_advises(wheel, core, elsewhere):
     assert (elsewhere / "two" / "metrics.jsonl").is_file()
     # The recommendation rests on the recorded runs.
     assert "times as fast as none" in ran([command, "advise", "--task=digits"], elsewhere)
+
+
+def test_the_distribution_has_one_name():
+    """Another project has the import's name on the index."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    assert setup["metadata"]["name"] == syncopate.DISTRIBUTION
+    cells = [path.read_text() for path in (ROOT / "notebooks").glob("*.ipynb")]
+    pages = [path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]]
+    for text in cells + pages:
+        assert not re.search(r"(pip install .?|\")syncopate[\[' @]", text)
 
 
 @pytest.mark.parametrize("typed,told", [

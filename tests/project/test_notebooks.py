@@ -17,6 +17,7 @@ import sys
 
 import pytest
 
+import syncopate
 from tests.cases import FAST_XLA
 from tests.installed import module_of, ran
 
@@ -173,7 +174,7 @@ def test_set_up_outside_the_project_takes_its_one_address(monkeypatch, tmp_path)
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     if address := config["metadata"].get("url"):
-        source = f"syncopate[experiments] @ git+{address}"
+        source = f"{syncopate.DISTRIBUTION}[experiments] @ git+{address}"
         assert installed(NOTEBOOKS[0], monkeypatch, folder=tmp_path) == ("jax", source)
     else:
         with pytest.raises(ValueError, match="not the folder.*: set REPOSITORY above"):

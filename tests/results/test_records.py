@@ -157,6 +157,8 @@ def test_unknown_and_missing_trackers_are_named(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="--track has comet: pass some of tensorboard, wandb"):
         write_all(tmp_path, RECORDS, trackers=["comet"])
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ValueError, match=r"--track=wandb needs .* pip install 'syncopate.wandb.'"):
+    with pytest.raises(
+        ValueError, match=r"--track=wandb needs .* pip install 'syncopate-jax.wandb.'"
+    ):
         write_all(tmp_path, RECORDS, trackers=["wandb"])
     assert not list(tmp_path.iterdir())
