@@ -2,6 +2,7 @@
 
 from local_opt.corrections import Correction, fedprox, scaffold
 from local_opt.cost import count_collectives, sync_bytes
+from local_opt.elastic import ElasticSync, Members
 from local_opt.formats import Compressor, quantize, top_k
 from local_opt.mapping import map_workers
 from local_opt.mean import pmean
@@ -11,13 +12,13 @@ from local_opt.replication import replicate
 from local_opt.rounds import Rounds, accumulated_rounds, local_rounds, local_steps, parallel_rounds
 from local_opt.rules import bernoulli, constant, qsr
 from local_opt.streaming import stream_segments, streaming_rounds
-from local_opt.survivors import Survivors
 from local_opt.workers import check_synced, mean_over_workers
 
 __all__ = [
     "Correction",
+    "ElasticSync",
+    "Members",
     "Rounds",
-    "Survivors",
     "SyncPlan",
     "Compressor",
     "accumulated_rounds",

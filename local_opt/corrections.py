@@ -128,6 +128,21 @@ def scaffold() -> Correction:
     return Correction(init, update=update, sync=sync)
 
 
+def recentred(
+    state: ControlState, is_new: jax.Array, axis_name: Any, weight: Any = None
+) -> ControlState:
+    """Where other workers meet than at the last sync: c - c_w without its mean over them.
+
+    So its sum, as of the sync with these weights, is zero again. A worker that `is_new` has weight
+    0 and begins with zeros, as its first rounds find its c_w.
+    """
+    own = jax.tree.map(lambda c: jnp.where(is_new, 0, c), state.against)
+    mean, share = averaged(own, axis_name, weight)
+    counts = ~is_new if share is None else share != 0
+    against = jax.tree.map(lambda c, m: jnp.where(counts, c - m, c), own, mean)
+    return state._replace(against=against)
+
+
 def fedprox(strength: float) -> Correction:
     """FedProx's pull back to the parameters at the start of the round.
 

@@ -222,9 +222,9 @@ CALLS |= {
     "mean_over_workers": call(local_opt.mean_over_workers, tree=Arg(ALL, UNSTACKED)),
     "check_synced": call(local_opt.check_synced, tree=Arg(ALL, UNSTACKED),
                          ulps=Arg(1.0, [v for v in real() if v is not INF])),
-    "Survivors": call(
-        local_opt.Survivors, sync=Arg(lambda x, y: (x, y), [None, 3, "text", THING, {}]),
-        patience=Arg(60.0, real(0))),
+    "ElasticSync": call(
+        local_opt.ElasticSync, sync=Arg(lambda x, y: (x, y), [None, 3, "text", THING, {}]),
+        timeout=Arg(60.0, real(0)), donate=Arg(True, [None, 3, "yes", THING])),
     "replicate": call(lambda **args: local_opt.replicate(X, **args), workers=W, keys=None),
     "map_workers": call(
         traced(lambda function, workers, x, **specs: local_opt.map_workers(

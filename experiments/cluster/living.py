@@ -1,7 +1,7 @@
 """Runs with --survive: what all processes do together is done by those that live.
 
 The programs of such a run are over the mesh of all, and have no collective. So steps go on when a
-process dies; syncs, and what is gathered for records, are meetings of `local_opt.Survivors`.
+process dies; syncs, and what is gathered for records, are those of `local_opt.ElasticSync`.
 """
 
 import contextlib
@@ -13,15 +13,15 @@ import numpy as np
 from jax.sharding import Mesh
 
 from experiments.cluster import agree, strict
-from local_opt import Survivors
+from local_opt import ElasticSync
 from syncopate.refusals import UserError
 from syncopate.unstable import multihost_utils
 from syncopate.workers import AXIS
 
-step = 0  # of this process, after which its meetings are
-_gather: Survivors | None = None  # see `begin`
-_living: Sequence[int] = ()  # processes, as far as they have met
-_calls = itertools.count()  # of `said`
+step = 0  # of this process, after which its barriers are
+_gather: ElasticSync | None = None  # see `begin`
+_living: Sequence[int] = ()  # processes, of the last barrier
+_calls = itertools.count()  # of `exchanged`
 
 
 def begin(sync: Callable, mesh: Mesh) -> Callable:
@@ -30,15 +30,16 @@ def begin(sync: Callable, mesh: Mesh) -> Callable:
     Each device of the mesh is a worker.
     """
     global _gather, _living
-    one = lambda state, *numbers: (sync(state, *numbers),)  # noqa: E731
-    survivors = Survivors(one, patience=agree.patience)
-    _gather = Survivors(lambda *rows: jax.lax.all_gather(rows, AXIS), patience=agree.patience)
+    one = lambda state, *numbers: (sync(state, *numbers), *numbers)  # noqa: E731
+    elastic = ElasticSync(one, timeout=agree.patience)
+    gather = lambda *rows: jax.lax.all_gather(rows, AXIS)  # noqa: E731
+    _gather = ElasticSync(gather, timeout=agree.patience, donate=False)
     _living, axis = range(jax.process_count()), jax.P(AXIS)
 
     def synced(state, *numbers):
         state = multihost_utils.global_array_to_host_local_array(state, mesh, axis)
         given = [np.full(jax.local_device_count(), number) for number in numbers]
-        (state,) = _met(survivors, lambda: survivors(step, state, *given))
+        state, *_ = _together(elastic, lambda: elastic(step, state, *given))
         return multihost_utils.host_local_array_to_global_array(state, mesh, axis)
 
     return synced
@@ -54,23 +55,23 @@ def workers() -> list[int]:
 
 
 def meet() -> None:
-    _met(_gather, lambda: _gather.meet(step))
+    _together(_gather, lambda: _gather.barrier(step))
 
 
-def said(numbers: Sequence[int]) -> list[list[int]]:
-    """What each that lives says. No collective, so that a death in the middle ends nothing."""
-    place = f"said/{next(_calls) % 2}"  # all have read what was there, as they have met since
+def exchanged(numbers: Sequence[int]) -> list[list[int]]:
+    """The numbers of each that lives. No collective, so that a death in the middle ends nothing."""
+    place = f"exchanged/{next(_calls) % 2}"  # all have read what was there, a barrier ago
     text = strict.dumps(list(numbers))
     agree.store().key_value_set(f"{place}/{jax.process_index()}", text, allow_overwrite=True)
     meet()
     found = agree.store().key_value_dir_get(place)
     texts = [text for key, text in found if int(key.rpartition("/")[2]) in _living]
-    return [strict.loads(text, "what a process says", list) for text in texts]
+    return [strict.loads(text, "a process's numbers", list) for text in texts]
 
 
 def gathered(rows: Sequence) -> list[np.ndarray]:
     """Arrays of `workers()` [L, ...] on the host, from those of this process's workers."""
-    return [np.asarray(x)[0] for x in _met(_gather, lambda: _gather(step, *rows))]
+    return [np.asarray(x)[0] for x in _together(_gather, lambda: _gather(step, *rows))]
 
 
 @contextlib.contextmanager
@@ -79,7 +80,7 @@ def left_together() -> Iterator[None]:
 
     def leave():
         if on():
-            _met(_gather, lambda: _gather.leave(step))
+            _together(_gather, lambda: _gather.shutdown(step))
 
     try:
         yield
@@ -89,17 +90,17 @@ def left_together() -> Iterator[None]:
     leave()
 
 
-def _met(survivors: Survivors, meeting: Callable):
-    """What a meeting returns; says who is gone, and who was lost in its middle."""
+def _together(elastic: ElasticSync, call: Callable):
+    """What a barrier or a sync returns; says who is gone, and who was lost in its middle."""
     global _living
     before = workers()
     try:
-        found = meeting()
+        found = call()
     except RuntimeError as error:
-        first = "CoordinationService" in str(error.__cause__)  # which process 0 holds
-        told = "process 0 is gone, without which none goes on: " if first else ""
-        raise UserError(f"{told}{error}") from error
-    _living = survivors.met.living
+        if isinstance(error, jax.errors.JaxRuntimeError):  # no process is gone
+            raise
+        raise UserError(str(error)) from error
+    _living = elastic.members.processes
     gone = sorted({*before} - {*workers()})
     if gone and not jax.process_index():
         told = f"without worker {', '.join(map(str, gone))}, whose units are not visited any more"

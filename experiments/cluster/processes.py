@@ -210,7 +210,7 @@ def interrupts() -> Iterator[Callable[[bool], tuple[int, bool]]]:
         if not several():
             return own
         with agree.for_others("whether any of them was asked to stop or save"):
-            gather = living.said if living.on() else multihost_utils.process_allgather
+            gather = living.exchanged if living.on() else multihost_utils.process_allgather
             found = gather(np.array(own, np.uint8))
         number, save = np.max(found, axis=0)
         return int(number), bool(save)

@@ -26,7 +26,7 @@ from experiments.training.config import Plans
 from experiments.training.loop import Progress
 from experiments.training.program import Program
 from experiments.training.step import TrainState
-from local_opt.survivors import taken_over
+from local_opt.elastic import taken_over
 from syncopate.refusals import UserError
 from syncopate.workers import AXIS
 

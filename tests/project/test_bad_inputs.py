@@ -17,7 +17,7 @@ from tests.bad_values import outcomes, variants
 TABLES = ("ordering", "input", "blocks", "local_opt", "models")  # "input" has echo, too
 RAW = 10  # of 1,000 bad arguments: errors that are not ours, or name neither argument nor value
 # Without arguments, and records that hold what others make.
-PLAIN = {"scaffold", "Ordering", "SignRule", "Correction", "Rounds",
+PLAIN = {"scaffold", "Ordering", "SignRule", "Correction", "Members", "Rounds",
          "Source", "Streaming", "Compressor", "LoadError", "Model"}  # fmt: skip
 
 

@@ -6,6 +6,7 @@ pytest -m slow -n 0 tests/training/test_survive.py     # with compression, resum
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from experiments.cluster import living, processes
 from experiments.study import arms, one_run
 from experiments.training import checkpoint, program, step
 from experiments.training.step import TrainState
+from local_opt import elastic
 from syncopate.workers import AXIS
 from tests.commands import ROOT, environment, parsed, records, train_run
 from tests.little_run import SETTING as LITTLE
@@ -102,6 +104,26 @@ def test_a_run_without_a_death_has_the_same_bits(begun, monkeypatch):
     for x, y in zip(jax.tree.leaves(outcome.state.params), jax.tree.leaves(other.state.params),
                     strict=True):  # fmt: skip
         np.testing.assert_array_equal(x, y)
+
+
+def test_a_second_run_in_a_process_has_not_come_back(begun, monkeypatch):
+    """Where its first run has written to the coordinator's store."""
+    calls, store = [], {}
+    client = mock.Mock()
+    client.key_value_set = lambda key, text, allow_overwrite: store.update({key: text})
+    client.key_value_dir_get = lambda folder: [(k, v) for k, v in store.items() if folder in k]
+    client.get_live_nodes = lambda nodes: calls.append(nodes) or {0: 7}
+    for module in (elastic, living.agree.unstable):
+        monkeypatch.setattr(module, "coordination_client", lambda: client)
+    for at in (10, 20):
+        living.begin(lambda state: state, None)
+        assert not living._gather.rejoined
+        living.step = at
+        living.meet()
+        assert living.exchanged([at, 1]) == [[at, 1]] and living.workers() == [*range(8)]
+        (rows,) = living.gathered([jnp.arange(8.0)])
+        np.testing.assert_array_equal(rows, np.arange(8))
+    assert len(calls) == 2 * 3 + 1  # the first barrier of all asks twice
 
 
 def test_the_rows_of_the_lost_are_those_of_the_first_with_keys_of_their_own(begun, monkeypatch):

@@ -1,6 +1,6 @@
 """Three processes train with local steps, one of them is killed, and the others finish.
 
-    python examples/survivors.py       # on one machine: a quarter of a minute
+    python examples/elastic.py         # on one machine: a quarter of a minute
 
 Each process holds a third of the data and steps alone; QSR says after which steps those that live
 average. On a cluster start this loop once per process, with the address of process 0.
@@ -20,7 +20,7 @@ import optax
 from syncopate import local_opt
 
 PROCESSES, UNITS, BATCH, STEPS, DIES = 3, 20, 8, 400, 150
-HEARTBEAT, PATIENCE = 5, 120.0  # seconds
+HEARTBEAT, TIMEOUT = 5, 120.0  # seconds
 
 
 def data_of(process):
@@ -39,7 +39,7 @@ def train(process, address):
     rate = optax.cosine_decay_schedule(0.02, STEPS)
     plan = local_opt.qsr(rate, total_steps=STEPS, alpha=0.06, h_base=20)
     rounds = local_opt.local_rounds(optax.sgd(rate, momentum=0.9))
-    survivors = local_opt.Survivors(rounds.sync, patience=PATIENCE)
+    elastic = local_opt.ElasticSync(rounds.sync, timeout=TIMEOUT)
     here = jax.sharding.Mesh(jax.local_devices(), ("worker",))  # of this process alone
     inputs, targets = data_of(process)
 
@@ -58,11 +58,11 @@ def train(process, address):
         if (process, t) == (2, DIES):
             os.kill(os.getpid(), signal.SIGKILL)
         if plan.syncs_after(t):
-            params, state = survivors(t + 1, params, state)
+            params, state = elastic(t + 1, params, state)
             if process == 0:
                 numbers = " ".join(f"{x:.6f}" for x in np.asarray(params)[0])
-                print(t + 1, *survivors.met.living, f"loss {loss[0]:.4f} params {numbers}")
-    survivors.leave(STEPS)
+                print(t + 1, *elastic.members.processes, f"loss {loss[0]:.4f} params {numbers}")
+    elastic.shutdown(STEPS)
 
 
 if __name__ == "__main__":

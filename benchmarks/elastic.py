@@ -1,11 +1,11 @@
 """Processes are killed while they train with local steps: do the others go on, and as they should?
 
-    python -m benchmarks.survivors --processes=3 --deaths=1           # twelve runs: two minutes
-    python -m benchmarks.survivors --processes=4 --deaths=2
-    python -m benchmarks.survivors --processes=3 --deaths=1 --inside  # in the middle of a sync
-    python -m benchmarks.survivors --processes=3 --cost               # milliseconds of a sync
+    python -m benchmarks.elastic --processes=3 --deaths=1           # twelve runs: two minutes
+    python -m benchmarks.elastic --processes=4 --deaths=2
+    python -m benchmarks.elastic --processes=3 --deaths=1 --inside  # in the middle of a sync
+    python -m benchmarks.elastic --processes=3 --cost               # milliseconds of a sync
 
-Between two syncs SIGKILL comes at a random moment. All numbers of the survivors are compared with a
+Between two syncs SIGKILL comes at a random moment. All numbers of the others are compared with a
 loop in NumPy that drops the dead from the sync on in which they were missed. Inside a sync, made
 long on purpose, it ends the run; given again, the command goes on from the last checkpoint, of all
 processes or of those that are left, in turns.
@@ -25,7 +25,7 @@ import time
 import numpy as np
 
 UNITS, SIZE, STEPS, PERIOD, RATE, OUTER, MOMENTUM = 10, 4, 400, 20, 0.02, 0.7, 0.5
-HEARTBEAT, PATIENCE, SECONDS = 5, 60.0, 0.005  # SECONDS: of a step, at least
+HEARTBEAT, TIMEOUT, SECONDS = 5, 60.0, 0.005  # SECONDS: of a step, at least
 
 
 def data_of(process):
@@ -53,7 +53,13 @@ def train(process, count, address, folder, long):
         again = lambda _, x: jax.lax.pmean(x, "worker")  # noqa: E731
         return rounds.sync(params + 0 * jax.lax.fori_loop(0, long, again, params), state)
 
-    survivors = local_opt.Survivors(sync if long else rounds.sync, patience=PATIENCE)
+    def counted(params, state):
+        programs.append(1)  # while it is traced
+        return (sync if long else rounds.sync)(params, state)
+
+    programs = []
+
+    elastic = local_opt.ElasticSync(counted, timeout=TIMEOUT)
     here = jax.sharding.Mesh(jax.local_devices(), ("worker",))
 
     def step(params, state, x, y):
@@ -82,17 +88,17 @@ def train(process, count, address, folder, long):
         time.sleep(SECONDS)
         if plan.syncs_after(t):
             (folder / f"at_{process}").write_text(str(t + 1))
-            trees = survivors(t + 1, *trees)
-            found = {"step": t + 1, "living": survivors.met.living, "plan": plan.digest()}
+            trees = elastic(t + 1, *trees)
+            found = {"step": t + 1, "living": elastic.members.processes, "plan": plan.digest()}
             found |= {"params": np.asarray(trees[0])[0].tolist(), "time": time.time()}
-            record.write(json.dumps(found | {"programs": len(survivors.compiled)}) + "\n")
+            record.write(json.dumps(found | {"programs": len(programs)}) + "\n")
             np.savez(folder / f"{t + 1}_{process}_", *map(np.asarray, jax.tree.leaves(trees)))
             os.replace(folder / f"{t + 1}_{process}_.npz", folder / f"{t + 1}_{process}.npz")
-    survivors.leave(STEPS)
+    elastic.shutdown(STEPS)
 
 
 def cost(process, count, address, size, turns=40):
-    """Prints the milliseconds of a sync of all processes, and of the same without `Survivors`."""
+    """Prints the milliseconds of a sync of all processes, and of the same without `ElasticSync`."""
     import jax
     import jax.numpy as jnp
 
@@ -102,15 +108,15 @@ def cost(process, count, address, size, turns=40):
     jax.config.update("jax_enable_recoverability", True)
     jax.distributed.initialize(address, count, process, coordinator_bind_address=address)
     sync = lambda x: (local_opt.pmean(x),)  # noqa: E731
-    survivors, x, times = local_opt.Survivors(sync), jnp.ones((1, size)), {True: [], False: []}
-    (x,) = survivors(0, x)
-    mesh = survivors.met.mesh
+    elastic, x, times = local_opt.ElasticSync(sync), jnp.ones((1, size)), {True: [], False: []}
+    (x,) = elastic(0, x)
+    mesh = elastic.members.mesh
     plain = jax.jit(local_opt.map_workers(sync, mesh, in_specs="worker", out_specs="worker"))
     whole = multihost_utils.host_local_array_to_global_array(x, mesh, jax.P("worker"))
     for turn in range(2 * turns):
         begun = time.perf_counter()
         if turn % 2:
-            (x,) = survivors(turn, x)
+            (x,) = elastic(turn, x)
         else:
             (whole,) = jax.block_until_ready(plain(whole))
         times[bool(turn % 2)].append(1e3 * (time.perf_counter() - begun))
@@ -118,7 +124,7 @@ def cost(process, count, address, size, turns=40):
         with_it, without = (np.percentile(times[k][4:], [50, 25, 75]) for k in (True, False))
         told = "{:.2f} ms ({:.2f} to {:.2f})"
         print(f"{size:,} numbers: {told.format(*with_it)} with, {told.format(*without)} without")
-    survivors.leave(2 * turns)
+    elastic.shutdown(2 * turns)
 
 
 def simulated(living: dict[int, tuple[int, ...]]) -> dict[int, np.ndarray]:
@@ -146,7 +152,7 @@ def started(count, folder, long=0, size=0):
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     gloo = {"JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    command = [sys.executable, "-m", "benchmarks.survivors", f"--folder={folder}"]
+    command = [sys.executable, "-m", "benchmarks.elastic", f"--folder={folder}"]
     command += [f"--processes={count}", f"--address={address}", f"--long={long}", f"--size={size}"]
     out = open(folder / "output", "a")  # noqa: SIM115
     return [
@@ -180,7 +186,7 @@ def check(folder, left):
 
 
 def wait_for(path, step):
-    until = time.monotonic() + 5 * PATIENCE
+    until = time.monotonic() + 5 * TIMEOUT
     while not path.exists() or int(path.read_text() or 0) < step:
         assert time.monotonic() < until, path
         time.sleep(0.005)
@@ -197,7 +203,7 @@ def killed(count, deaths, draw):
             time.sleep(draw.uniform(0.05, 0.6))
             running[n].kill()
         codes = [p.wait() for p in running]
-        if "has lost one of processes" in (folder / "output").read_text():
+        if "has lost processes" in (folder / "output").read_text():
             print(f"exit codes {codes}: a kill came inside a sync, again")
             return False
         off, longest, syncs = check(folder, left)
@@ -223,7 +229,7 @@ def killed_inside(count, deaths, draw, fewer):
         begun = time.monotonic()
         codes = [p.wait() for p in running]
         seconds, text = time.monotonic() - begun, (folder / "output").read_text()
-        named = text.count("has lost one of processes") + text.count("has waited")
+        named = text.count("has lost processes") + text.count("has waited")
         if not named:
             print(f"exit codes {codes}: a kill came between two syncs, again")
             return False

@@ -1,0 +1,436 @@
+"""Local steps that outlive a process: those that live agree who lives before a sync, and average.
+
+Between two syncs no process waits for another: a death is noticed at the next one.
+"""
+
+import concurrent.futures
+import contextlib
+import functools
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import PyTree
+
+from local_opt.corrections import ControlState, recentred
+from local_opt.rounds import LocalState
+from local_opt.streaming import StreamingState
+from local_opt.workers import check_leading
+from syncopate.mesh import is_key
+from syncopate.plans import check_number
+from syncopate.unstable import coordination_client, multihost_utils
+from syncopate.workers import AXIS
+
+RECORDS = "local_opt/elastic"  # keys in the coordinator's store, one of each process
+RECOVERS = "jax_enable_recoverability"
+SPREAD = 1.0  # seconds between the first and the last that comes, from which on one may have died
+PAUSE = 2.0  # seconds without a turn of a thread, from which on process 0 was stopped
+ASKING = 10.0  # seconds to ask who lives, once a sync has failed
+THEN = "look at their output, and give the command again, from the last checkpoint."
+
+
+class Members(NamedTuple):
+    """The processes that take part in a sync: equal on all of them.
+
+    Attributes:
+      step: of those that go on, which one that has come back takes over.
+      processes: the numbers of those that live.
+      incarnations: of these processes, as JAX's coordinator names them: other ones after a restart.
+      rejoined: those of them that have come back since the last sync, which weigh 0.
+    """
+
+    step: int
+    processes: tuple[int, ...]
+    incarnations: tuple[int, ...] = ()
+    rejoined: tuple[int, ...] = ()
+
+    @property
+    def mesh(self) -> Mesh:
+        """Of their devices, one worker each, in the sequence of `jax.devices()`."""
+        devices = [d for d in jax.devices() if d.process_index in self.processes]
+        return Mesh(np.array(devices), (AXIS,))
+
+
+class Record(NamedTuple):
+    """A process at one of its barriers."""
+
+    count: int = 0  # of its barriers so far
+    step: int = 0
+    time: float = 0.0
+
+
+class Membership:
+    """Barriers of the processes that live, by the heartbeats and the store of JAX's coordinator.
+
+    A process writes its last two records, as another may read them when it has gone on. Of one that
+    has come back the count is behind.
+    """
+
+    def __init__(self, client: Any, process: int, processes: int):
+        self.client, self.process, self.everyone = client, process, list(range(processes))
+        self.last, self.living = Record(), {}  # {process: incarnation}
+        self.restarted = process in self.records()  # another incarnation has written there
+        self.pause = 0.0  # seconds, the longest since the last barrier
+        if process == 0 and processes > 1:  # which holds the coordinator
+            threading.Thread(target=self._watch, daemon=True).start()
+
+    def barrier(self, step: int) -> Members:
+        """Waits for all that live. Raises ValueError if they have taken different steps."""
+        if self.client is None:
+            return Members(step, (self.process,), (0,))
+        own = Record(self.last.count + 1, step, time.time())
+        text = json.dumps([self.last, own])
+        self.client.key_value_set(f"{RECORDS}/{self.process}", text, allow_overwrite=True)
+        living, records = self.living, {}
+        while True:
+            before, living = living, self.who_lives()
+            if records and living == before:
+                break  # nobody goes on before this, so all have read the same
+            changed = living != self.living
+            records = self.records(None if changed else own.count)
+            records = {n: records[n] for n in sorted(living)}
+            times = [record.time for record in records.values()]
+            if not changed and max(times) - min(times) < SPREAD:
+                break  # else one may have died while it waited
+        gone, pause, self.pause = {*self.living} - {*living}, self.pause, 0.0
+        if self.process == 0 and gone and pause > PAUSE:
+            raise RuntimeError(
+                f"process 0 has stood still for {pause:.1f} s before step {step}, and now counts "
+                f"processes {sorted(gone)} as dead, which may live: {THEN}"
+            )
+        count = max(record.count for record in records.values())
+        rejoined = tuple(n for n, record in records.items() if record.count < count)
+        steps = {n: record.step for n, record in records.items() if n not in rejoined}
+        if len({*steps.values()}) > 1:
+            raise ValueError(f"processes meet after different steps, {steps}: give all one plan.")
+        self.living, self.last = living, own._replace(count=count, step=[*steps.values()][0])
+        return Members(self.last.step, tuple(records), tuple(living[n] for n in records), rejoined)
+
+    def who_lives(self) -> dict[int, int]:
+        """{process: incarnation}, once all that live ask."""
+        return self.client.get_live_nodes(self.everyone)
+
+    def records(self, count: int | None = None) -> dict[int, Record]:
+        """{process: its last record, or the one before if that has this count}."""
+        found = () if self.client is None else self.client.key_value_dir_get(RECORDS)
+        both = {int(k.rpartition("/")[2]): [Record(*r) for r in json.loads(v)] for k, v in found}
+        return {n: before if before.count == count else last for n, (before, last) in both.items()}
+
+    def _watch(self, turn: float = 0.5):
+        while True:
+            begun = time.monotonic()
+            time.sleep(turn)
+            self.pause = max(self.pause, time.monotonic() - begun - turn)
+
+
+@functools.cache
+def membership_of(client: Any) -> Membership:
+    """One for all `ElasticSync` of this process."""
+    return Membership(client, jax.process_index(), jax.process_count())
+
+
+class ElasticSync:
+    """The sync of the processes that live, in a loop whose steps stay within each process.
+
+    x_w <- sync over the workers w of the living: a mean is divided by their number, or by the sum
+    of their weights. An outer optimizer and a residual stay in the state of each.
+
+    A process is dead after `heartbeat_timeout_seconds` of `jax.distributed.initialize`; process 0
+    holds the coordination service and must live. The units of the dead are not visited any more. A
+    process that comes back under its number, where the backend can take it (not gloo), first syncs
+    at once: it gets the trees of the first worker that has gone on, orders included, counts with
+    weight 0 and takes the mean; its random keys become its own (any uint32[..., 2] is one), and its
+    residual zero. Where members change, the control variates of `scaffold` lose their mean over the
+    living, so that they add up to nothing again, and are zero on one that has come back.
+
+    If a process dies inside a collective, the sync raises an error on the others and the run must
+    go on from its checkpoint, as the trees were donated.
+
+    Args:
+      sync: of one worker, `(*trees) -> trees`, a tuple like those given, as `Rounds.sync`; with
+        `weight=`, if workers have weights or come back. It is compiled once for the same members,
+        in the thread and the contexts of the call.
+      timeout: seconds, > 0: how long to wait for a process that lives and does not come, or for a
+        compiled sync.
+      donate: whether a call takes over the memory of its trees, as by `donate_argnums` of
+        `jax.jit`; False to read them afterwards.
+
+    Attributes:
+      members: the last `Members`, None before the first.
+      rejoined: whether this process has taken part in the run before, and died.
+
+    Raises:
+      ValueError: if processes run without `jax_enable_recoverability`, which would end with any.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from syncopate import local_opt
+      >>> here = jax.sharding.Mesh(jax.local_devices(), ("worker",))  # of this process
+      >>> rounds = local_opt.local_rounds(optax.sgd(0.1))
+      >>> elastic = local_opt.ElasticSync(rounds.sync)
+      >>> params, state = local_opt.replicate((jnp.ones(3), rounds.init(jnp.ones(3))), here)
+      >>> params, state = elastic(20, params, state)
+      >>> elastic.members.processes
+      (0,)
+    """
+
+    def __init__(self, sync: Callable, *, timeout: float = 600.0, donate: bool = True):
+        if not callable(sync):
+            raise ValueError(f"sync is {sync!r}: pass a function of trees, as Rounds.sync.")
+        check_number("timeout", timeout, "(0, inf)")
+        if not isinstance(donate, bool):
+            raise ValueError(f"donate is {donate!r}: pass True, or False to keep the trees.")
+        if jax.process_count() > 1 and not getattr(jax.config, RECOVERS):
+            raise ValueError(
+                f"{RECOVERS} is off, and all processes would end with the first: call "
+                f"jax.config.update({RECOVERS!r}, True) before jax.distributed.initialize."
+            )
+        self._timeout, self._membership = timeout, membership_of(coordination_client())
+        self._synced = set(range(jax.process_count()))  # whose sums of control variates are zero
+        donated = (0,) if donate else ()
+        self._sync = functools.cache(
+            lambda mesh: jax.jit(
+                _over(mesh, functools.partial(_of_one, sync)), donate_argnums=donated
+            )
+        )
+        self._admit = functools.cache(
+            lambda mesh, rejoined: jax.jit(
+                _over(mesh, functools.partial(admitted, rejoined=rejoined)), donate_argnums=donated
+            )
+        )
+        self._wait = Waits()
+        self.members: Members | None = None
+        self.rejoined = self._membership.restarted and not self._membership.last.count
+
+    def barrier(self, step: int) -> Members:
+        """Waits for all that live at this step, and says who they are, without a sync.
+
+        Raises:
+          TimeoutError: with those that live and have not come; ValueError: if steps differ;
+          RuntimeError: if process 0 does not answer, or was stopped for so long that it counts the
+          others as dead.
+        """
+        try:
+            members = self._wait(lambda: self._membership.barrier(step), self._timeout)
+        except Unfinished:
+            count, found = self._membership.last.count + 1, self._membership.records()
+            expected = self._membership.living or self._membership.everyone
+            last = {n: found.get(n, Record()) for n in sorted(expected)}
+            late = [f"process {n} (last seen after step {r.step})" if r.count else f"process {n}"
+                    for n, r in last.items() if r.count < count]  # fmt: skip
+            names = ", ".join(late) or "the others"
+            raise TimeoutError(f"{self._waited(step)} for {names}: {THEN}") from None
+        except jax.errors.JaxRuntimeError as error:
+            raise RuntimeError(
+                f"{self._self(step)} does not reach process 0, which holds the coordination "
+                f"service: {THEN}"
+            ) from error
+        self.members = members
+        return members
+
+    def __call__(self, step: int, *trees: PyTree, weight: Any = None) -> tuple:
+        """The trees after a sync of the living, which has the step `elastic.members.step`.
+
+        Args:
+          step: how many steps this process has taken; equal on all that live.
+          trees: leaves [n, ...] for this process's n devices, donated; weight: [n], as of `pmean`.
+
+        Raises:
+          TimeoutError, ValueError, RuntimeError: as `barrier`; RuntimeError: if a process dies in
+          the middle. What else fails in the sync, as a callback, is raised as it is.
+        """
+        count = jax.local_device_count()
+        if (given := check_leading((trees, weight), "device")) != count and jax.tree.leaves(trees):
+            raise ValueError(
+                f"trees have leaves of {given} workers and this process has {count} devices: pass "
+                f"leaves [{count}, ...], as on a mesh of jax.local_devices()."
+            )
+        members = self.barrier(step)
+        if members.rejoined:
+            weight = np.ones(count, np.float32) if weight is None else weight
+            weight = np.zeros_like(weight) if jax.process_index() in members.rejoined else weight
+        mesh, spec = members.mesh, jax.P(AXIS)
+        across = functools.partial(
+            multihost_utils.host_local_array_to_global_array, global_mesh=mesh, pspecs=spec
+        )
+        trees, weight = across(trees), across(weight)
+        if members.rejoined or (self._synced != {*members.processes} and _corrected(trees)):
+            new = tuple(device.process_index in members.rejoined for device in mesh.devices)
+            trees = self._run(self._admit(mesh, new), members, trees, weight)
+        trees = self._run(self._sync(mesh), members, trees, weight)
+        self._synced = {*members.processes}
+        return multihost_utils.global_array_to_host_local_array(trees, mesh, spec)
+
+    def shutdown(self, step: int) -> None:
+        """At the end of a run, instead of JAX's own shutdown, which would wait for the dead."""
+        self.barrier(step)
+        if self._membership.client is not None:
+            if not jax.process_index():  # last, as the others cannot leave without the service
+                with contextlib.suppress(Unfinished):
+                    self._wait(self._membership.who_lives, self._timeout)
+            jax.distributed.shutdown()
+
+    def _run(self, program: Any, members: Members, *args: PyTree) -> tuple:
+        """The results of a program. JAX caches what it compiles, here and not in a thread."""
+        compiled = program.lower(*args).compile()
+        try:
+            return self._wait(lambda: jax.block_until_ready(compiled(*args)), self._timeout)
+        except Unfinished:
+            names = f"the sync of processes {list(members.processes)}"
+            raise TimeoutError(f"{self._waited(members.step)} for {names}: {THEN}") from None
+        except Exception as error:
+            if len(members.processes) > 1:
+                self._explain(error, members)
+            raise
+
+    def _explain(self, error: Exception, members: Members) -> None:
+        """Raises RuntimeError if a process is gone; else says only that it might be."""
+        ask = self._membership.who_lives
+        known = zip(members.processes, members.incarnations, strict=True)
+        try:
+            living = self._wait(ask, min(ASKING, self._timeout))
+            gone = [n for n, incarnation in known if living.get(n) != incarnation]
+        except jax.errors.JaxRuntimeError:
+            gone = [0]
+        except Unfinished:
+            others = f"in a sync of processes {list(members.processes)}"
+            error.add_note(f"{self._self(members.step)} was {others}, one of which may be gone.")
+            return
+        if gone and not jax.process_index():  # the others end first: JAX aborts them without it
+            with contextlib.suppress(Unfinished):
+                self._wait(ask, ASKING)
+        if gone:
+            text = f"{self._self(members.step)} has lost processes {gone} in a sync: {THEN}"
+            raise RuntimeError(text) from error
+
+    def _self(self, step: int) -> str:
+        return f"process {jax.process_index()} after step {step}"
+
+    def _waited(self, step: int) -> str:
+        return f"{self._self(step)} has waited {self._timeout:g} s"
+
+
+class Unfinished(Exception):
+    """A call has not returned in time."""
+
+
+class Waits:
+    """Calls what waits for other processes, which nothing can end, in a thread that it keeps."""
+
+    def __init__(self):
+        self._calls = None
+
+    def __call__(self, call: Callable, seconds: float) -> Any:
+        """What the call returns or raises; Unfinished if it is still waiting."""
+        if self._calls is None:
+            self._calls = queue.SimpleQueue()
+            # A daemon, so that it does not keep the process.
+            threading.Thread(target=_work, args=(self._calls,), daemon=True).start()
+        future = concurrent.futures.Future()
+        self._calls.put((future, call))
+        concurrent.futures.wait([future], seconds)
+        if not future.done():
+            self._calls = None  # another thread for what comes
+            raise Unfinished
+        return future.result()
+
+
+def _work(calls: queue.SimpleQueue) -> None:
+    while True:
+        future, call = calls.get()
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+        del future, call  # and the arrays that they hold
+
+
+def _over(mesh: Mesh, function: Callable) -> Callable:
+    """A function of one worker for all of a mesh: leaves [n, ...] of each process's n devices."""
+
+    def per_device(*args):
+        found = function(*jax.tree.map(lambda x: x[0], args))
+        return jax.tree.map(lambda x: jnp.expand_dims(x, 0), found)
+
+    spec = jax.P(AXIS)
+    return jax.shard_map(per_device, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+
+
+def _of_one(sync: Callable, trees: tuple, weight: Any) -> tuple:
+    found = sync(*trees, **({} if weight is None else {"weight": weight}))
+    if jax.tree.structure(found) != (wanted := jax.tree.structure(trees)):
+        raise ValueError(
+            f"sync returns {jax.tree.structure(found)} and was given {wanted}: return a tuple of "
+            "as many trees, like those given, as Rounds.sync does."
+        )
+    return found
+
+
+def admitted(trees: tuple, weight: Any, rejoined: tuple[bool, ...]) -> tuple:
+    """One worker's trees, before a sync of other members than at the last.
+
+    Args:
+      trees, weight: of one worker, in `jax.shard_map` or `jax.vmap`; rejoined: of all workers.
+    """
+    is_new = jnp.asarray(rejoined)[jax.lax.axis_index(AXIS)]
+    trees = taken_over(trees, list(rejoined)) if any(rejoined) else trees
+
+    def corrected(state):
+        if isinstance(state, LocalState | StreamingState):
+            zero = jax.tree.map(lambda x: jnp.where(is_new, 0, x), state.residual)
+            state = state._replace(residual=zero)
+        if isinstance(state, LocalState):
+            fixed = jax.tree.map(corrected, state.correction, is_leaf=_has_control)
+            state = state._replace(correction=fixed)
+        if isinstance(state, ControlState):
+            state = recentred(state, is_new, AXIS, weight)
+        return state
+
+    return jax.tree.map(corrected, trees, is_leaf=_depends_on_members)
+
+
+def _has_control(x: Any) -> bool:
+    return isinstance(x, ControlState)
+
+
+def _depends_on_members(x: Any) -> bool:
+    return isinstance(x, LocalState | StreamingState | ControlState)
+
+
+def _corrected(trees: PyTree) -> bool:
+    """Whether there are control variates."""
+    return any(map(_has_control, jax.tree.leaves(trees, is_leaf=_has_control)))
+
+
+def taken_over(trees: PyTree, new: list[bool], axis_name: str = AXIS) -> PyTree:
+    """One worker's trees; a new one's (`new` is of all) are another's, with keys of its own."""
+    mine = jax.lax.axis_index(axis_name)
+    is_new = jnp.asarray(new)[mine]
+    legacy = jax.eval_shape(jax.random.PRNGKey, 0)
+
+    def take(x):
+        if is_key(x):
+            impl = jax.random.key_impl(x)
+            return jax.random.wrap_key_data(with_own(jax.random.key_data(x), impl), impl=impl)
+        if x.dtype == legacy.dtype and x.shape[-1:] == legacy.shape:
+            return with_own(x, None)
+        return given(x)
+
+    def with_own(data, impl):
+        keys = jax.random.wrap_key_data(given(data), impl=impl)
+        own = jax.vmap(lambda key: jax.random.fold_in(key, mine))(keys.reshape(-1))
+        return jax.random.key_data(jnp.where(is_new, own.reshape(keys.shape), keys))
+
+    def given(x):
+        wide = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
+        found = jax.lax.psum(jnp.where(mine == new.index(False), wide, 0), axis_name)
+        return jnp.where(is_new, found, wide).astype(x.dtype)
+
+    return jax.tree.map(take, trees)
