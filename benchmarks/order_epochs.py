@@ -33,7 +33,7 @@ STRICT = greedy()._replace(  # the rule of grab-sampler: a product of zero is a 
 def _mean_alone(loss: Callable) -> Callable:
     """As `ordering.per_example_grads`, without rows."""
     mean = jax.value_and_grad(lambda *given: jnp.mean(loss(*given)))
-    return lambda params, batch, key: (*mean(params, batch, key), None)
+    return lambda params, batch, *, key: (*mean(params, batch, key), None)
 
 
 def _sketched(loss: Callable) -> Callable:
@@ -70,7 +70,7 @@ def ours(problem: Problem, name: str) -> Callable:
             params, velocity, orders = carry
             visited = jax.lax.dynamic_slice(orders.current, (place,), (problem.step,))
             batch = {"x": x[visited], "y": y[visited]}
-            _, mean, rows = gradients(params, batch, jax.random.key(0))
+            _, mean, rows = gradients(params, batch, key=jax.random.key(0))
             mean = jax.lax.pmean(mean, "worker")
             velocity = jax.tree.map(lambda v, g: MOMENTUM * v + g, velocity, mean)
             params = jax.tree.map(lambda p, v: p - problem.rate * v, params, velocity)

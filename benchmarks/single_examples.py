@@ -38,7 +38,7 @@ def ways_of(loss: Callable) -> dict[str, Callable]:
 
     def rows_of(gradients):
         def run(params, batch):
-            _, mean, rows = gradients(params, batch, key)
+            _, mean, rows = gradients(params, batch, key=key)
             return mean, rows
 
         return run
@@ -89,7 +89,8 @@ def _of_jax_privacy(mean_loss: Callable) -> dict[str, Callable]:
 def check(loss: Callable, params, batch, found: dict[str, tuple]) -> None:
     """Raises AssertionError for a way that computes something else."""
     key = jax.random.key(0)
-    exact = jax.jit(lambda *args: ordering.per_example_grads(loss)(*args)[2])(params, batch, key)
+    formed = ordering.per_example_grads(loss)
+    exact = jax.jit(lambda *args: formed(*args, key=key)[2])(params, batch)
     exact = np.concatenate([np.asarray(x).reshape(EXAMPLES, -1) for x in jax.tree.leaves(exact)], 1)
     norms = np.linalg.norm(exact, axis=1)
     plain, formed = found["plain step"][0], np.asarray(found["vmap, then a sketch"][1])

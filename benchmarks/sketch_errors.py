@@ -86,10 +86,9 @@ def main(argv):
         params = after(model, model.init(jax.random.key(0)), batch, steps)
 
         def both(key, model=model, batch=batch, params=params):
-            sketched = ordering.sketched_grads(model.loss, key, size=values.size)(
-                params, batch, key
-            )[2]
-            rows = ordering.per_example_grads(model.loss)(params, batch, key)[2]
+            gradients = ordering.sketched_grads(model.loss, key, size=values.size)
+            sketched = gradients(params, batch, key=key)[2]
+            rows = ordering.per_example_grads(model.loss)(params, batch, key=key)[2]
             formed = ordering.sketch_rows(rows, ordering.make_sketch(key, size=values.size))
             flat = jax.vmap(lambda tree: jax.flatten_util.ravel_pytree(tree)[0])(rows)
             with jax.default_matmul_precision("highest"):

@@ -53,7 +53,9 @@ def shuffled(rng, units):
 
 def gradients_of(model, params, data, units):
     """{path: float32[N, ...]} of all units."""
-    one = jax.jit(lambda b: ordering.per_example_grads(model.loss)(params, b, jax.random.key(0))[2])
+    one = jax.jit(
+        lambda b: ordering.per_example_grads(model.loss)(params, b, key=jax.random.key(0))[2]
+    )
     found = {}
     for batch in batches(data, units):
         for path, leaf in jax.tree_util.tree_leaves_with_path(one(batch)):
@@ -82,14 +84,14 @@ def gram(rows):
 def sketches(model, params, data, units, size, scale):
     """float32[N, k] of all units, out of the backward pass."""
     gradients = ordering.sketched_grads(model.loss, jax.random.key(0), size=size)
-    one = jax.jit(lambda b: gradients(params, b, jax.random.key(0), scale)[2])
+    one = jax.jit(lambda b: gradients(params, b, key=jax.random.key(0), scale=scale)[2])
     return np.concatenate([np.asarray(one(batch)) for batch in batches(data, units)])
 
 
 def scales(model, params, state, data, size):
     """{how: scale}: none, that of `second_moment_scale`, and one for every row of the table."""
     batch = next(batches(data, 1))
-    leaves = ordering.sketch_plan(model.loss, params, batch, jax.random.key(0), size=size)
+    leaves = ordering.sketch_plan(model.loss, params, batch, key=jax.random.key(0), size=size)
     plain = [leaf._replace(table=False) for leaf in leaves]
     return {
         "": None,

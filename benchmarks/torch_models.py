@@ -191,14 +191,15 @@ def rows_of(name: str, peers: Callable, repeats: int) -> Iterator[dict]:
 
     def sketched(params, batch):
         gradients = ordering.sketched_grads(loss, jax.random.key(1), size=SIZE)
-        _, mean, rows = gradients(params, batch, jax.random.key(0))
+        _, mean, rows = gradients(params, batch, key=jax.random.key(0))
         return mean, rows
 
     ours = {"plain step, JAX": jax.jit(plain), "ordering.sketched_grads": jax.jit(sketched)}
     calls = {way: functools.partial(run, params, batch) for way, run in ours.items()}
     first = functools.partial(mean_gradient, model_of(name, params))
     theirs = {"plain step, PyTorch": first, **peers(model_of(name, params))}
-    formed = jax.jit(lambda *args: ordering.per_example_grads(loss)(*args)[2])(params, batch, key)
+    per_example = ordering.per_example_grads(loss)
+    formed = jax.jit(lambda *args: per_example(*args, key=key)[2])(params, batch)
     exact = np.concatenate([np.reshape(g, (EXAMPLES, -1)) for g in jax.tree.leaves(formed)], 1)
     found = {way: call() for way, call in calls.items()}
     found = {way: (named(mean), rows) for way, (mean, rows) in found.items()}

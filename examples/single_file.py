@@ -66,7 +66,7 @@ GRADIENTS = ordering.sketched_grads(losses, jax.random.key(7), size=SKETCH)  # a
 
 def fresh(params, state, orders, batch, key):
     """One worker's step on new windows: the order sees a sketch of each one's gradient."""
-    loss, grads, sketches = GRADIENTS(params, batch, key)
+    loss, grads, sketches = GRADIENTS(params, batch, key=key)
     updates, state = ROUNDS.update(grads, state, params)
     orders = ORDER.observe(orders, sketches)
     return optax.apply_updates(params, updates), state, orders, loss.mean()

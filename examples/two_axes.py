@@ -46,7 +46,7 @@ def step(w, state, orders, tokens):  # of one worker, whose tokens every device 
     unit = orders.current[orders.position]
     batch = jax.lax.dynamic_slice_in_dim(tokens, 8 * unit, 8)
     batch = jax.reshard(batch, jax.P("data"))
-    value, grads, rows = ordering.microbatch_grads(loss)(w, batch, jax.random.key(0))
+    value, grads, rows = ordering.microbatch_grads(loss)(w, batch, key=jax.random.key(0))
     updates, state = rounds.update(grads, state, w)
     return optax.apply_updates(w, updates), state, order.observe(orders, rows), value
 

@@ -95,10 +95,9 @@ def start(
       >>> import jax, jax.numpy as jnp
       >>> from syncopate import ordering
       >>> order = ordering.cd_grab(8, units_per_step=2)
-      >>> gradients = ordering.sketched_grads(
-      ...     lambda w, x, key: (x @ w) ** 2, jax.random.key(0), size=64
-      ... )
-      >>> args = jnp.ones(500), jnp.ones((2, 500)), jax.random.key(1)
+      >>> loss = lambda w, x: (x @ w) ** 2
+      >>> gradients = ordering.sketched_grads(loss, jax.random.key(0), size=64)
+      >>> args = jnp.ones(500), jnp.ones((2, 500))
       >>> ordering.start(order, jax.random.key(2), gradients, args, workers=4).current.shape
       (4, 8)
     """

@@ -1,26 +1,31 @@
 """What a training step needs of a loss: losses, the mean gradient, and the rows for an order.
 
-A loss is a function `(params, batch, key) -> losses` with one loss per example, or the mean loss of
-the batch; one that draws nothing is a function of (params, batch). The functions here turn it into
-`(params, batch, key=None) -> (losses[B], mean gradient, rows)`: a row is the gradient of a unit,
+A loss is a function `(params, *batch) -> losses` with one loss per example, or the mean loss of the
+batch; one that draws random numbers has a parameter `key`, too. The functions here turn it into
+`(params, *batch, key=None) -> (losses[B], mean gradient, rows)`: a row is the gradient of a unit,
 an example or a group of examples that is visited together. With `has_aux`, as in
 `jax.value_and_grad`, the loss returns `(losses, aux)`, and so does the function instead of losses.
 """
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 from jaxtyping import Array, Key, PyTree
 
 from ordering import trees
-from ordering.sketches import walk
+from ordering.sketches.convolution import holds, split_safe
+from ordering.sketches.interpret import RULE, has_rule_of_parameters
 from ordering.sketches.linear import sketch_rows
 from syncopate import plans
-from syncopate.mesh import alike, names_of
+from syncopate.mesh import alike, is_key, names_of
+
+DRAWS = ("random_bits", "threefry2x32", "rng_bit_generator")  # the primitives
 
 
 def per_example_grads(
@@ -42,26 +47,30 @@ def per_example_grads(
     all examples for the mean gradient, at the cost of a second backward pass.
 
     Args:
-      loss: `(params, batch, key) -> losses[n]` that treats examples separately (no BatchNorm;
-        `check_separable` checks this).
-      has_aux: whether the loss returns auxiliary data too, which is stacked, leaves [B, ...].
+      loss: `(params, *batch) -> losses[n]` that treats examples separately (no BatchNorm;
+        `check_separable` checks this). It is called with `key=` where the step is given a key: then
+        it needs a parameter of this name.
+      has_aux: whether the loss returns auxiliary data too. They are those of batches of one
+        example, stacked: of what is [n, ...] for a batch of n, [B, 1, ...].
       to_sketch: from `make_sketch`; rows are then sketches, float32[B, k], as by `sketch_rows`.
       in_turn: whether to compute one gradient after another, by `jax.lax.scan`.
 
     Returns:
-      `(params, batch, key=None) -> (losses float32[B], mean gradient, rows)` for batches with
-      leaves [B, ...]: the mean gradient is a tree like params, and the rows are the gradients of
-      the B units, leaves [B, ...].
+      `(params, *batch, key=None) -> (losses float32[B], mean gradient, rows)` for any number of
+      trees with leaves [B, ...], such as x and y: the mean gradient is a tree like params, and the
+      rows are the gradients of the B units, leaves [B, ...]. The key is split, one for each unit.
 
     Raises:
       ValueError: while tracing, for a batch without a common leading axis or split over an explicit
-        axis of a mesh, for a key that the loss does not take or lacks, or for other losses.
+        axis of a mesh, for a key that the loss does not take or lacks, for other losses, or for a
+        primitive that JAX cannot compute side by side, as `jax.lax.ragged_dot`.
 
     Examples:
       >>> import jax, jax.numpy as jnp
       >>> from syncopate import ordering
-      >>> loss = lambda w, batch: 0.5 * jnp.square(batch @ w)
-      >>> losses, mean, rows = ordering.per_example_grads(loss)(jnp.ones(2), jnp.eye(2))
+      >>> loss = lambda w, x, y: 0.5 * jnp.square(x @ w - y)
+      >>> step = ordering.per_example_grads(loss)
+      >>> losses, mean, rows = step(jnp.ones(2), jnp.eye(2), jnp.zeros(2))
       >>> mean.tolist(), rows.shape
       ([0.5, 0.5], (2, 2))
     """
@@ -70,21 +79,19 @@ def per_example_grads(
     of_alone = loss_alone(loss, has_aux)
     row_of = to_sketch or (lambda gradient: gradient)
 
-    @signed_as(loss)
-    def gradients(params, batch, key=None):
+    def gradients(params, *batch, key=None):
         size, keys = units_of(params, batch, key)
-        first = jax.tree.map(lambda x: x[:1], batch), None if keys is None else keys[0]
-        program, of_one = walk.traced(of_alone, params, *first)
-        has_rule = walk.holds(program.jaxpr, walk.RULE)
+        first = jax.tree.map(lambda x: x[0], (batch, keys))
+        program, of_one = _traced(of_alone, params, example_of(first[0]), first[1])
+        has_rule = any(e.primitive.name == RULE or holds(e, RULE) for e in program.jaxpr.eqns)
         seed = size if has_rule else 1  # a rule need not be linear: it gets what it gets of a mean
 
         def part(params, unit):
             example, example_key = unit
-            alone = jax.tree.map(lambda x: x[None], example)
-            loss, aux = of_one(params, alone, example_key)
+            loss, aux = of_one(params, example_of(example), example_key)
             return loss / seed, (loss, aux)
 
-        of_part = walk.apart(jax.value_and_grad(part, has_aux=True))
+        of_part = split_safe(jax.value_and_grad(part, has_aux=True))
 
         def one(unit):
             (_, found), gradient = of_part(params, unit)
@@ -103,17 +110,46 @@ def per_example_grads(
                 trees.check_sketches(rows)
             mean = jax.tree.map(lambda t, p: (t / size).astype(jnp.result_type(p)), total, params)
         else:
-            (losses, aux), tree = jax.vmap(one)(units)
+            with refuse_vmap("pass in_turn=True"):
+                (losses, aux), tree = jax.vmap(one)(units)
             mean = jax.tree.map(trees.mean_of, tree)
             rows = sketch_rows(tree, to_sketch) if to_sketch else tree
-        if has_rule and walk.has_rule_of_parameters(program, params, first):
+        if has_rule and has_rule_of_parameters(program, params):
             # The rule gets the sum over all examples, and must not be used of each alone.
             total = lambda p: jnp.sum(jax.vmap(functools.partial(part, p))(units)[0])  # noqa: E731
-            mean = jax.grad(total)(params)
+            with refuse_vmap("use jax.custom_vjp of what belongs to an example alone"):
+                mean = jax.grad(total)(params)
         losses = losses.astype(jnp.float32)
         return (losses, aux) if has_aux else losses, mean, rows
 
     return gradients
+
+
+def _traced(function, *args):
+    """The program of a function for arguments like these, and the function made of it."""
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+
+    def run(*args):
+        values = core.jaxpr_as_fun(closed)(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shapes), values)
+
+    return closed, run
+
+
+@contextlib.contextmanager
+def refuse_vmap(act: str) -> Iterator[None]:
+    """Raises ValueError, with how to `act`, for a primitive that has no rule for vmap."""
+    try:
+        yield
+    except NotImplementedError as error:
+        raise ValueError(
+            f"JAX has no rule for gradients of examples side by side ({error}): {act}."
+        ) from error
+
+
+def example_of(unit: PyTree) -> PyTree:
+    """The batch that has this example alone."""
+    return jax.tree.map(lambda x: x[None], unit)
 
 
 def loss_alone(loss: Callable, has_aux: bool) -> Callable:
@@ -121,8 +157,8 @@ def loss_alone(loss: Callable, has_aux: bool) -> Callable:
 
     of_batch = checked_loss(loss, has_aux)
 
-    def one(params, alone, key):
-        losses, aux = of_batch(params, alone, key)
+    def one(params, batch, key):
+        losses, aux = of_batch(params, batch, key)
         if jnp.size(losses) != 1:
             raise ValueError(
                 f"the losses of a batch of one example have the shape {jnp.shape(losses)}: return "
@@ -134,17 +170,19 @@ def loss_alone(loss: Callable, has_aux: bool) -> Callable:
 
 
 def checked_loss(loss: Callable, has_aux: bool) -> Callable:
-    """`(params, batch, key) -> (losses, aux or None)`; raises ValueError for other results."""
-    try:
-        plans.check_function("loss", loss, "params", "batch")
-    except ValueError:
-        plans.check_function("loss", loss, "params", "batch", "key")
+    """`(params, batch, key) -> (losses, aux or None)` for a tuple of trees, what a loss takes.
+
+    Raises ValueError for a loss that takes something else, or has other results.
+    """
+    if not _takes(loss, inspect.Signature.bind_partial, "params", "batch"):
+        name = getattr(loss, "__name__", f"a {type(loss).__name__}")
+        raise ValueError(
+            f"loss is {name}: pass a function of (params, *batch), or (params, *batch, key)."
+        )
 
     def run(params, batch, key):
-        given = {"params": params, "batch": batch} | ({} if key is None else {"key": key})
-        what = "without a key" if key is None else "with a key"
-        plans.check_function(f"{what}, the loss", loss, *given)
-        found = loss(*given.values())
+        _check_takes(loss, len(batch), key is not None)
+        found = loss(params, *batch) if key is None else loss(params, *batch, key=key)
         if not has_aux:
             losses, aux = found, None
         elif isinstance(found, tuple | list) and len(found) == 2:
@@ -167,13 +205,35 @@ def checked_loss(loss: Callable, has_aux: bool) -> Callable:
     return run
 
 
+def _takes(function, binds, *args, **kwargs):
+    try:
+        binds(inspect.signature(function), *args, **kwargs)
+    except TypeError:
+        return False
+    except ValueError:  # a built-in function does not tell
+        pass
+    return True
+
+
+def _check_takes(loss, count, keyed):
+    """Raises ValueError unless a loss takes params and so many trees, and a key if there is one."""
+    named = {"key": None} if keyed else {}
+    args = ["params", *(["batch"] if count == 1 else [f"batch[{i}]" for i in range(count)])]
+    if not _takes(loss, inspect.Signature.bind, *args, **named):
+        what = "with a key" if keyed else "without a key"
+        name = getattr(loss, "__name__", f"a {type(loss).__name__}")
+        raise ValueError(
+            f"{what}, the loss is {name}: pass a function of ({', '.join([*args, *named])})."
+        )
+
+
 def units_of(
-    params: PyTree, batch: PyTree, key: Key[Array, ""] | None
+    params: PyTree, batch: tuple, key: Key[Array, ""] | None
 ) -> tuple[int, Key[Array, "B"] | None]:
     """(B, one key per unit or None) of a batch; raises ValueError if a unit has no gradient."""
     check_params(params)
     size = size_of(batch)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(_alone(batch)):
         if axes := names_of(jax.typeof(leaf).sharding.spec[0]):
             raise ValueError(
                 f"batch{jax.tree_util.keystr(path)} is split over {list(axes)}, explicit axes, "
@@ -188,10 +248,20 @@ def units_of(
         raise
 
 
-def size_of(batch: PyTree) -> int:
-    """B of a batch with leaves [B, ...]; raises ValueError for any other."""
+def size_of(batch: tuple) -> int:
+    """B of a batch, trees with leaves [B, ...]; raises ValueError for any other."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(_alone(batch)):
+        if is_key(leaf) and not jnp.ndim(leaf):
+            raise ValueError(
+                f"batch{jax.tree_util.keystr(path)} is a key, and keys are no examples: pass it as "
+                "key=, or one for each example."
+            )
     act = "For a single example add the axis, as x[None]."
-    return trees.leading_size(batch, "the batch", act)
+    return trees.leading_size(_alone(batch), "the batch", act)
+
+
+def _alone(batch):
+    return batch[0] if len(batch) == 1 else batch
 
 
 def check_params(params: PyTree) -> None:
@@ -200,46 +270,17 @@ def check_params(params: PyTree) -> None:
         trees.check_real(leaf if hasattr(leaf, "dtype") else np.asarray(leaf), jnp.floating)
 
 
-def signed_as(loss: Callable) -> Callable[[Callable], Callable]:
-    """Gives a function of (params, batch, key, ...) a loss's signature, name and docstring."""
-
-    def decorate(function):
-        ours = inspect.signature(function)
-        try:
-            named = list(inspect.signature(loss).parameters.values())[:3]
-        except (TypeError, ValueError):  # some callables have no signature
-            named = []
-        own = list(ours.parameters.values())[len(named) :]
-        taken = {p.name for p in named} & {p.name for p in own}
-        if len(named) > 1 and not taken and all(p.kind is p.POSITIONAL_OR_KEYWORD for p in named):
-            defaults = inspect.Parameter.empty, inspect.Parameter.empty, None
-            named = [p.replace(default=d) for p, d in zip(named, defaults, strict=False)]
-            ours = inspect.Signature([*named, *own])
-
-        def signed(*args, **kwargs):
-            given = ours.bind(*args, **kwargs)
-            return function(*given.args, **given.kwargs)  # what follows a key that is left out
-
-        kept = ("__module__", "__name__", "__qualname__", "__doc__")
-        named_as = loss if hasattr(loss, "__name__") else function
-        functools.update_wrapper(signed, named_as, assigned=kept, updated=())
-        vars(signed)["__signature__"] = ours
-        return signed
-
-    return decorate
-
-
 def microbatch_grads(loss: Callable, *, has_aux: bool = False) -> Callable:
     """One unit for the worker's whole microbatch: B = 1, at the cost of a plain gradient.
 
     If the loop computes the gradient anyway, observe `jax.tree.map(lambda g: g[None], grad)`.
 
     Args:
-      loss: `(params, batch, key) -> losses[n]`, or their mean.
+      loss: `(params, *batch) -> losses[n]`, or their mean; with a key, as for `per_example_grads`.
       has_aux: whether the loss returns auxiliary data too.
 
     Returns:
-      `(params, batch, key=None) -> (mean loss float32[1], its gradient, rows)` for batches with
+      `(params, *batch, key=None) -> (mean loss float32[1], its gradient, rows)` for batches with
       leaves [n, ...]: the rows are the gradient with leaves [1, ...].
 
     Examples:
@@ -257,8 +298,7 @@ def microbatch_grads(loss: Callable, *, has_aux: bool = False) -> Callable:
         losses, aux = of_batch(params, batch, key)
         return jnp.mean(losses), aux
 
-    @signed_as(loss)
-    def gradients(params, batch, key=None):
+    def gradients(params, *batch, key=None):
         check_params(params)
         (value, aux), grad = jax.value_and_grad(mean, has_aux=True)(params, batch, key)
         losses = value[None].astype(jnp.float32)
@@ -272,11 +312,12 @@ def group_loss(loss: Callable, *, has_aux: bool = False) -> Callable:
     """A loss of groups, the mean over the examples of each: every group is a unit.
 
     Args:
-      loss: `(params, batch, key) -> losses[n]`, or their mean; it may mix the examples of a group.
-      has_aux: whether the loss returns auxiliary data too, as the result then does.
+      loss: `(params, *batch) -> losses[n]`, or their mean; it may mix the examples of a group. With
+        a key, as for `per_example_grads`.
+      has_aux: whether the loss returns auxiliary data too, as the result then does, stacked.
 
     Returns:
-      `(params, batch, key=None) -> losses[B]` for leaves [B, n, ...]: B groups per step,
+      `(params, *batch, key=None) -> losses[B]` for leaves [B, n, ...]: B groups per step,
       for `per_example_grads` and `sketched_grads`.
 
     Examples:
@@ -289,25 +330,29 @@ def group_loss(loss: Callable, *, has_aux: bool = False) -> Callable:
 
     of_batch = checked_loss(loss, has_aux)
 
-    @signed_as(loss)
-    def of_groups(params, batch, key=None):
+    def of_groups(params, *batch, key=None):
         def of_group(group):
             losses, aux = of_batch(params, group, key)
             return (jnp.mean(losses), aux) if has_aux else jnp.mean(losses)
 
-        trees.leading_size(batch, "the groups", "Pass a batch with leaves [B, n, ...].")
+        act = "Pass a batch with leaves [B, n, ...]."
+        trees.leading_size(_alone(batch), "the groups", act)
         return jax.vmap(of_group)(batch)
 
     return of_groups
 
 
 def check_separable(
-    loss: Callable, params: PyTree, batch: PyTree, key: Key[Array, ""] | None = None
+    loss: Callable, params: PyTree, *batch: PyTree, key: Key[Array, ""] | None = None
 ) -> None:
     """Raises ValueError for a loss that mixes the examples of a batch (BatchNorm, contrastive).
 
+    A loss that draws random numbers by the shape of the batch, such as a mask for dropout, cannot
+    be checked, which is said; check it without the draws, as in evaluation. `per_example_grads`
+    gives every example a key and calls it with one example: there it is right.
+
     Args:
-      loss: `(params, batch, key) -> losses[n]`.
+      loss: `(params, *batch) -> losses[n]`, or with a key.
       params, batch, key: as for the loss; two or three examples are enough.
 
     Raises:
@@ -334,12 +379,31 @@ def check_separable(
     for i, within in enumerate(together):
         alone = jax.tree.map(lambda x: x[i : i + 1], batch)  # noqa: B023
         copies = jax.tree.map(lambda x: np.repeat(x, size, axis=0), alone)
-        for others in (alone, copies):
-            found = np.asarray(of_batch(others), np.float64)[i % len(jax.tree.leaves(others)[0])]
-            if not np.isclose(found, within, rtol=1e-3, atol=1e-3, equal_nan=True):
+        (found,), others = (np.asarray(of_batch(x), np.float64) for x in (alone, copies))
+        for other in (found, others[i]):
+            if not _near(other, within):
+                why = _mixes(of_batch, batch, not _near(others, others[0]))
                 raise ValueError(
-                    f"the loss of example {i} is {within:.6g} in a batch of {size} and {found:.6g} "
-                    "alone: the model mixes the examples, as BatchNorm does. Use "
-                    "ordering.microbatch_grads or grouped, or a normalisation that treats them "
-                    "separately."
+                    f"the loss of example {i} is {within:.6g} in a batch of {size} and {other:.6g} "
+                    f"alone: {why}"
                 )
+
+
+def _near(one, other):
+    return np.allclose(one, other, rtol=1e-3, atol=1e-3, equal_nan=True)
+
+
+def _mixes(of_batch, batch, by_place):
+    """Why losses differ, and what to do: equal examples differ `by_place` where a mask is drawn."""
+    program = jax.make_jaxpr(of_batch)(batch).jaxpr
+    if by_place and any(holds(e, name) for e in program.eqns for name in DRAWS):
+        return (
+            "the loss draws random numbers by the shape of the batch, as a mask for dropout, so "
+            "that examples cannot be compared. ordering.per_example_grads gives each example a key "
+            "of its own: pass key= there, and check the loss without draws here; or draw from keys "
+            "that are a part of the batch, one for each example."
+        )
+    return (
+        "the model mixes the examples, as BatchNorm does. Use ordering.microbatch_grads or "
+        "group_loss, or a normalisation that treats them separately."
+    )

@@ -1,5 +1,7 @@
 """The calls of `ordering`: valid arguments, and bad ones for each."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -168,7 +170,7 @@ CALLS["kernel_halving"] = call(
 # Gradients.
 def gradients(make):
     def run(loss, params, batch, key=KEY, **args):
-        return make(loss, **args)(params, batch, key)[:2]
+        return make(loss, **args)(params, batch, key=key)[:2]
 
     return traced(run)
 
@@ -216,15 +218,16 @@ CALLS |= {
         lambda key: gradients(lambda loss: ordering.sketched_grads(loss, key, size=2))(
             loss=loss_of, params=X, batch=jnp.ones((4, 3))), key=KEY),
     "start": call(
-        lambda **args: ordering.start(GRAB, args=(X, jnp.ones((4, 3)), KEY), **args), key=KEY,
-        gradients=Arg(ordering.per_example_grads(loss_of),
+        lambda **args: ordering.start(GRAB, args=(X, jnp.ones((4, 3))), **args), key=KEY,
+        gradients=Arg(ordering.per_example_grads(functools.partial(loss_of, key=KEY)),
                       [3, "text", THING, {}, lambda *args: args[0]]),
         workers=Arg(W, but_none(whole()))),
     "check_separable": call(
-        lambda **args: ordering.check_separable(**args, key=KEY),
+        lambda loss, params, batch: ordering.check_separable(loss, params, batch, key=KEY),
         **{name: arg for name, arg in OF_LOSS.items() if name != "key"}),
     "sketch_plan": call(
-        lambda **args: len(ordering.sketch_plan(**args)), size=2,
+        lambda loss, params, batch, **args: len(
+            ordering.sketch_plan(loss, params, batch, **args)), size=2,
         **OF_LOSS | {"key": Arg(KEY, [None, "0", THING])}),
 }  # fmt: skip
 STACKS = [{}, None, 3, jnp.ones(()), {"w": jnp.ones((0, 3))}, {"w": [[1.0, 2.0], [3.0, 4.0]]},
@@ -253,8 +256,9 @@ CALLS |= {
         power=Arg(0.25, [0, 0.6, *KINDS["floor"]]),
         axis_name=AXIS),
     "sketched, scale": call(
-        lambda scale: gradients(lambda loss: lambda *a: ordering.sketched_grads(loss, KEY, size=2)(
-            *a, scale))(loss=loss_of, params=X, batch=jnp.ones((4, 3))),
+        lambda scale: gradients(lambda loss: functools.partial(
+            ordering.sketched_grads(loss, KEY, size=2), scale=scale))(
+            loss=loss_of, params=X, batch=jnp.ones((4, 3))),
         scale=Arg(X, but_none(LIKE_PARAMS))),
     "resize": call(
         ordering.resize, state=Arg(ALL, [None, 3, "text", THING, {}, X, GRAB.init(KEY, X)]),

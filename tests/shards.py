@@ -116,7 +116,7 @@ class Programs:
         def step(params, state, orders, data, start):
             own = lax.dynamic_slice_in_dim(orders.current, start, units)
             batch = jax.tree.map(lambda x: x[own], data)
-            losses, mean, rows = gradients(params, batch, jax.random.key(0))
+            losses, mean, rows = gradients(params, batch, key=jax.random.key(0))
             updates, state = rounds.update(mean, state, params)
             params = optax.apply_updates(params, updates)
             return params, state, order.observe(orders, rows_of(rows)), losses

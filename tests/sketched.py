@@ -26,7 +26,7 @@ RNG = np.random.default_rng(2)
 def sketch_of(loss, params, batch, key, *, size):
     """`tree -> float32[k]`, the map of `ordering.sketched_grads(loss, key)`."""
     of_batch = jax.eval_shape(lambda: jax.random.key(0))
-    plan = ordering.sketch_plan(loss, params, batch, of_batch, size=size)
+    plan = ordering.sketch_plan(loss, params, batch, key=of_batch, size=size)
     maps = maps_of(plan, key)
 
     def apply(tree):
@@ -77,7 +77,7 @@ def close(found, expected):
 
 
 def parts_of(gradients):
-    return lambda params, batch: gradients(params, batch, jax.random.clone(KEY))
+    return lambda params, batch: gradients(params, batch, key=jax.random.clone(KEY))
 
 
 def assert_sketched(loss, params, batch, size=64, scale=None):

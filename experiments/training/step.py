@@ -162,8 +162,8 @@ def unit_gradients(
             return ordering.sketched_grads(ordering.group_loss(loss), SKETCH_KEY(), size=sketch)
         of_units = ordering.per_example_grads(ordering.group_loss(loss))
 
-        def exact(params, batch, key, scale=None):
-            losses, mean, rows = of_units(params, batch, key)
+        def exact(params, batch, *, key, scale=None):
+            losses, mean, rows = of_units(params, batch, key=key)
             return losses, mean, scaled(rows, scale)
 
         return exact
@@ -174,7 +174,7 @@ def unit_gradients(
         unit_losses = jnp.mean(losses.reshape(units_per_step, -1), axis=1)
         return jnp.mean(losses), unit_losses
 
-    def gradients(params, batch, key, scale=None):
+    def gradients(params, batch, *, key, scale=None):
         (_, losses), mean = jax.value_and_grad(merged, has_aux=True)(params, batch, key)
         rows = scaled(jax.tree.map(lambda g: g[None], mean), scale)
         if sketch and separate:
@@ -201,7 +201,7 @@ def worker_step(worker: Worker, *, fresh: bool) -> Callable:
             model.loss, units_per_step=units.shape[0], separate=separate, sketch=sketch
         )
         losses, mean, rows = gradients(
-            state.params, batch, jax.random.fold_in(state.key, t),
+            state.params, batch, key=jax.random.fold_in(state.key, t),
             scale=state.scale if scales_rows else None,
         )  # fmt: skip
         bad = bad_unit(jnp.isfinite(losses), finite_units(rows))
@@ -311,7 +311,7 @@ def scale_of(
     leaves = None
     if sketch is not None and sketch < num_params(task.model):
         loss, unit = ordering.group_loss(task.model.loss), unit_of(task.train, sizes.unit_size)
-        leaves = ordering.sketch_plan(loss, params, unit, jax.random.key(0), size=sketch)
+        leaves = ordering.sketch_plan(loss, params, unit, key=jax.random.key(0), size=sketch)
     of_state = functools.partial(ordering.second_moment_scale, leaves=leaves, power=power)
     try:
         jax.eval_shape(of_state, jax.eval_shape(optimizers.inner(recipe).init, params), params)

@@ -1,10 +1,10 @@
 """Sketches of the gradients of single units, out of the ordinary backward pass.
 
-The loss is walked (walk.py). Every unit gets a sketch of zeros s[k] that it does not depend on.
-Where a parameter w meets data, y = x w, the backward pass hands s the cotangents
-P_f^T (x^T dy) Q_f = (x P_f)^T (dy Q_f), with fixed random signed sums P_f and Q_f: the gradient
-with respect to s is then the sum over all parameters of the sketches of this unit's gradient, and
-the gradients themselves are never formed.
+The loss is interpreted (interpret.py). Every unit gets a sketch of zeros s[k] that it does not
+depend on. Where a parameter w meets data, y = x w (rules.py), the backward pass hands s the
+cotangents P_f^T (x^T dy) Q_f = (x P_f)^T (dy Q_f), with fixed random signed sums P_f and Q_f: the
+gradient with respect to s is then the sum over all parameters of the sketches of this unit's
+gradient, and the gradients themselves are never formed.
 """
 
 import functools
@@ -21,18 +21,28 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float32, Key, PyTree
 
 from ordering.base import check_key
-from ordering.gradients import check_params, loss_alone, per_example_grads, signed_as, units_of
-from ordering.sketches import linear, walk
+from ordering.gradients import (
+    check_params,
+    example_of,
+    loss_alone,
+    per_example_grads,
+    refuse_vmap,
+    size_of,
+    units_of,
+)
+from ordering.sketches import linear
+from ordering.sketches.convolution import split_safe
+from ordering.sketches.interpret import Handler, as_copy, interpret
 from ordering.sketches.linear import MOST, SIZE, Leaf, Map, times
+from ordering.sketches.rules import LINEAR, LOOK_UP, RULES, Use
 from ordering.sketches.scale import scaled_maps, whole_scale
-from ordering.sketches.walk import Hooks, Shared, Use
-from ordering.trees import as_float32, leading_size, tree_size
+from ordering.trees import as_float32, tree_size
 from syncopate.mesh import automatic, varying
 from syncopate.plans import check_whole
 
 LEAST = 4  # p q, of a gradient of rank one: with fewer, transforms take longer
 TABLE = 16  # groups for tables, at least
-LOOK_UP = "look-up"  # the kind of use of a table of which a unit has few rows
+IN_TURN = "use per_example_grads(loss, to_sketch=make_sketch(key), in_turn=True)"
 EXACT = 4  # gradients of up to EXACT k numbers are formed, which costs less than projecting
 
 
@@ -57,15 +67,20 @@ def sketched_grads(
     of them; it cancels in the differences of pairs, and in GraB, which takes off the mean. Rules
     of `jax.custom_vjp` are treated as by `per_example_grads`.
 
+    The mean gradient has the precision and the types of the loss. Sketches are float32, and their
+    products have the precision of the product that they sketch: where that is JAX's default, an
+    accelerator rounds the factors to bfloat16 or TF32, which is less than the sketch is off by.
+
     Args:
-      loss: `(params, batch, key) -> losses[n]` that treats units separately, or their mean.
+      loss: `(params, *batch) -> losses[n]`, or with a key, that treats units separately, or their
+        mean; as for `per_example_grads`.
       key: typed, for the random signs; give all workers the same key.
       size: k, as of `make_sketch`. For models of at most k parameters, rows are the gradients
         themselves, padded with zeros.
-      has_aux: whether the loss returns auxiliary data too, which is stacked, leaves [B, ...].
+      has_aux: whether the loss returns auxiliary data too, stacked as by `per_example_grads`.
 
     Returns:
-      `(params, batch, key=None, scale=None) -> (losses float32[B], mean gradient, sketches
+      `(params, *batch, key=None, scale=None) -> (losses float32[B], mean gradient, sketches
       float32[B, k])` for batches with leaves [B, ...]; with `has_aux` (losses, aux) in place of
       losses. Build the order's state with `order.init(key, jnp.zeros(k))`. With a `scale`,
       from `second_moment_scale(..., leaves=sketch_plan(...))`, they are sketches of the
@@ -90,16 +105,16 @@ def sketched_grads(
     size, sketch_key = check_whole("size", size, 1, MOST), check_key(key)
     of_one = loss_alone(loss, has_aux)
 
-    @signed_as(loss)
-    def gradients(params, batch, key=None, scale=None):
+    def gradients(params, *batch, key=None, scale=None):
         if tree_size(params) <= size:
             whole = None if scale is None else whole_scale(scale, params)
             kept = linear.make_sketch(sketch_key, size=size)
             to_sketch = lambda g: kept(g if scale is None else jax.tree.map(times, g, whole))  # noqa: E731
-            return per_example_grads(loss, has_aux=has_aux, to_sketch=to_sketch)(params, batch, key)
+            of_each = per_example_grads(loss, has_aux=has_aux, to_sketch=to_sketch)
+            return of_each(params, *batch, key=key)
         units, keys = units_of(params, batch, key)
         first = jax.tree.map(lambda x: x[0], (batch, keys))
-        plan, program, of_terms = _analyse(of_one, varying(params, batch), first, size)
+        plan, program = _analyse(of_one, varying(params, batch), first, size)
         _warn_of_copies(plan.leaves, units)
         maps = linear.maps_of(plan.leaves, sketch_key)
         if scale is not None:
@@ -107,16 +122,18 @@ def sketched_grads(
 
         def total(params, zeros):
             params = varying(params, batch)  # typed as varying over devices, like the batch
-            of_units = jax.vmap(functools.partial(program, params, maps))
-            losses, aux = of_units(zeros, (batch, keys))
+            of_unit = functools.partial(program, params, maps, plan.numbers(params))
+            with refuse_vmap(IN_TURN):
+                losses, aux = jax.vmap(of_unit)(zeros, (batch, keys))
             return jnp.mean(losses), (losses, aux)
 
         zeros = varying(zeros_of(plan, units, size), batch)
-        (_, (losses, aux)), (mean, found) = jax.value_and_grad(total, (0, 1), has_aux=True)(
+        (_, (losses, aux)), (mean, sums) = jax.value_and_grad(total, (0, 1), has_aux=True)(
             params, zeros
         )
-        found = with_terms(plan, maps, found, of_terms(varying(params, batch), first, units))
-        losses, rows = losses.astype(jnp.float32), units * added_up(maps, found)
+        of_numbers = gradients_of_numbers(plan, varying(params, batch), units)
+        sums = with_numbers(plan, maps, sums, of_numbers)
+        losses, rows = losses.astype(jnp.float32), units * added_up(maps, sums)
         return (losses, aux) if has_aux else losses, mean, rows
 
     return gradients
@@ -125,9 +142,8 @@ def sketched_grads(
 def sketch_plan(
     loss: Callable,
     params: PyTree,
-    batch: PyTree,
+    *batch: PyTree,
     key: Key[Array, ""] | None = None,
-    *,
     size: int = SIZE,
 ) -> list[Leaf]:
     """How `sketched_grads` treats every parameter. Nothing is computed.
@@ -150,41 +166,42 @@ def sketch_plan(
     """
     check_params(params)
     key = None if key is None else check_key(key)
-    leading_size(batch, "the batch", "Pass arrays [B, ...], or their shapes.")
+    size_of(batch)
     size = check_whole("size", size, 1, MOST)
     example = jax.eval_shape(lambda batch: jax.tree.map(lambda x: x[0], batch), batch)
     return _analyse(loss_alone(loss, False), params, (example, key), size)[0].leaves
 
 
 def _analyse(of_one, params, rest, size):
-    """For a loss of one example, the rest being (example, key): its plan,
-    `(params, maps, zeros, rest) -> (loss, aux)`, and the gradients of what all units share.
+    """For a loss of one example, the rest being (example, key): its plan, and
+    `(params, maps, numbers, zeros, rest) -> (loss, aux)`.
     """
 
     def of_unit(params, rest):
         example, key = rest
-        return of_one(params, jax.tree.map(lambda x: x[None], example), key)
+        return of_one(params, example_of(example), key)
 
-    closed, found = jax.make_jaxpr(of_unit, return_shape=True)(params, rest)
-    plan = plan_of(closed, params, rest, size)
+    closed, shapes = jax.make_jaxpr(of_unit, return_shape=True)(params, rest)
+    plan = plan_of(closed, params, len(jax.tree.leaves(rest)), size)
 
-    def program(params, maps, zeros, rest):
+    def program(params, maps, numbers, zeros, rest):
         copies = {
             i: copied(plan.leaves, maps, zeros, i, value)
             for i, value in enumerate(jax.tree.leaves(params))
             if plan.leaves[i].how == "copied"
         }
-        terms = Terms([])
 
-        def term(shared):
-            own = zeros.terms[terms.place(shared)].astype(shared.value.dtype)
-            return shared.value + own.reshape(shared.value.shape)
+        def number(shared):
+            i = plan.names.index(shared.name)
+            of_unit = zeros.numbers[i].astype(numbers[i].dtype)
+            return numbers[i] + of_unit.reshape(numbers[i].shape)
 
-        site = functools.partial(site_of, plan.leaves, maps, zeros)
-        values = walk.results(closed, params, rest, Hooks(site, term=term), copies)
-        return jax.tree.unflatten(jax.tree.structure(found), values)
+        use = functools.partial(use_of, plan.leaves, maps, zeros)
+        handler = Handler(RULES, use, number=number)
+        values = interpret(closed, params, jax.tree.leaves(rest), handler, copies)
+        return jax.tree.unflatten(jax.tree.structure(shapes), values)
 
-    return plan, program, functools.partial(gradients_of_terms, closed, plan)
+    return plan, program
 
 
 def _warn_of_copies(leaves, units):
@@ -194,69 +211,88 @@ def _warn_of_copies(leaves, units):
         ratio = copies / sum(math.prod(leaf.shape) for leaf in leaves)
         names = ", ".join(f"params{leaf.name} ({leaf.why})" for leaf in large)
         warnings.warn(
-            f"sketched copies {names} for each of {units} units: the copies have {ratio:.3g} times "
-            "as many numbers as all parameters, and a step takes longer accordingly. Use them in "
-            "products, convolutions or look-ups with data, or pass in what is made of them by "
-            "jax.lax.stop_gradient; ordering.sketch_plan lists all uses.",
+            f"sketched_grads copies {names} for each of {units} units: the copies have {ratio:.3g} "
+            "times as many numbers as all parameters, and a step takes longer accordingly. Use "
+            "them in products, convolutions or look-ups with data, or pass in what is made of "
+            "them by jax.lax.stop_gradient; ordering.sketch_plan lists all uses.",
             stacklevel=4,
         )
 
 
 class Plan(NamedTuple):
-    """How every parameter is treated, and the parameters in each number that all units share."""
+    """How every parameter is treated, and what numbers all units share."""
 
     leaves: list[Leaf]
-    terms: list[tuple[int, ...]]
+    names: list[tuple[int, ...]]  # of the numbers, as of `interpret.Shared`
+    parts: list[tuple[int, ...]]  # the parameters in each
+    numbers: Callable[[PyTree], list[Array]]  # of the parameters
 
 
-def plan_of(closed: core.ClosedJaxpr, params: PyTree, rest: PyTree, size: int) -> Plan:
-    """The plan from a walk that records all uses."""
+def plan_of(closed: core.ClosedJaxpr, params: PyTree, rest: int, size: int) -> Plan:
+    """The plan from a walk that computes nothing but what is made of parameters alone."""
     each = jax.tree_util.tree_leaves_with_path(params)
-    seen, unknown, met = [[] for _ in each], [[] for _ in each], Terms([])
-    ranks = [0] * len(each)  # at most, of the gradient of one unit
+    uses, other, shared = [[] for _ in each], [[] for _ in each], {}
 
-    def note(use, w):
-        y = use.function(w, *use.data)
-        seen[use.param.leaf].append(use._replace(data=None, param=use.param._replace(value=None)))
-        ranks[use.param.leaf] += y.shape[0] if y.ndim else 1
-        return y
+    def number(value):
+        shared.setdefault(value.name, value)
 
-    hooks = Hooks(note, lambda leaf, name: unknown[leaf].append(name), met.value)
-    jax.eval_shape(lambda p, rest: walk.results(closed, p, rest, hooks), params, rest)
-    terms, leaves = [tuple(term.leaves) for term in met.found], []
+    handler = Handler(
+        RULES,
+        use=lambda use, param, data: uses[param.leaf].append((use, param.stack)),
+        other=lambda leaf, name: other[leaf].append(name),
+        number=number,
+        evaluates=False,
+    )
+
+    def values(leaves):
+        interpret(closed, leaves, [None] * rest, handler)
+        return [value.value for value in shared.values()]
+
+    program = jax.make_jaxpr(values)(jax.tree.leaves(params))
+    jaxpr = program.jaxpr.replace(eqns=_needed(program.jaxpr))
+    run = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, program.consts))
+    parts, leaves = [tuple(value.leaves) for value in shared.values()], []
     for i, (path, value) in enumerate(each):
-        name, in_term = jax.tree_util.keystr(path), any(i in term for term in terms)
-        shape = jnp.shape(value)
-        leaves.append(leaf_of(name, shape, seen[i], unknown[i], ranks[i], in_term, size))
-    return Plan(leaves, terms)
+        name, in_number = jax.tree_util.keystr(path), any(i in part for part in parts)
+        leaves.append(leaf_of(name, jnp.shape(value), uses[i], other[i], in_number, size))
+    return Plan(leaves, [*shared], parts, lambda params: run(*jax.tree.leaves(params)))
+
+
+def _needed(jaxpr: core.Jaxpr) -> list[core.JaxprEqn]:
+    """The equations that the results depend on."""
+    needed, kept = {v for v in jaxpr.outvars if not isinstance(v, core.Literal)}, []
+    for equation in reversed(jaxpr.eqns):
+        if needed & {*equation.outvars}:
+            kept.append(equation)
+            needed |= {atom for atom in equation.invars if not isinstance(atom, core.Literal)}
+    return kept[::-1]
 
 
 def leaf_of(
     name: str,
     shape: tuple[int, ...],
-    seen: Sequence[Use],
-    unknown: Sequence[str],
-    rank: int,
-    in_term: bool,
+    uses: Sequence[tuple[Use, int]],
+    other: Sequence[str],
+    in_number: bool,
     size: int,
 ) -> Leaf:
-    """The plan for a parameter with these uses, whose gradients have at most this rank."""
-    kinds = ", ".join(dict.fromkeys(use.kind for use in seen))
-    stacks = {use.param.stack for use in seen}
-    if not (seen or unknown):
-        return Leaf(name, shape, "shared", "penalty" if in_term else "unused")
-    if unknown or len(stacks) != 1:
-        why = ", ".join(dict.fromkeys(unknown)) or "used at several depths"
+    """The plan for a parameter with these uses, each at a depth of scans."""
+    kinds = ", ".join(dict.fromkeys(use.kind for use, _ in uses))
+    stacks = {stack for _, stack in uses}
+    if not (uses or other):
+        return Leaf(name, shape, "shared", "penalty" if in_number else "unused")
+    if other or len(stacks) != 1:
+        why = ", ".join(dict.fromkeys(other)) or "used at several depths"
         return Leaf(name, shape, "copied", why)
     (stack,) = stacks
-    number = math.prod(shape[stack:])
-    sides = {frozenset(numbers_of(side) for side in (use.rows, use.cols)) for use in seen}
-    if number <= EXACT * size or "linear" in kinds or len(sides) > 1:
+    count = math.prod(shape[stack:])
+    sides = {frozenset(numbers_of(side) for side in (use.rows, use.cols)) for use, _ in uses}
+    if count <= EXACT * size or LINEAR in kinds or len(sides) > 1:
         return Leaf(name, shape, "formed", kinds, stack)
-    first = next((use for use in seen if use.kind == LOOK_UP), seen[0])  # its rows are looked up
+    first = next((use for use, _ in uses if use.kind == LOOK_UP), uses[0][0])  # whose rows are few
     rows, cols = (numbers_of(side) for side in (first.rows, first.cols))
     lengths = (math.prod(shape[i] for i in side) for side in (rows, cols))
-    table = first.kind == LOOK_UP
+    table, rank = first.kind == LOOK_UP, max(1, sum(use.rank for use, _ in uses))
     sizes = _sizes(lengths, rank, size, TABLE if table else 1)
     return Leaf(name, shape, "sketched", kinds, stack, rows, cols, sizes, table)
 
@@ -282,62 +318,19 @@ def _sizes(lengths: Iterable[int], rank: int, size: int, least: int) -> tuple[in
     return groups, min(size // q, rows), q
 
 
-class Terms(NamedTuple):
-    """The numbers that all units share, in the order in which a walk meets them."""
-
-    found: list[Shared]
-
-    def value(self, term: Shared) -> Array:
-        self.place(term)
-        return term.value
-
-    def place(self, term: Shared) -> int:
-        places = [i for i, known in enumerate(self.found) if known.value is term.value]
-        if not places:
-            self.found.append(term)
-        return places[0] if places else len(self.found) - 1
-
-
-def gradients_of_terms(
-    closed: core.ClosedJaxpr, plan: Plan, params: PyTree, rest: PyTree, units: int
-) -> list[dict[int, Array]]:
+def gradients_of_numbers(plan: Plan, params: PyTree, units: int) -> list[dict[int, Array]]:
     """For each number that all units share its gradient with respect to the leaves in it.
 
     Taken of a unit's part in the mean, for rules that are not linear.
     """
-    if not plan.terms:
-        return []
+    leaves = jax.tree.leaves(params)
 
-    def values(leaves, rest):
-        found = Terms([])
-        walk.results(closed, leaves, rest, Hooks(term=found.value, inline=True))
-        return [term.value.reshape(()) for term in found.found]
+    def value(part, i):
+        return plan.numbers([part.get(n, leaf) for n, leaf in enumerate(leaves)])[i].sum() / units
 
-    leaves, rest = map(jax.tree.leaves, (params, rest))
-    program = jax.make_jaxpr(values)(leaves, rest)
-    jaxpr = program.jaxpr
-
-    def value(own, out):
-        args = [own.get(i, leaf) for i, leaf in enumerate(leaves)] + rest
-        part = jaxpr.replace(eqns=_needed(jaxpr.eqns, out), outvars=[out])
-        (found,) = core.jaxpr_as_fun(core.ClosedJaxpr(part, program.consts))(*args)
-        return found / units
-
-    found = [
-        jax.grad(value)({i: leaves[i] for i in own}, out)
-        for own, out in zip(plan.terms, jaxpr.outvars, strict=True)
-    ]
+    parts = [{n: leaves[n] for n in part} for part in plan.parts]
+    found = [jax.grad(value)(part, i) for i, part in enumerate(parts)]
     return jax.tree.map(lambda g: units * g, found)
-
-
-def _needed(equations, out):
-    """The equations that a variable depends on."""
-    needed, found = {out}, []
-    for equation in reversed(equations):
-        if needed & {*equation.outvars}:
-            found.append(equation)
-            needed |= {atom for atom in equation.invars if not isinstance(atom, core.Literal)}
-    return found[::-1]
 
 
 class Zeros(NamedTuple):
@@ -345,7 +338,7 @@ class Zeros(NamedTuple):
 
     sketch: Array  # float32[k] of one unit
     small: list[Array | None]  # float32[n] for the gradient of a `Leaf.small`; None for others
-    terms: Array  # float32[m], for the numbers that all units share
+    numbers: Array  # float32[m], for the numbers that all units share
 
     def of(self, leaf: int) -> Array:
         own = self.small[leaf]
@@ -356,23 +349,23 @@ def zeros_of(plan: Plan, units: int, size: int) -> Zeros:
     small = [
         jnp.zeros((units, math.prod(leaf.shape))) if leaf.small else None for leaf in plan.leaves
     ]
-    return Zeros(jnp.zeros((units, size)), small, jnp.zeros((units, len(plan.terms))))
+    return Zeros(jnp.zeros((units, size)), small, jnp.zeros((units, len(plan.parts))))
 
 
-def with_terms(
-    plan: Plan, maps: list[Map], found: Zeros, gradients: list[dict[int, Array]]
+def with_numbers(
+    plan: Plan, maps: list[Map], sums: Zeros, gradients: list[dict[int, Array]]
 ) -> Zeros:
     """The sketches, with the gradients of what all units share: a unit has its part of each."""
-    small, sketch = [*found.small], found.sketch
-    for of_unit, of_term in zip(found.terms.T, gradients, strict=True):
-        for i, gradient in of_term.items():
+    small, sketch = [*sums.small], sums.sketch
+    for of_unit, of_number in zip(sums.numbers.T, gradients, strict=True):
+        for i, gradient in of_number.items():
             row = row_of(plan.leaves[i], maps[i], as_float32(gradient), sketch.shape[1])
             part = of_unit[:, None] * row[None]
             if plan.leaves[i].small:
                 small[i] += part
             else:
                 sketch += part
-    return found._replace(sketch=sketch, small=small)
+    return sums._replace(sketch=sketch, small=small)
 
 
 def row_of(leaf: Leaf, of: Map, gradient: Array, size: int) -> Float32[Array, "k"]:
@@ -453,53 +446,46 @@ def copied(plan: list[Leaf], maps: list[Map], zeros: Zeros, leaf: int, value: Ar
     return _tap(rule, jax.lax.stop_gradient(value), zeros.of(leaf), (maps[leaf],))
 
 
-def site_of(plan: list[Leaf], maps: list[Map], zeros: Zeros, use: Use, w: Array) -> Array:
-    number, rest = use.param.leaf, use._replace(param=None, data=None)
-    leaf, of = plan[number], maps[number]
+def use_of(leaves: list[Leaf], maps: list[Map], zeros: Zeros, use: Use, param, data) -> Array:
+    """The result of a use; its backward pass sketches the gradient of the parameter."""
+    leaf, of = leaves[param.leaf], maps[param.leaf]
     if leaf.how == "copied":
-        return walk.apart(use.function)(walk.as_own(w, use.param.own), *use.data)
-    if use.param.stack:
-        of = linear.of_slice(of, use.param.place)
+        return split_safe(use.plain)(as_copy(param.value, param.copy), *data)
+    if param.stack:
+        of = linear.of_slice(of, param.place)
     if leaf.how == "formed":
-        rule = functools.partial(_row_of_slice, leaf, zeros.sketch.size)
-        return _formed(rest, rule, w, zeros.of(number), of, use.data)
-    rule = functools.partial(_of_product, rest, leaf, zeros.sketch.size)
-    return _tap(rule, use.function(w, *use.data), zeros.sketch, (of.left, of.right, *use.data))
+        rule = functools.partial(_row_of_use, leaf, zeros.sketch.size, param.dims)
+        return _formed(use, rule, param.value, zeros.of(param.leaf), of, data)
+    rule = functools.partial(_of_factors, use, leaf, zeros.sketch.size)
+    y = use.apply(param.value, *data)
+    return _tap(rule, y, zeros.sketch, (of.left, of.right, *data))
 
 
-def _of_product(use: Use, leaf: Leaf, size, dy, left, right, *data):
+def _of_factors(use: Use, leaf: Leaf, size, dy, left, right, *data):
     """The sketch of x^T dy, float32[k], without this product."""
     groups, p, q = leaf.sizes
     swapped = numbers_of(use.rows) != leaf.rows
     if swapped:
         left, right, p, q = right, left, q, p
-    if use.kind == "product":
-        of_x = linear.grouped_sums(_natural(data[0], use.rows), left, p, groups)
-    else:  # convolutions and look-ups have no matrix x
-        table = _as_used(linear.table_of_sums(left, p, groups), use.rows).astype(dy.dtype)
-        of_x = as_float32(use.function(table, *data)).reshape(-1, p, groups)
-    of_dy = linear.grouped_sums(_natural(dy, use.cols), right, q, groups)
-    found = jnp.einsum("tpm,tqm->qpm" if swapped else "tpm,tqm->pqm", of_x, of_dy)
-    return jnp.pad(found.reshape(-1) / math.sqrt(groups), (0, size - found.size))
+    of_x = use.sums(left, p, groups, *data)
+    of_dy = linear.grouped_sums(use.columns(dy, *data), right, q, groups, use.precision)
+    both = "tpm,tqm->qpm" if swapped else "tpm,tqm->pqm"
+    sums = jnp.einsum(both, of_x, of_dy, precision=use.precision)
+    return jnp.pad(sums.reshape(-1) / math.sqrt(groups), (0, size - sums.size))
 
 
-def _natural(x, dims):
-    """[T, K] with its columns in the order of the parameter; `dims` are in the order of the use."""
-    order = [1 + dims.index(dim) for dim in sorted(dims)]
-    return x.reshape(-1, *(n for _, n in dims)).transpose(0, *order).reshape(len(x), -1)
-
-
-def _as_used(table, dims):
-    """[K, N] with its rows in the order of the use, of one in the order of the parameter."""
-    order = [sorted(dims).index(dim) for dim in dims]
-    table = table.reshape(*(n for _, n in sorted(dims)), -1)
-    return table.transpose(*order, len(order)).reshape(-1, table.shape[-1])
+def _row_of_use(leaf: Leaf, size, dims, gradient, of):
+    """The row of a gradient that has the shape in which the parameter is used."""
+    each = [dim for group in dims for dim in group]
+    order = sorted(range(len(each)), key=lambda i: each[i])
+    natural = gradient.reshape([n for _, n in each]).transpose(order)
+    return _row_of_slice(leaf, size, natural, of)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _formed(use: Use, row_of_gradient: Callable, w, s, of, data):
     """y; its backward pass forms the gradient of this unit, which the mean gradient also uses."""
-    y = use.function(w, *data)
+    y = use.apply(w, *data)
     return y + s[0].astype(y.dtype)
 
 
@@ -509,15 +495,9 @@ def _formed_forward(use, row_of_gradient, w, s, of, data):
 
 def _formed_backward(use, row_of_gradient, kept, dy):
     w, of, data = kept
-    if use.kind == "product":
-        gradient, to_data = data[0].T @ dy, (dy @ w.T,)
-    else:
-        _, pull = jax.vjp(use.function, w, *data)
-        gradient, *to_data = walk.apart(pull)(dy)
-    dims = (*use.rows, *use.cols)
-    order = sorted(range(len(dims)), key=lambda i: dims[i])
-    natural = gradient.reshape([n for _, n in dims]).transpose(order)
-    return gradient, row_of_gradient(natural, of), None, tuple(to_data)
+    _, pull = jax.vjp(use.plain, w, *data)
+    gradient, *to_data = split_safe(pull)(dy)
+    return gradient, row_of_gradient(gradient, of), None, tuple(to_data)
 
 
 _formed.defvjp(_formed_forward, _formed_backward)

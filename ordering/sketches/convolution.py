@@ -3,36 +3,108 @@
 Under vmap of data and kernel, as in gradients of single examples, JAX makes every example a group
 of features. Where the examples are split over an automatic axis of a mesh, XLA's partitioner
 returns wrong numbers for these (`tests/ordering/test_split_batches.py` says since when it does
-not). Slices and products over a batch are right wherever the examples are, and no slower.
+not). Slices and products over a batch are right wherever the examples are. They are used only where
+the compiler may split the examples: a large kernel takes up to twice as long.
 """
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jax.extend import core
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
-from syncopate.mesh import varying
+from syncopate.mesh import automatic, varying
 
+CONVOLUTION = "conv_general_dilated"
 UNROLLED = 64  # slices, at most, that are not taken in a loop
 
 
-def convolution(equation: core.JaxprEqn, bind: Callable) -> Callable[[Array, Array], Array]:
-    """`(data, kernel) -> result` of a convolution; under vmap of both, by products."""
+def bind(equation: core.JaxprEqn, values: Sequence, **changed: Any) -> list:
+    """The results of an equation's primitive for other values, and other parameters."""
+    params = equation.primitive.get_bind_params(equation.params | changed)
+    with equation.ctx.manager:
+        results = equation.primitive.bind(*values, **params)
+    return [*results] if equation.primitive.multiple_results else [results]
 
+
+def bind_split(equation: core.JaxprEqn, values: Sequence) -> list:
+    """As `bind`, for what may come under a vmap over examples that the compiler may split."""
+    if not may_be_split():
+        return bind(equation, values)
+    if equation.primitive.name == CONVOLUTION:
+        return [convolution(equation)(*values)]
+    if not holds(equation, CONVOLUTION):
+        return bind(equation, values)
+    changed = {name: _rewritten(param) for name, param in equation.params.items()}
+    return bind(equation.replace(params=changed), values)
+
+
+def split_safe(function: Callable) -> Callable:
+    """The function, whose convolutions are right under such a vmap."""
+
+    def run(*args):
+        if not may_be_split():
+            return function(*args)
+        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        values = _values(closed.jaxpr, closed.consts, jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shapes), values)
+
+    return run
+
+
+def may_be_split() -> bool:
+    """Whether the compiler may split a batch over devices: not where all axes are manual.
+
+    A program cannot tell how its arguments will be split, unless there is one device.
+    """
+    if jax.sharding.get_abstract_mesh().axis_names:
+        return bool(automatic())
+    return jax.device_count() > 1
+
+
+def holds(equation: core.JaxprEqn, name: str) -> bool:
+    """Whether a primitive is in a program within an equation."""
+    inner = core.jaxprs_in_params(equation.params)
+    return any(e.primitive.name == name or holds(e, name) for jaxpr in inner for e in jaxpr.eqns)
+
+
+def _values(jaxpr, consts, args):
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+
+    def read(atom):
+        return atom.val if isinstance(atom, core.Literal) else env[atom]
+
+    for equation in jaxpr.eqns:
+        results = bind_split(equation, [*map(read, equation.invars)])
+        env.update(zip(equation.outvars, results, strict=True))
+    return [*map(read, jaxpr.outvars)]
+
+
+def _rewritten(param: PyTree):
+    if isinstance(param, tuple | list):
+        return type(param)(map(_rewritten, param))
+    if not isinstance(param, core.Jaxpr | core.ClosedJaxpr):
+        return param
+    consts = getattr(param, "consts", ())
+    inner: Any = getattr(param, "jaxpr", param)
+    run = lambda *args: _values(inner, consts, args)  # noqa: E731
+    closed = jax.make_jaxpr(run)(*(v.aval for v in inner.invars))
+    return closed if isinstance(param, core.ClosedJaxpr) else closed.jaxpr
+
+
+def convolution(equation: core.JaxprEqn) -> Callable[[Array, Array], Array]:
+    """`(data, kernel) -> result` of a convolution; under vmap of both, by products."""
     result: Any = equation.outvars[0].aval
 
     def plain(x, w):
         return bind(equation, [x, w])[0]
 
-    @custom_vmap
-    def convolve(x, w):
-        return plain(x, w)
+    convolve = custom_vmap(plain)
 
     @convolve.def_vmap
     def _(size, batched, x, w):

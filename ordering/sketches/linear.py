@@ -228,7 +228,11 @@ def _signs_at(seed, shape, blocks):
 
 
 def grouped_sums(
-    x: Float[Array, "T K"], signs: Float32[Array, "..."], sums: int, groups: int
+    x: Float[Array, "T K"],
+    signs: Float32[Array, "..."],
+    sums: int,
+    groups: int,
+    precision: Any = None,
 ) -> Float32[Array, "T p m"]:
     """float32[T, p, m] of x [T, K]: in each of m groups, p sums of its entries with random signs.
 
@@ -237,28 +241,30 @@ def grouped_sums(
     and x_ta y_tb goes to place (a xor b) in the transform over m. Entry n is in sum n mod p and has
     place n / p mod m: the first entries, the most frequent ones in a table of tokens, do not meet.
     """
-    added = functools.partial(_added_up, sums=sums, groups=groups)
+    added = functools.partial(_added_up, sums=sums, groups=groups, precision=precision)
 
     def multiplied(x, signs):
         """An accelerator would write x, signed in float32 and in another layout."""
         table = table_of_sums(signs, sums, groups).astype(x.dtype)
-        found = jnp.matmul(x, table, preferred_element_type=jnp.float32)
+        found = jnp.matmul(x, table, precision=precision, preferred_element_type=jnp.float32)
         return found.reshape(len(x), sums, groups)
 
     return jax.lax.platform_dependent(x, signs, cpu=added, default=multiplied)
 
 
-def _added_up(x, signs, *, sums, groups):
+def _added_up(x, signs, *, sums, groups, precision):
     """Without products where there is one group, which a CPU does faster."""
     x = trees.as_float32(x) * signs.reshape(1, -1)
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % (sums * groups))))
     x = jnp.sum(x.reshape(len(x), -1, groups, sums), 1)
     if groups <= 64:
-        return jnp.einsum("tap,ab->tpb", x, hadamard(groups)) if groups > 1 else x.mT
+        whole = hadamard(groups)
+        return jnp.einsum("tap,ab->tpb", x, whole, precision=precision) if groups > 1 else x.mT
     inner = 1 << (groups.bit_length() - 1) // 2  # two small products cost less than a large one
     parted = x.reshape(len(x), -1, inner, sums)
     both = hadamard(groups // inner), hadamard(inner)
-    return jnp.einsum("tabp,ac,bd->tpcd", parted, *both).reshape(len(x), sums, groups)
+    found = jnp.einsum("tabp,ac,bd->tpcd", parted, *both, precision=precision)
+    return found.reshape(len(x), sums, groups)
 
 
 def table_of_sums(signs: Float32[Array, "..."], sums: int, groups: int) -> Float32[Array, "K pm"]:
@@ -276,7 +282,8 @@ def sums_of_matrix(
     sums = sums.reshape(groups, p, groups, q)
     at = jnp.arange(groups)
     met = sums.transpose(0, 2, 1, 3)[at[:, None], at[:, None] ^ at[None]]
-    return jnp.einsum("cpq,cm->pqm", jnp.sum(met, axis=0), hadamard(groups)) / math.sqrt(groups)
+    sums = jnp.einsum("cpq,cm->pqm", jnp.sum(met, axis=0), hadamard(groups), precision="highest")
+    return sums / math.sqrt(groups)
 
 
 def _wrapped(x, size):

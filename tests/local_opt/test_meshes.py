@@ -164,7 +164,7 @@ def ordered(
         units = jax.lax.dynamic_slice_in_dim(orders.current, at, BATCH)
         batch = jax.tree.map(lambda a: a[units], data)
         batch = batch if whole else run.over_devices(batch)
-        value, grads, rows = gradients(w, batch, jax.random.key(0))
+        value, grads, rows = gradients(w, batch, key=jax.random.key(0))
         w = jax.tree.map(lambda w, g: w - 0.05 * g, w, grads)
         return w, order.observe(orders, of_rows(rows)), value.mean()
 
@@ -200,10 +200,11 @@ def in_auto_axes(run):
     """Where JAX takes no gradients along explicit axes, the compiler looks after them."""
     gradients, sides = ordering.per_example_grads(losses), (P(), P(), P())
 
-    def inside(*args):
+    def inside(w, batch, *, key):
         axes = tuple(jax.sharding.get_abstract_mesh().explicit_axes)
-        auto = jax.sharding.auto_axes(gradients, axes=axes, out_sharding=sides)
-        return (auto if axes else gradients)(*args)
+        of_all = lambda w, batch, key: gradients(w, batch, key=key)  # noqa: E731
+        auto = jax.sharding.auto_axes(of_all, axes=axes, out_sharding=sides)
+        return (auto if axes else of_all)(w, batch, key)
 
     return ordered(run, ordering.pair_balance(UNITS, units_per_step=BATCH), inside, whole=False)
 

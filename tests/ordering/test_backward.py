@@ -12,7 +12,8 @@ import pytest
 import models
 import ordering
 from ordering.gradients import group_loss
-from ordering.sketches.walk import Hooks, walk
+from ordering.sketches.interpret import Handler, interpret
+from ordering.sketches.rules import RULES
 from tests.sketched import (
     KEY,
     SKETCH_KEY,
@@ -99,7 +100,7 @@ def test_linen_scanned_with_remat_and_tied_embeddings():
         logits = module.apply(params, batch["x"])
         return cross_entropy(logits, batch["y"]).mean(-1)
 
-    plan = ordering.sketch_plan(loss, params, batch, KEY, size=64)
+    plan = ordering.sketch_plan(loss, params, batch, key=KEY, size=64)
     stacked = [leaf for leaf in plan if leaf.stack == 1]
     assert len([leaf for leaf in stacked if leaf.how == "sketched"]) == 6
     (embedding,) = [leaf for leaf in plan if "embedding" in leaf.name]
@@ -164,7 +165,7 @@ def layered_batch(*shape):
 
 def test_gradients_of_unsupported_uses_are_formed_and_listed():
     params, batch = layered_params(), layered_batch(N)
-    plan = ordering.sketch_plan(layered, params, batch, KEY, size=64)
+    plan = ordering.sketch_plan(layered, params, batch, key=KEY, size=64)
     how = {leaf.name[2:-2]: (leaf.how, leaf.why) for leaf in plan}
     known = {"first", "heads", "project", "remat", "jit", "recurrent", "table"}
     assert {name for name, (kind, _) in how.items() if kind == "sketched"} == known
@@ -253,7 +254,7 @@ def test_look_ups_in_data_have_no_axis_of_size_one(name):
     """With one, a TPU scatters in the backward pass of a loss of labels, and keeps all of it."""
     x, i = jnp.arange(20.0).reshape(1, 4, 5), jnp.array([[[3], [0], [2], [1]]])
     closed = jax.make_jaxpr(LOOK_UPS[name])(x, i)
-    run = lambda x, i: walk(closed.jaxpr, closed.consts, (x, i), Hooks())[0]  # noqa: E731
+    run = lambda x, i: interpret(closed, (), (x, i), Handler(RULES))[0]  # noqa: E731
     np.testing.assert_array_equal(jax.jit(run)(x, i), LOOK_UPS[name](x, i))
     for equation in equations(jax.make_jaxpr(run)(x, i).jaxpr):
         if equation.primitive.name == "gather":

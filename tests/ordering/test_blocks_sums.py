@@ -31,7 +31,7 @@ def block_sums(units):
 
 def add_batch(found, records, places):
     batch = jnp.asarray(VECTORS)[records]
-    rows = ordering.per_example_grads(loss)(jnp.asarray(PARAMS), batch, jax.random.key(0))[2]
+    rows = ordering.per_example_grads(loss)(jnp.asarray(PARAMS), batch, key=jax.random.key(0))[2]
     return add_gradients(found, rows, places)
 
 

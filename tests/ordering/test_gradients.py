@@ -1,7 +1,6 @@
 """Losses, mean gradients and rows equal those of a plain gradient."""
 
 import functools
-import inspect
 import warnings
 
 import jax
@@ -41,7 +40,7 @@ def plain(model, params, batch, key):
 
 def compiled(gradients, params, batch, key):
     """Losses, mean gradient and rows."""
-    return jax.jit(gradients)(params, batch, key)
+    return jax.jit(gradients)(params, batch, key=key)
 
 
 def close(left, right):
@@ -75,8 +74,8 @@ def test_sketches_in_turn_take_the_memory_of_one_gradient(optimised, key):
 
     def temporary(in_turn):
         gradients = ordering.per_example_grads(model.loss, to_sketch=SMALL, in_turn=in_turn)
-        run = jax.jit(lambda *args: (gradients(*args)[1], gradients(*args)[2]))
-        program = run.lower(params, batch, key).compile()
+        run = jax.jit(lambda *args, key: gradients(*args, key=key)[1:])
+        program = run.lower(params, batch, key=key).compile()
         return program.memory_analysis().temp_size_in_bytes
 
     assert temporary(False) > 32 * gradient
@@ -95,7 +94,7 @@ MIXED = {
 def test_losses_that_mix_examples_are_told(name, key):
     """As batch normalisation does."""
     model, params, batch = problem("mlp", size=3)
-    ordering.check_separable(model.loss, params, batch, key)
+    ordering.check_separable(model.loss, params, batch, key=key)
     loss = lambda p, b: MIXED[name](model.loss(p, b, key))  # noqa: E731
     with pytest.raises(ValueError, match="the model mixes the examples"):
         ordering.check_separable(loss, params, batch)
@@ -145,10 +144,10 @@ def test_mean_gradients_by_rules_that_are_not_linear_are_those_of_the_mean_loss(
         mean = jax.grad(lambda w: loss(w, x, key).mean())(w)
         part = jax.grad(lambda w, x: loss(w, x, key).mean() / 5)  # of one example in the mean
         rows = 5 * jnp.stack([part(w, x[i : i + 1]) for i in range(5)])
-        return mean, rows, {name: make(w, x, key)[1:] for name, make in makers.items()}
+        return mean, rows, {name: make(w, x, key=key)[1:] for name, make in makers.items()}
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="sketched copies")
+        warnings.filterwarnings("ignore", message="sketched_grads copies")
         expected, rows, found = run(w, x)
     for maker, (mean, own) in found.items():
         close(mean, expected)
@@ -213,24 +212,6 @@ def test_a_loss_may_return_auxiliary_data_or_the_mean_of_its_batch(maker, key):
 
 
 @pytest.mark.parametrize("maker", MAKERS)
-def test_gradients_keep_the_signature_name_and_docstring_of_the_loss(maker, key):
-    def squares(weights, examples, key):
-        """Half the squares."""
-        return 0.5 * jnp.square(examples @ weights)
-
-    gradients = MAKERS[maker](squares)
-    more = ["scale"] if maker.startswith("sketched") else []
-    assert [*inspect.signature(gradients).parameters] == ["weights", "examples", "key", *more]
-    assert (gradients.__name__, gradients.__doc__) == ("squares", "Half the squares.")
-    weights, examples = jnp.ones(128), jnp.ones((4, 2, 128) if "groups" in maker else (4, 128))
-    expected = compiled(gradients, weights, examples, key)[1]
-    mean = functools.wraps(gradients)(lambda *args, **named: gradients(*args, **named)[1])
-    donating = jax.jit(mean, donate_argnames="weights")
-    close(donating(weights=weights, examples=examples, key=jax.random.clone(key)), expected)
-    assert weights.is_deleted()
-
-
-@pytest.mark.parametrize("maker", MAKERS)
 def test_a_loss_that_draws_nothing_takes_no_key(maker, key):
     w, x, one, rows = drawing_nothing()
     of_loss = rows.mean(0)
@@ -238,7 +219,7 @@ def test_a_loss_that_draws_nothing_takes_no_key(maker, key):
         x, rows = x.reshape(-1, GROUP, 90), rows.reshape(-1, GROUP, 90, 8).mean(1)
     gradients, keyed = MAKERS[maker](one), MAKERS[maker](lambda w, x, key: one(w, x))
     losses, mean, found = jax.jit(lambda w, x: gradients(w, x))(w, x)
-    same((losses, mean, found), jax.jit(lambda w, x, key: keyed(w, x, key))(w, x, key))
+    same((losses, mean, found), jax.jit(lambda w, x, key: keyed(w, x, key=key))(w, x, key))
     close(mean, of_loss)
     if maker == "microbatch":
         same(found[0], mean)
@@ -250,7 +231,7 @@ def test_a_loss_that_draws_nothing_takes_no_key(maker, key):
         scale = Factors(jnp.full((90, 1), 2.0), jnp.ones((1, 8)))
         close(jax.jit(lambda w, x: gradients(w, x, scale=scale))(w, x)[2], 2 * found)
     with pytest.raises(ValueError, match=f"^with a key, {TAKES_NONE}"):
-        gradients(w, x, key)
+        gradients(w, x, key=key)
     with pytest.raises(ValueError, match=f"^without a key, {TAKES_ONE}"):
         keyed(w, x)
 
@@ -259,11 +240,11 @@ def test_checks_of_a_loss_that_draws_nothing_take_no_key(key):
     w, x, loss, _ = drawing_nothing()
     keyed = lambda w, x, key: loss(w, x)  # noqa: E731
     of_leaves = functools.partial(ordering.sketch_plan, size=64)
-    assert of_leaves(loss, w, x) == of_leaves(keyed, w, x, key)
+    assert of_leaves(loss, w, x) == of_leaves(keyed, w, x, key=key)
     for check in (of_leaves, ordering.check_separable):
-        check(loss, params=w, batch=x)
+        check(loss, w, x)
         with pytest.raises(ValueError, match=f"^with a key, {TAKES_NONE}"):
-            check(loss, w, x, key)
+            check(loss, w, x, key=key)
         with pytest.raises(ValueError, match=f"^without a key, {TAKES_ONE}"):
             check(keyed, w, x)
 
@@ -279,3 +260,100 @@ def drawing_nothing():
     w, x = (rng.normal(size=shape).astype(np.float32) for shape in ((90, 8), (6, 90)))
     loss = lambda w, x: jnp.tanh(0.1 * x @ w).sum(-1)  # noqa: E731
     return w, x, loss, jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(w, x)
+
+
+APART = {
+    "x and y": lambda w, x, y: jnp.square(x @ w - y),
+    "trees": lambda w, x, y: jnp.square(x["x"] @ w - y["y"][0]),
+    "a key": lambda w, x, y, key: jnp.square(x @ w - y) * jax.random.uniform(key),
+    "a key by name": lambda w, x, y, *, key: jnp.square(x @ w - y) * jax.random.uniform(key),
+}
+OF_BATCHES = [name for name in MAKERS if "groups" not in name]
+
+
+@pytest.mark.parametrize("name", APART)
+def test_a_loss_may_take_any_number_of_arguments(name, key):
+    loss, rng = APART[name], np.random.default_rng(0)
+    w, x, y = (rng.normal(size=shape).astype(np.float32) for shape in ((90,), (4, 90), (4,)))
+    batch = ({"x": x}, {"y": (y,)}) if name == "trees" else (x, y)
+    given = {"key": key} if "key" in name else {}
+    ordering.check_separable(loss, w, *batch, **given)
+    assert len(ordering.sketch_plan(loss, w, *batch, **given)) == 1
+    for maker in OF_BATCHES:
+        run = jax.jit(MAKERS[maker](loss))
+        _, mean, _ = run(w, *batch, **given)
+        if not given:
+            close(mean, jax.grad(lambda w: loss(w, *batch).mean())(w))
+        groups = jax.tree.map(lambda v: v.reshape(2, 2, *v.shape[1:]), batch)
+        of_groups = ordering.group_loss(loss)(w, *groups, **given)
+        assert of_groups.shape == (2,)
+        if not given:
+            close(of_groups, loss(w, *batch).reshape(2, 2).mean(1))
+
+
+WRONG_CALLS = {
+    "the key as a batch": (
+        lambda g, w, x, key: g(w, x, key),
+        r"batch\[1\] is a key.*: pass it as key=",
+    ),
+    "one too many": (lambda g, w, x, key: g(w, x, x), r"a function of \(params, batch\[0\], batch"),
+    "no batch": (lambda g, w, x, key: g(w), "the batch must be arrays"),
+}
+
+
+@pytest.mark.parametrize("call,message", WRONG_CALLS.values(), ids=WRONG_CALLS)
+def test_calls_with_other_arguments_say_what_to_pass(call, message, key):
+    loss = lambda w, x: x @ w  # noqa: E731
+    with pytest.raises(ValueError, match=message):
+        call(ordering.per_example_grads(loss), jnp.ones(3), jnp.ones((2, 3)), key)
+
+
+def experts(w, x):
+    """A mixture of experts: the first tokens go to one, the others to the other."""
+    first = (x[..., 0] > 0).sum()
+    sizes = jnp.stack([first, x[..., 0].size - first]).astype(jnp.int32)
+    y = jax.lax.ragged_dot(x.reshape(-1, x.shape[-1]), w, sizes)
+    return jnp.tanh(y).reshape(len(x), -1).sum(-1)
+
+
+def test_what_jax_cannot_compute_side_by_side_is_refused_with_in_turn():
+    w, x = jnp.ones((2, 40, 30)), jax.random.normal(jax.random.key(0), (3, 4, 40))
+    for maker in ("per_example", "sketched"):
+        with pytest.raises(ValueError, match="ragged_dot.*in_turn=True"):
+            MAKERS[maker](experts)(w, x)
+    _, mean, rows = MAKERS["in turn"](experts)(w, x)
+    close(rows[1], jax.grad(lambda w: experts(w, x[1:2])[0])(w))
+    close(rows.mean(0), mean)
+    assert MAKERS["in turn, to sketches"](experts)(w, x)[2].shape == (3, 64)
+
+
+def dropped(w, x, key):
+    return (x * jax.random.bernoulli(key, 0.5, x.shape)) @ w
+
+
+DRAWS = {
+    "a key": (dropped, {"key": jax.random.key(0)}),
+    "a key of its own": (lambda w, x: dropped(w, x, jax.random.key(1)), {}),
+    "noise": (
+        lambda w, x, key: x @ w + jax.random.normal(key, (len(x),)),
+        {"key": jax.random.key(0)},
+    ),
+    "legacy": (lambda w, x: dropped(w, x, jax.random.PRNGKey(1)), {}),
+}
+
+
+@pytest.mark.parametrize("loss,given", DRAWS.values(), ids=DRAWS)
+def test_a_mask_by_the_shape_of_the_batch_is_no_batch_norm(loss, given):
+    w, x = jnp.ones(40), np.random.default_rng(0).normal(size=(3, 40)).astype(np.float32)
+    with pytest.raises(ValueError, match="draws random numbers by the shape .* pass key= "):
+        ordering.check_separable(loss, w, x, **given)
+
+
+def test_auxiliary_data_are_those_of_batches_of_one_example():
+    def loss(w, x):
+        return x @ w, {"each": 2 * x @ w, "all": x.sum(), "rows": x}
+
+    w, x = jnp.ones(100), jnp.ones((4, 100))
+    for maker in ("per_example", "in turn", "sketched"):
+        (_, aux), *_ = MAKERS[maker](loss, has_aux=True)(w, x)
+        assert jax.tree.map(jnp.shape, aux) == {"each": (4, 1), "all": (4,), "rows": (4, 1, 100)}

@@ -226,8 +226,8 @@ def test_all_workers_start_as_each_would_with_the_sizes_that_it_observes(name, w
     if shape:
         kinds = (AxisType.Explicit if where == "explicit" else AxisType.Auto,) * len(shape)
         workers = jax.make_mesh(shape, ("worker", "data")[: len(shape)], axis_types=kinds)
-    gradients = ordering.sketched_grads(lambda w, x, key: (x @ w) ** 2, key, size=8)
-    args = (jnp.ones(40), jnp.ones((2, 40)), key) if name != "random" else ()
+    gradients = ordering.sketched_grads(lambda w, x: (x @ w) ** 2, key, size=8)
+    args = (jnp.ones(40), jnp.ones((2, 40))) if name != "random" else ()
     given = (gradients, args) if args else ()
     found = ordering.start(order, key, *given, workers=workers)
     keys = jnp.stack([jax.random.fold_in(key, w) for w in range(4)])

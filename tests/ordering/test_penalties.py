@@ -84,7 +84,7 @@ SELDOM = ("leaf by leaf", "a copy", "zero")  # ways to write L2
 )
 def test_sketches_of_penalised_losses_are_those_of_gradients_without_a_copy(name, scaled):
     loss = with_key(LOSSES[name])
-    plan = ordering.sketch_plan(loss, PARAMS, BATCH, KEY, size=SIZE)
+    plan = ordering.sketch_plan(loss, PARAMS, BATCH, key=KEY, size=SIZE)
     large = [leaf for leaf in plan if leaf.shape not in ((), (12,))]
     assert {leaf.how for leaf in large} <= {"sketched", "shared"}, plan
     assert_sketched(loss, PARAMS, BATCH, scale=scale_like(PARAMS, plan) if scaled else None)

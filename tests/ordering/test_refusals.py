@@ -98,12 +98,12 @@ MAKERS = {
 def gradients(
     loss=squares, params=PARAMS, batch=Z, key=KEY, make=ordering.per_example_grads, **given
 ):
-    return lambda: jax.eval_shape(lambda: make(loss, **given)(params, batch, key)[:2])
+    return lambda: jax.eval_shape(lambda: make(loss, **given)(params, batch, key=key)[:2])
 
 
 test_losses_of_another_form_are_refused = refuses({
     f"{maker}, {what}": (
-        gradients(lambda *args, to=to: to(squares(*args)), make=make), message
+        gradients(lambda *args, key, to=to: to(squares(*args, key)), make=make), message
     )
     for maker, make in MAKERS.items() for what, (to, message) in LOSSES.items()
 })  # fmt: skip

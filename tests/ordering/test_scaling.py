@@ -102,14 +102,15 @@ def test_rows_of_a_look_up_table_are_scaled_alike():
         return jnp.square(jnp.square(x["features"] @ w.T) @ w + w[x["token"]]).sum(-1)
 
     batch = {"features": jnp.ones((3, 70)), "token": jnp.arange(3)}
-    leaves = ordering.sketch_plan(loss, table, batch, jax.random.clone(KEY), size=64)
+    leaves = ordering.sketch_plan(loss, table, batch, key=jax.random.clone(KEY), size=64)
     assert (leaves[0].why, leaves[0].rows) == ("product, look-up", (0,))
     v = RNG.uniform(0.01, 4, size=table.shape).astype(np.float32)
     found = ordering.second_moment_scale(optax.ScaleByRmsState(v), table, leaves=leaves, floor=0.1)
     expected = reference.factored_scale(np.tile(v.mean(0), (90, 1)), v.mean(), 0.1)
     np.testing.assert_allclose(whole_scale(found, table), expected, rtol=1e-5)
     gradients = ordering.sketched_grads(loss, SKETCH_KEY, size=64)
-    assert jax.eval_shape(gradients, table, batch, KEY, found)[2].shape == (3, 64)
+    rows = jax.eval_shape(gradients, table, batch, key=KEY, scale=found)[2]
+    assert rows.shape == (3, 64)
 
 
 @pytest.mark.parametrize("leaves", [None, FACTORED])
@@ -137,10 +138,10 @@ def test_a_scaled_step_has_the_products_of_the_plain_one():
     """And with a scale of ones its bits."""
     x, y = (RNG.normal(size=(2, 64, n)).astype(np.float32) for n in (300, 200))
     w, batch = jnp.zeros((300, 200)), {"x": x, "y": y}
-    leaves = ordering.sketch_plan(product, w, batch, KEY, size=128)
+    leaves = ordering.sketch_plan(product, w, batch, key=KEY, size=128)
     ones = ordering.second_moment_scale(ADAM.init(w), w, leaves=leaves)
     gradients = ordering.sketched_grads(product, SKETCH_KEY, size=128)
-    run = lambda *scale: gradients(w, batch, jax.random.clone(KEY), *scale)[1:]  # noqa: E731
+    run = lambda scale=None: gradients(w, batch, key=jax.random.clone(KEY), scale=scale)[1:]  # noqa: E731
     plain, scaled = jax.jit(run).lower().compile(), jax.jit(run).lower(ones).compile()
     dots = [program.as_text().count(" dot(") for program in (plain, scaled)]
     assert dots[0] == dots[1] > 0
@@ -153,6 +154,6 @@ def test_a_scale_that_does_not_fit_is_refused():
     w, batch = jnp.zeros((60, 40)), {"x": jnp.ones((2, 3, 60)), "y": jnp.ones((2, 3, 40))}
     gradients = ordering.sketched_grads(product, SKETCH_KEY, size=128)
     with pytest.raises(ValueError, match="sketches need factors: pass second_moment_scale"):
-        gradients(w, batch, jax.random.clone(KEY), w)
+        gradients(w, batch, key=jax.random.clone(KEY), scale=w)
     with pytest.raises(ValueError, match="scale is real.60. and in one gradient real.60, 40."):
-        gradients(w, batch, jax.random.clone(KEY), w[:, 0])
+        gradients(w, batch, key=jax.random.clone(KEY), scale=w[:, 0])

@@ -111,7 +111,7 @@ def test_inner_products_are_unbiased_whatever_the_rank_and_nearly_as_accurate(ra
 
     def rows(key):
         sketched = ordering.sketched_grads(outer_products, key, size=size)
-        return sketched(w, batch, jax.random.key(0))[2]
+        return sketched(w, batch, key=jax.random.key(0))[2]
 
     found = jax.jit(jax.vmap(rows))(jax.random.split(SKETCH_KEY, keys))
     formed = np.einsum("nta,ntb->nab", batch["x"], y).reshape(2, -1)
@@ -137,7 +137,7 @@ def test_sketches_of_a_table_keep_how_frequent_its_rows_are():
         return jnp.einsum("ntv,nv->n", logits, batch["errors"])
 
     def rows(key):
-        return ordering.sketched_grads(loss, key, size=size)(table, batch, jax.random.key(0))[2]
+        return ordering.sketched_grads(loss, key, size=size)(table, batch, key=jax.random.key(0))[2]
 
     found = jax.jit(jax.vmap(rows))(jax.random.split(SKETCH_KEY, keys))
     formed = np.einsum("nv,ntc->nvc", batch["errors"], batch["features"]).reshape(2, -1)

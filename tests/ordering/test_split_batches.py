@@ -118,7 +118,7 @@ def test_gradients_of_convolutions_of_a_batch_that_is_split(name):
     meshes = MESHES if name == "2-D" else {"data": MESHES["data"]}
     # Of single examples one after another, and of all at once, convolutions are JAX's own.
     for maker in MAKERS if name == "2-D" else ("per_example", "sketched"):
-        run = jax.jit(lambda w, x, make=MAKERS[maker]: make(loss)(w, x, KEY))
+        run = jax.jit(lambda w, x, make=MAKERS[maker]: make(loss)(w, x, key=KEY))
         _, _, rows = run(w, x)
         for shape, spec in meshes.values():
             split = jax.device_put(x, NamedSharding(mesh_of(*shape), spec))
@@ -144,7 +144,7 @@ def test_gradients_of_convolutions_inside_lift_with_split_batches(maker):
     mesh = mesh_of((2, 2), ("worker", "data"))
 
     def step(w, x):
-        _, mean, rows = MAKERS[maker](loss)(w, x, KEY)
+        _, mean, rows = MAKERS[maker](loss)(w, x, key=KEY)
         return mean, rows
 
     mapped = local_opt.map_workers(step, mesh, in_specs=("worker", "batch"), out_specs="worker")
@@ -162,7 +162,7 @@ def test_a_batch_that_does_not_divide_over_the_devices(maker):
     split = NamedSharding(mesh_of(*MESHES["data"][0]), jax.P("data"))
 
     def run(w, x):
-        return MAKERS[maker](loss)(w, x, KEY)
+        return MAKERS[maker](loss)(w, x, key=KEY)
 
     whole = lambda w, x: run(w, jax.lax.with_sharding_constraint(x, split))  # noqa: E731
     _, mean, rows = jax.jit(whole)(w, x)
@@ -180,7 +180,7 @@ def test_a_batch_that_is_split_over_an_explicit_axis_is_refused(maker, jit):
         ({"x": x}, w), (jax.P("data"), jax.P()), strict=True
     ))  # fmt: skip
     of_dict = lambda w, batch, key: loss(w, batch["x"], key)  # noqa: E731
-    run = lambda w, x: MAKERS[maker](of_dict)(w, x, KEY)  # noqa: E731
+    run = lambda w, x: MAKERS[maker](of_dict)(w, x, key=KEY)  # noqa: E731
     with pytest.raises(ValueError, match=r"batch\['x'\] is split over \['data'\].*auto_axes"):
         (jax.jit(run) if jit else run)(whole, split)
     parts = jax.P("data"), jax.P(), jax.P("data")
@@ -188,3 +188,26 @@ def test_a_batch_that_is_split_over_an_explicit_axis_is_refused(maker, jit):
         inside = jax.sharding.auto_axes(run, out_sharding=parts)
         _, mean, _ = jax.jit(inside)(whole, split)
     close(mean, alone(loss, w, x).mean(0))
+
+
+@pytest.mark.parametrize("maker", ["per_example", "sketched"])
+@pytest.mark.parametrize("devices", ["one", "workers"])
+def test_convolutions_are_plain_where_no_batch_is_split(maker, devices, monkeypatch):
+    """On one device, or inside a worker that is one: those that `jax.vmap` makes."""
+    loss = lambda w, x: loss_of(conv)(w, x, KEY)  # noqa: E731
+    x, w = normal(N, 6, 6, 3), normal(3, 3, 3, 5)
+    formed = functools.partial(ordering.sketched_grads, key=SKETCH_KEY, size=100)
+    make = formed if maker == "sketched" else MAKERS[maker]
+
+    def run(w, x):
+        return make(loss)(w, x)[1:]
+
+    assert f"group_count={N}" not in str(jax.make_jaxpr(run)(w, x))
+    if devices == "one":
+        monkeypatch.setattr(jax, "device_count", lambda: 1)
+    else:
+        mesh, sides = mesh_of((4,), ("worker",)), ("replicated", "batch")
+        run = local_opt.map_workers(run, mesh, in_specs=sides, out_specs="worker")
+    here = N if devices == "one" else N // 4
+    again = lambda *args: run(*args)  # noqa: E731 (JAX remembers the first program)
+    assert f"group_count={here}" in str(jax.make_jaxpr(again)(w, x))

@@ -59,9 +59,13 @@ def loss(params, batch, key):
     return jnp.square(batch @ params)
 
 
+def mean_loss(params, batch, key):
+    return jnp.mean(loss(params, batch, key))
+
+
 def of_gradients(make):
     def step(gradients, params, rows):
-        _, mean, found = gradients(params, rows, jax.random.key(0))
+        _, mean, found = gradients(params, rows, key=jax.random.key(0))
         return params - 1e-3 * mean - 1e-3 * jnp.mean(found @ jnp.sum(found, axis=0))
 
     return Subject(make, lambda made, key, rows: PARAMS + 0 * rows[0], step)
@@ -104,7 +108,9 @@ SUBJECTS = {
     "dealt": of_order(lambda: ordering.global_order(ordering.cd_grab(M, units_per_step=B), M)),
     "global_reshuffling": of_order(lambda: ordering.global_reshuffling(M)),
     "per_example": of_gradients(lambda: ordering.per_example_grads(loss)),
-    "microbatch": of_gradients(lambda: ordering.microbatch_grads(lambda *a: jnp.mean(loss(*a)))),
+    "microbatch": of_gradients(
+        lambda: ordering.microbatch_grads(lambda *a, key: jnp.mean(loss(*a, key)))
+    ),
     "sketched": of_gradients(lambda: ordering.sketched_grads(loss, SKETCH_KEY, size=D)),
     "local_steps": of_steps(opt(local_opt.local_steps, PLAN)),
     "local_steps, compressor": of_steps(

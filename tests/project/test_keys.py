@@ -55,7 +55,7 @@ TAKE_KEYS = {
     "sketch": lambda key: ordering.make_sketch(key, size=4)(jnp.asarray(ROWS[0])),
     "loss": lambda key: ordering.per_example_grads(
         lambda p, x, key: p * x.sum() * jax.random.normal(key)
-    )(jnp.ones(()), jnp.asarray(ROWS[0]), key),
+    )(jnp.ones(()), jnp.asarray(ROWS[0]), key=key),
     "echo": lambda key: echo.bernoulli(0.5, total_steps=40, key=key).marked,
     "model": lambda key: models.lenet().init(key),
 }  # fmt: skip

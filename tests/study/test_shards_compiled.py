@@ -148,10 +148,10 @@ def test_sketches_gather_no_gradient():
     to_sketch = ordering.make_sketch(SKETCH, size=128, specs=SPECS)
 
     def backward(params, batch):
-        return made(params, batch, jax.random.key(0))[2]
+        return made(params, batch, key=jax.random.key(0))[2]
 
     def of_gradients(params, batch):
-        rows = ordering.per_example_grads(loss)(params, batch, jax.random.key(0))[2]
+        rows = ordering.per_example_grads(loss)(params, batch, key=jax.random.key(0))[2]
         return ordering.sketch_rows(rows, to_sketch)
 
     over, _ = left_to_the_compiler(2, check_vma=False)

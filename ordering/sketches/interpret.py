@@ -1,0 +1,319 @@
+"""A jaxpr interpreter that knows which values are parameters, and which all examples share.
+
+The loss of one example is evaluated equation by equation, as jax's tutorial on custom interpreters
+does it: `equation.primitive.bind` with the equation's own parameters. Its values are of three
+kinds. A `Param` is a parameter, or one whose dimensions were moved; `Shared` is made of parameters
+and constants alone; all others are plain arrays, which belong to the example. Where a parameter
+meets an array of the example in a linear primitive, a rule of `rules.py` describes the use, and the
+handler computes it. A number that all examples share, such as a penalty, goes to the handler, too;
+parameters that are used in another way are reported to it.
+
+Values have names by their place in the program, not by the identity of tracers, so that every walk
+of a program gives the same names, whatever it does with bodies of `jax.checkpoint` and scans.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+from jaxtyping import PyTree
+
+from ordering.sketches import convolution
+from ordering.sketches.convolution import bind, holds
+
+RULE = "custom_vjp_call"
+
+
+class Param(NamedTuple):
+    """A parameter, or the slice of it that a scan is at."""
+
+    value: Any
+    leaf: int  # its index among the leaves
+    # For every dimension of the value the leaf's in it, (number, size); those of size 1 in none.
+    dims: tuple[tuple[tuple[int, int], ...], ...]
+    stack: int  # leading dimensions of the leaf that scans have gone into
+    place: Any  # uint32[], slices of the leaf before this one
+    copy: Any = None  # the example's copy of the value, where the parameter is copied
+
+
+class Shared(NamedTuple):
+    """What all examples share: it is made of parameters and constants alone."""
+
+    value: Any
+    copy: Any  # the value made of the example's copies of parameters, or None
+    leaves: dict[int, str]  # for every parameter in it the primitive that has used it
+    name: tuple[int, ...] = ()  # the equation's place, those around it first, and the result's
+
+
+class Handler(NamedTuple):
+    """What happens where an example meets parameters. Without `evaluates` no array of an example is
+    computed: all of them are None.
+    """
+
+    rules: Mapping[str, Callable] = {}  # (equation, values, handler) -> results, None if not linear
+    use: Callable[..., Any] = lambda use, param, data: use.apply(param.value, *data)
+    other: Callable[[int, str], None] = lambda leaf, primitive: None  # another use of a parameter
+    number: Callable[[Shared], Any] | None = None  # that all examples share; not in loops
+    rule: Callable[[], None] = lambda: None  # a `jax.custom_vjp` of parameters alone
+    evaluates: bool = True
+
+
+def interpret(
+    closed: core.ClosedJaxpr, params: PyTree, rest: Sequence, handler: Handler, copies: Any = None
+) -> list:
+    """The example's (loss, *others) of a program of the leaves of (params, rest).
+
+    `copies` are the example's, {number of the leaf: array}.
+    """
+    copies = copies or {}
+
+    def entering(i, value):
+        dims = tuple(((axis, n),) if n > 1 else () for axis, n in enumerate(value.shape))
+        # What is empty has no gradient.
+        return Param(value, i, dims, 0, jnp.uint32(0), copies.get(i)) if value.size else value
+
+    leaves = [entering(i, leaf) for i, leaf in enumerate(jax.tree.leaves(params))]
+    loss, *others = _walk(closed.jaxpr, closed.consts, [*leaves, *rest], handler, ())
+    return [_seen(loss, "the result", handler), *map(raw, others)]
+
+
+def has_rule_of_parameters(closed: core.ClosedJaxpr, params: PyTree) -> bool:
+    """Whether a `jax.custom_vjp` is used of parameters alone, without data."""
+    found = []
+    handler = Handler(rule=lambda: found.append(True), evaluates=False)
+
+    def run(params):
+        rest = [None] * (len(closed.jaxpr.invars) - len(jax.tree.leaves(params)))
+        interpret(closed, params, rest, handler)
+
+    jax.eval_shape(run, params)
+    return bool(found)
+
+
+def _walk(jaxpr, consts, args, handler, path):
+    """Evaluates a jaxpr on values of all kinds; results are of all kinds, too."""
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*map(constant, consts), *args), strict=True))
+
+    def read(atom):
+        return constant(atom.val) if isinstance(atom, core.Literal) else env[atom]
+
+    for number, equation in enumerate(jaxpr.eqns):
+        results = _evaluate(equation, [*map(read, equation.invars)], handler, (*path, number))
+        env.update(zip(equation.outvars, results, strict=True))
+    return [*map(read, jaxpr.outvars)]
+
+
+def _evaluate(equation, values, handler, path):
+    name, results = equation.primitive.name, None
+    if all(map(is_constant, values)):
+        return _shared(equation, values, handler, path)
+    if name in PROGRAMS and (name == "jit" or not all(is_plain(v) for v in values)):
+        results = PROGRAMS[name](equation, values, handler, path)
+    elif name in MOVES and isinstance(values[0], Param):
+        results = _moved(equation, values)
+    elif name in handler.rules:
+        results = handler.rules[name](equation, values, handler)
+    if results is not None:
+        return results
+    if not any(map(of_example, values)):
+        return _shared(equation, values, handler, path)
+    return bind_of_example(equation, [_seen(v, name, handler) for v in values], handler)
+
+
+def constant(value: Any) -> Shared:
+    return Shared(value, None, {})
+
+
+def is_constant(value: Any) -> bool:
+    return isinstance(value, Shared) and not value.leaves
+
+
+def of_example(value: Any) -> bool:
+    return not isinstance(value, Param | Shared)
+
+
+def is_plain(value: Any) -> bool:
+    return of_example(value) or is_constant(value)
+
+
+def raw(value: Any) -> Any:
+    return value if of_example(value) else value.value
+
+
+def bind_of_example(equation: core.JaxprEqn, values: Sequence, handler: Handler) -> list:
+    """The results of an equation for arrays of the example."""
+    if not handler.evaluates:
+        return [None] * len(equation.outvars)
+    return convolution.bind_split(equation, values)
+
+
+def _shared(equation, values, handler, path):
+    """The results of what examples share; of copies of parameters, too."""
+    name, leaves, values = equation.primitive.name, {}, [*values]
+    for v in values:
+        leaves |= {v.leaf: name} if isinstance(v, Param) else v.leaves
+    if leaves and (name == RULE or holds(equation, RULE)):
+        handler.rule()
+    results = bind(equation, [v.value for v in values])
+    copies = [None] * len(results)
+    if any(v.copy is not None for v in values):
+        each = [v.value if v.copy is None else v.copy for v in values]
+        copies = convolution.bind_split(equation, each)
+    return [
+        Shared(value, copy, leaves, (*path, i))
+        if name != "stop_gradient" and jnp.issubdtype(value.dtype, jnp.inexact)
+        else constant(value)
+        for i, (value, copy) in enumerate(zip(results, copies, strict=True))
+    ]
+
+
+def _seen(value, name, handler):
+    """A value as the example sees it where the primitive `name` mixes it with its arrays."""
+    if of_example(value):
+        return value
+    if is_constant(value):
+        return value.value
+    if isinstance(value, Shared) and handler.number and jnp.size(value.value) == 1:
+        return handler.number(value)
+    for leaf, first in ({value.leaf: name} if isinstance(value, Param) else value.leaves).items():
+        handler.other(leaf, first)
+    return value.value if value.copy is None else as_copy(value.value, value.copy)
+
+
+@jax.custom_vjp
+def as_copy(value, copy):
+    """The example's copy; its gradient is also that of what all examples share."""
+    return copy
+
+
+as_copy.defvjp(lambda value, copy: (copy, None), lambda _, gradient: (gradient, gradient))
+
+
+def _moved(equation, values):
+    """A parameter of another dtype or shape. Dimensions may be swapped, merged and split again."""
+    param, *sizes = values
+    result: Any = equation.outvars[0].aval
+    if equation.primitive.name == "transpose":
+        dims = tuple(param.dims[i] for i in equation.params["permutation"])
+    else:
+        dims = _regrouped(param, result.shape)
+    if sizes or dims is None or not jnp.issubdtype(result.dtype, jnp.floating):
+        return None
+    value, copy = (x if x is None else bind(equation, [x])[0] for x in (param.value, param.copy))
+    return [param._replace(value=value, copy=copy, dims=dims)]
+
+
+def _regrouped(param: Param, shape):
+    """The leaf's dimensions in those of a new shape; None if one would be split."""
+    left, dims = [dim for group in param.dims for dim in group], []
+    for size in shape:
+        group = []
+        while math.prod(n for _, n in group) < size and left:
+            group.append(left.pop(0))
+        if math.prod(n for _, n in group) != size:
+            return None
+        dims.append(tuple(group))
+    return None if left else tuple(dims)
+
+
+def _jit(equation, values, handler, path):
+    inner = equation.params["jaxpr"]
+    return _walk(inner.jaxpr, inner.consts, values, handler, path)
+
+
+def _remat(equation, values, handler, path):
+    params = equation.params
+    if not handler.evaluates:
+        return _walk(params["jaxpr"], (), values, handler, path)
+    kinds = []
+
+    def again(arrays):
+        results = _walk(params["jaxpr"], (), _filled(values, arrays), handler, path)
+        kinds[:] = results
+        return _arrays(results)
+
+    again = jax.checkpoint(again, prevent_cse=params["prevent_cse"], policy=params["policy"])
+    results = again(_arrays(values))
+    return _filled(kinds, results)
+
+
+def _arrays(values):
+    """(value, copy) of all values; what else is in them is no array."""
+    return [(v, None) if of_example(v) else (v.value, v.copy) for v in values]
+
+
+def _filled(values, arrays):
+    return [
+        value if of_example(v) else v._replace(value=value, copy=copy)
+        for v, (value, copy) in zip(values, arrays, strict=True)
+    ]
+
+
+def _scan(equation, values, handler, path):
+    """Parameters may be constants of the loop or stacked along its axis, but not carried."""
+    if not any(map(of_example, values)):
+        return None
+    params, inside = equation.params, handler._replace(number=None)
+    consts, carry, stacked = _parts_of_scan(equation, values)
+    consts = [_seen(v, "scan", handler) if _is_number(v) else v for v in consts]
+    carry = [_seen(v, "scan", handler) for v in carry]
+    stacked = [v if _is_stacked(v) else _seen(v, "scan", handler) for v in stacked]
+
+    def body(carry, at):
+        place, slices = at
+        slices = _filled([_slice(v, params["length"], place) for v in stacked], slices)
+        given, inner = [*consts, *carry, *slices], params["jaxpr"]
+        results = _walk(inner.jaxpr, inner.consts, given, inside, path)
+        results = [_seen(v, "scan", inside) for v in results]
+        return results[: len(carry)], results[len(carry) :]
+
+    if not handler.evaluates:
+        first = [(None if of_example(v) else v.value[0], None) for v in stacked]
+        body([None] * len(carry), (0, first))
+        return [None] * len(equation.outvars)
+    places = jnp.arange(params["length"], dtype=jnp.uint32)
+    how = {k: params[k] for k in ("length", "reverse", "unroll", "_split_transpose") if k in params}
+    carry, results = jax.lax.scan(body, carry, (places, _arrays(stacked)), **how)
+    return [*carry, *results]
+
+
+def _parts_of_scan(equation, values):
+    """What is constant in a scan, carried, and stacked."""
+    inner = equation.params["jaxpr"].jaxpr
+    # Of a stacked array the body has one axis less; versions of JAX count the others differently.
+    is_stacked = [
+        len(outer.aval.shape) > len(each.aval.shape)
+        for outer, each in zip(
+            (*equation.invars, *equation.outvars), (*inner.invars, *inner.outvars), strict=True
+        )
+    ]
+    first = len(values) - sum(is_stacked[: len(values)])
+    constant = first - is_stacked[len(values) :].count(False)
+    return values[:constant], values[constant:first], values[first:]
+
+
+def _is_number(value):
+    return isinstance(value, Shared) and jnp.size(value.value) == 1
+
+
+def _is_stacked(value):
+    """Whether the leading axis of a value is the next one of a leaf for a scan to go into."""
+    return isinstance(value, Param) and [n for n, _ in value.dims[0]] == [value.stack]
+
+
+def _slice(value, length, place):
+    """The kind of a slice, without its array."""
+    if of_example(value):
+        return value
+    place = value.place * length + place
+    return value._replace(dims=value.dims[1:], stack=value.stack + 1, place=place)
+
+
+# Primitives that hold a program, and those that a parameter goes through.
+PROGRAMS = {"jit": _jit, "remat2": _remat, "scan": _scan}
+MOVES = (
+    "broadcast_in_dim", "convert_element_type", "copy", "name", "reshape", "squeeze", "transpose"
+)  # fmt: skip

@@ -1,0 +1,238 @@
+"""What a loss asks of JAX is what it gets: modes, types, precisions, rematerialised bodies."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import ordering
+from tests.sketched import KEY, SKETCH_KEY, assert_sketched, close
+
+RNG = np.random.default_rng(4)
+TABLE = jnp.asarray(RNG.normal(size=(100, 40)), jnp.float32)
+IDS = np.array([[3, -1, -1, 99], [4, 5, -100, 140], [-7, 0, 120, 2]])
+
+
+def with_key(loss):
+    return lambda params, batch, key: loss(params, batch)
+
+
+def rows_of(mode, **how):
+    """By the primitive itself, whose places are not wrapped."""
+    numbers = lax.GatherDimensionNumbers((2,), (0,), (0,))
+
+    def look_up(table, ids):
+        return lax.gather(table, ids[..., None], numbers, (1, 40), mode=mode, **how)
+
+    return look_up
+
+
+LOOK_UPS = {
+    "clip": lambda w, i: jnp.take(w, i, axis=0, mode="clip"),
+    "wrap": lambda w, i: jnp.take(w, i, axis=0, mode="wrap"),
+    "at, clip": lambda w, i: w.at[i].get(mode="clip", wrap_negative_indices=False),
+    "at, fill": lambda w, i: w.at[i].get(
+        mode="fill", fill_value=0, wrap_negative_indices=False
+    ),
+    "fill with a number": lambda w, i: jnp.take(w, i, axis=0, mode="fill", fill_value=3),
+    "promised": lambda w, i: w.at[i].get(mode="promise_in_bounds"),
+    "gather, clip": rows_of("clip"),
+    "gather, fill": rows_of("fill", fill_value=2.5),
+    "NaN, then a mask": lambda w, i: jnp.nan_to_num(w.at[i].get(mode="fill")),
+}  # fmt: skip
+SELDOM = ("wrap", "at, clip", "gather, clip")
+
+
+@pytest.mark.parametrize("size", [64, 1024], ids=["sketched", "formed"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SELDOM)) for n in LOOK_UPS]
+)
+def test_look_ups_of_places_that_are_not_there(name, size):
+    loss = with_key(lambda w, ids: jnp.tanh(LOOK_UPS[name](w, ids).sum(1)).sum(-1))
+    (plan,) = ordering.sketch_plan(loss, TABLE, IDS, key=KEY, size=size)
+    assert (plan.how, plan.why) == ("sketched" if size == 64 else "formed", "look-up")
+    losses, mean, rows = assert_sketched(loss, TABLE, IDS, size=size)
+    np.testing.assert_allclose(losses, loss(TABLE, IDS, KEY), rtol=1e-5)
+    close(mean, jax.grad(lambda w: loss(w, IDS, KEY).mean())(TABLE))
+    assert np.isfinite(rows).all() and np.abs(rows).max() > 0
+
+
+def test_what_is_filled_with_nan_leaves_sketches_finite():
+    """As gradients are: a row that is not there gets none."""
+    loss = with_key(lambda w, i: jnp.square(w.at[i].get(mode="fill")).sum((-1, -2)))
+    for size in (64, 1024):
+        gradients = ordering.sketched_grads(loss, SKETCH_KEY, size=size)
+        losses, mean, rows = gradients(TABLE, IDS, key=KEY)
+        assert np.isnan(losses[1]) and np.isfinite(mean).all() and np.isfinite(rows).all()
+
+
+HALF = jnp.bfloat16
+WIDE = {"preferred_element_type": jnp.float32}
+NUMBERS = ("NWC", "WIO", "NWC")
+
+
+def recurrent(w, x):
+    """A cell over time, as of a GRU: a narrow weight, wide data."""
+    step = lambda h, x: (jnp.tanh(x + lax.dot_general(h, w, (((1,), (0,)), ((), ())))), None)  # noqa: E731
+    return lax.scan(step, jnp.zeros(x.shape[::2]), x.transpose(1, 0, 2))[0]
+
+
+def stacked(w, x):
+    step = lambda x, w: (jnp.tanh(jnp.dot(x.astype(HALF), w, **WIDE)), None)  # noqa: E731
+    return lax.scan(step, x, jnp.stack([w, w]))[0]
+
+
+def layers(w, x):
+    """Parameters [2, 24, 24]."""
+    step = lambda x, w: (jnp.tanh(jnp.dot(x.astype(HALF), w, **WIDE)), None)  # noqa: E731
+    return lax.scan(step, x, w)[0]
+
+
+TYPES = {
+    "a wide product": ((24, 24), lambda w, x: jnp.dot(x.astype(HALF), w, **WIDE)),
+    "wide data": ((24, 24), lambda w, x: lax.dot_general(x, w, (((2,), (0,)), ((), ())))),
+    "the weight first": (
+        (24, 24), lambda w, x: lax.dot_general(w, x, (((1,), (2,)), ((), ())), **WIDE)
+    ),
+    "in a scan": ((24, 24), recurrent),
+    "copied into a stack": ((24, 24), stacked),
+    "a scanned stack": ((2, 24, 24), layers),
+    "in a map": ((24, 24), lambda w, x: lax.map(lambda x: jnp.tanh(x @ w.T), x)),
+    "in a checkpoint": (
+        (24, 24), jax.checkpoint(lambda w, x: jnp.tanh(jnp.dot(x.astype(HALF), w, **WIDE)))
+    ),
+    "heads": ((3, 8, 24), lambda w, x: lax.dot_general(
+        x.reshape(*x.shape[:2], 3, 8), w, (((3,), (1,)), ((2,), (0,)))
+    )),
+    "a convolution": (
+        (3, 24, 12), lambda w, x: lax.conv_general_dilated(
+            x.astype(HALF), w, (1,), "SAME", dimension_numbers=NUMBERS
+        )
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [32, 1024], ids=["sketched", "formed"])
+@pytest.mark.parametrize("name", TYPES)
+def test_mean_gradients_have_the_types_of_parameters(name, size):
+    shape, function = TYPES[name]
+    w = jnp.asarray(RNG.normal(size=shape) / 5, HALF)
+    x = jnp.asarray(RNG.normal(size=(3, 4, 24)), jnp.float32)
+
+    def loss(w, x):
+        y = function(w["w"], x).astype(jnp.float32)
+        return jnp.square(y.reshape(len(x), -1) if name != "the weight first" else y).sum()
+
+    params = {"w": w, "b": jnp.zeros((40, 40))}  # so that not all are kept as they are
+    of_units = lambda p, x: jax.vmap(lambda x: loss(p, x[None]))(x)  # noqa: E731
+    gradients = ordering.sketched_grads(of_units, SKETCH_KEY, size=size)
+    run = lambda p, x: (gradients(p, x), jax.grad(lambda p: of_units(p, x).mean())(p))  # noqa: E731
+    (losses, mean, rows), expected = jax.jit(run)(params, x)
+    assert (losses.dtype, rows.dtype) == (jnp.float32, jnp.float32)
+    assert mean["w"].dtype == HALF
+    found, expected = (np.asarray(g["w"], np.float32) for g in (mean, expected))
+    np.testing.assert_allclose(found, expected, atol=0.03 * np.abs(expected).max())
+
+
+def conv(x, w, **how):
+    return lax.conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=NUMBERS, **how)
+
+
+PRECISE = {
+    "products": ((24, 40), lambda w, x: jnp.dot(x, w, precision="highest")),
+    "the weight first": (
+        (40, 24), lambda w, x: jnp.einsum("oi,nti->nto", w, x, precision="highest")
+    ),
+    "two precisions": (
+        (24, 40), lambda w, x: jnp.dot(x, w, precision=("high", "highest"))
+    ),
+    "heads": ((3, 8, 24), lambda w, x: jnp.einsum(
+        "nthd,hde->nthe", x.reshape(*x.shape[:2], 3, 8), w, precision="highest"
+    )),
+    "in a scan": ((2, 24, 24), lambda w, x: lax.scan(
+        lambda x, w: (jnp.dot(x, w, precision="highest"), None), x, w
+    )[0]),
+    "a convolution": ((3, 24, 12), lambda w, x: conv(x, w, precision="highest")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [16, 600], ids=["sketched", "formed"])
+@pytest.mark.parametrize("name", PRECISE)
+def test_every_product_has_the_precision_of_the_loss(name, size):
+    shape, function = PRECISE[name]
+    params = {"first": jnp.ones((24, 24)), "w": jnp.ones(shape)}
+
+    def loss(p, x):
+        x = jnp.tanh(jnp.dot(x, p["first"], precision="highest"))
+        return function(p["w"], x).reshape(len(x), -1).sum(-1)
+
+    gradients = ordering.sketched_grads(loss, SKETCH_KEY, size=size)
+    jaxpr = jax.make_jaxpr(gradients)(params, jnp.ones((3, 4, 24))).jaxpr
+    products = [e for e in within(jaxpr) if e.primitive.name in PRODUCTS]
+    assert len(products) > 3
+    assert not [e for e in products if e.params["precision"] is None]
+
+
+PRODUCTS = ("dot_general", "conv_general_dilated")
+
+
+def within(jaxpr):
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from within(inner)
+
+
+def scaled(x, w, t):
+    return jnp.tanh(x @ w) * t
+
+
+AGAIN, COMPILED = jax.checkpoint(scaled), jax.jit(scaled)
+
+
+def two_blocks(block):
+    def run(p, x):
+        t = jnp.exp(p["t"])
+        return block(block(x, p["a"], t), p["b"], t)
+
+    return run
+
+
+def inside_and_outside(p, x):
+    size = jnp.sum(p["a"] ** 2)
+    return AGAIN(x, p["b"], size) * size
+
+
+def made_inside(p, x):
+    """Every call of one program makes a number of its own."""
+    block = jax.checkpoint(lambda x, w, t: x @ w * jnp.exp(t))
+    return block(block(x, p["a"], p["t"]), p["b"], 2 * p["t"])
+
+
+def in_a_loop(p, x):
+    t = jnp.exp(p["t"])
+    x = lax.scan(lambda x, _: (AGAIN(x, p["a"], t), None), x, None, length=2)[0]
+    return AGAIN(x, p["b"], t)
+
+
+SHARED = {
+    "two rematerialised blocks": two_blocks(AGAIN),
+    "one of them": lambda p, x: AGAIN(x, p["a"], jnp.exp(p["t"])) * jnp.exp(p["t"]),
+    "two compiled blocks": two_blocks(COMPILED),
+    "inside and outside": inside_and_outside,
+    "made inside": made_inside,
+    "in a loop": in_a_loop,
+    "results of a block": lambda p, x: x @ p["a"] * sum(
+        jax.checkpoint(lambda w: (jnp.sum(w**2), jnp.exp(w[0, 0])))(p["b"])
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_a_number_of_parameters_is_used_in_several_places(name):
+    w = RNG.normal(size=(2, 20, 20)).astype(np.float32) / 5
+    params = {"t": np.float32(0.3), "a": w[0], "b": w[1]}
+    x = RNG.normal(size=(4, 20)).astype(np.float32)
+    loss = with_key(lambda p, x: jnp.square(SHARED[name](p, x)).sum(-1))
+    assert_sketched(loss, params, x, size=32)
