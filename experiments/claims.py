@@ -41,6 +41,8 @@ RUNS = {
     "qsr_cifar10_vit": "CIFAR-10, ViT, Local AdamW",
     "qsr_cifar10_resnet": "CIFAR-10, ResNet-8, Local SGD",
     "qsr_digits_mlp": "150 digits, perceptron, Local SGD",
+    "outer_gpt": "small GPT, Local AdamW",
+    "outer_gpt_muon": "small GPT, Local Muon",
     "echo_resnet": "CIFAR-10, ResNet-8",
     "echo_resnet_gn": "CIFAR-10, ResNet-8 with group normalisation",
     "echo_digits": "digits, perceptron of two layers of 512",
@@ -118,6 +120,8 @@ OURS = (
                           averaged=True),
                     Claim(run, f"averaged weights, {BEST}", "epoch", averaged=True))),
     Claim("hmda", "train loss against unzip, which uses no gradients", LOSS, base="unzip"),
+    *(Claim(run, f"QSR, test accuracy over {RULES['parallel']}", "test/accuracy", arm="qsr",
+            base="parallel") for run in ("outer_gpt", "outer_gpt_muon")),
 )  # fmt: skip
 PLANNED = {  # settings whose plan needs no run
     "imagenet_vit_b": ("QSR, ViT-B, 300 epochs", "9,711 rounds, 10.375 %"),
@@ -196,7 +200,9 @@ def effect_of(claim: Claim, recorded: Mapping[str, Comparison]) -> Effect:
         ]  # fmt: skip
         return Effect(note=", ".join(lost))
     rows = [found.loc[arm].loc[values.index] for arm in (claim.arm, claim.base)]
-    pair, (mean, half) = [of[scalar].mean() for of in rows], statistics.interval(values)
+    # The means of what is compared by ratios are geometric, as that of the ratios is.
+    mean_of = (lambda x: x.mean()) if accuracy else lambda x: np.exp(np.log(x.clip(1e-12)).mean())
+    pair, (mean, half) = [mean_of(of[scalar]) for of in rows], statistics.interval(values)
     if accuracy:
         text = "{:.2f} % against {:.2f} %: ".format(*(100 * m for m in pair))
         text += f"{mean:+.2f} ± {half:.2f} points"
@@ -206,8 +212,9 @@ def effect_of(claim: Claim, recorded: Mapping[str, Comparison]) -> Effect:
     else:
         change = 100 * np.expm1((-mean, -mean - half, half - mean))
         text = "{:#.4g} against {:#.4g}: {:+.3g} % ({:+.3g} to {:+.3g})".format(*pair, *change)
-    rates = dict.fromkeys(of["learning_rate"].iloc[0] for of in rows)
-    text += "; lr " + " and ".join(f"{rate:g}" for rate in rates)
+    both = zip((claim.arm, claim.base), rows, strict=True)
+    rates = [_named(compared, claim, arm, of["learning_rate"].iloc[0]) for arm, of in both]
+    text += "; lr " + " and ".join(dict.fromkeys(rates))
     if cost:
         late = tuple(int(never[arm][values.index].sum()) for arm in (claim.arm, claim.base))
     if any(late):
@@ -216,6 +223,31 @@ def effect_of(claim: Claim, recorded: Mapping[str, Comparison]) -> Effect:
     controls = CONTROLS.get((claim.arm, claim.base), ()) if mean - half > 0 else ()
     also = [f"{compared.arms[arm]} as well" for arm in controls if better(arm).mean() >= mean / 2]
     return Effect(values, text, ", ".join(also), late)
+
+
+def _named(compared: Comparison, claim: Claim, arm: str, rate: float) -> str:
+    """A rate, and whether it was chosen at an edge of those tried: a better one may lie beyond."""
+    tried = sorted(statistics.runs_of(compared.records, arm, claim.speed))
+    at_edge = claim.rate is None and len(tried) > 1 and rate in (tried[0], tried[-1])
+    return f"{rate:g}{' (edge)' * at_edge}"
+
+
+def looked(claim: Claim, effect: Effect, looks: int) -> str:
+    """How often a run was looked at before its seeds were enough, and the interval that allows it.
+
+    By Bonferroni: each of k looks is taken at the level 1 - 0.05 / k.
+    """
+    if looks <= 1 or len(effect.values) < 2:
+        return str(looks)
+    level = 1 - 0.05 / looks
+    mean, half = statistics.interval(effect.values, level)
+    at = f"at {100 * level:.1f} %"
+    if claim.what == "test/accuracy":
+        return f"{looks}: ± {half:.2f} {at}"
+    if claim.what in COSTS:
+        return f"{looks}: {np.exp(mean - half):.2f} to {np.exp(mean + half):.2f} {at}"
+    low, high = 100 * np.expm1((-mean - half, half - mean))
+    return f"{looks}: {low:+.3g} to {high:+.3g} {at}"
 
 
 def page(folder=None) -> str:
@@ -237,6 +269,7 @@ def page(folder=None) -> str:
                 "claim": f"[{RUNS[claim.run]}](#{claim.run}): {claim.text}{at}",
                 **({"published": claim.paper} if claim.paper else {}), "ours": effect.text,
                 "verdict": words[-1] + note, "seeds": len(effect.values) or "-",
+                "looks": looked(claim, effect, archive.looks(claim.run, folder)),
             })  # fmt: skip
         known = [word for word in words if not word.startswith("not run")]
         tested += len(known)

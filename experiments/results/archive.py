@@ -22,6 +22,7 @@ from syncopate.refusals import UserError
 
 FOLDER = pathlib.Path(__file__).parents[1] / "runs"
 METRICS, COMMAND, COMPARISON = "metrics.jsonl.gz", "command.txt", "comparison.json"
+LOOKS = "looks.jsonl"
 COPIED = ("settings.json", "versions.json", COMPARISON)
 DIGITS = 6  # significant ones
 
@@ -72,6 +73,12 @@ def load(name: str, folder: os.PathLike = FOLDER) -> Comparison | None:
     if not (path / METRICS).exists():
         return None
     return restore(rows_of(path), files.read_json(path / COMPARISON))
+
+
+def looks(name: str, folder: os.PathLike = FOLDER) -> int:
+    """How often a recorded run was looked at, each time before seeds were added; at least once."""
+    path = pathlib.Path(folder) / name / LOOKS
+    return max(1, len(path.read_text().splitlines())) if path.exists() else 1
 
 
 def commands(path: pathlib.Path) -> list[str]:

@@ -240,8 +240,8 @@ def fastest(comparison: Comparison, arm: str) -> tuple[float, dict]:
     return best, tuned(comparison.records, arm).get(best, {})
 
 
-def interval(found) -> tuple[float, float]:
-    """Mean and half width of the 95 % interval over seeds, by Student's t; nan for one seed."""
+def interval(found, level: float = 0.95) -> tuple[float, float]:
+    """Mean and half width of an interval over seeds, 95 %, by Student's t; nan for one seed."""
     from scipy.special import stdtrit
 
     found = np.asarray(list(found), float)
@@ -251,7 +251,7 @@ def interval(found) -> tuple[float, float]:
     if (found == found[0]).all():  # whose mean and deviation float64 rounds
         return float(found[0]), 0.0
     deviation = np.std(found, ddof=1) / math.sqrt(count)
-    return float(np.mean(found)), float(stdtrit(count - 1, 0.975) * deviation)
+    return float(np.mean(found)), float(stdtrit(count - 1, (1 + level) / 2) * deviation)
 
 
 def metric_of(comparison: Comparison) -> str:
