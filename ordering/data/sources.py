@@ -36,6 +36,8 @@ class Source:
         if isinstance(indices, slice):
             indices = np.arange(*indices.indices(self._size))
         numbers = check_indices(indices, self._size).tolist()
+        if not numbers:
+            return jax.tree.map(lambda x: x[:0], self[:1])
         return stacked(_read(self._data, numbers), self._like, numbers)
 
     def example(self, i: int) -> PyTree:
@@ -174,7 +176,9 @@ ADVICE = (
     "lists become arrays of numbers or of texts, of one type and of equal lengths, with no missing "
     "values. Pad or convert it in the source, or leave it out."
 )
+PYTHONS = {kind: np.asarray(kind()).dtype for kind in (bool, int, float, complex)}
 TEXTS = np.dtype(object)  # NumPy's text types drop trailing zero bytes, as of an encoded image
+PYTHONS |= {str: TEXTS, bytes: TEXTS}
 
 
 class Like(NamedTuple):
@@ -184,8 +188,9 @@ class Like(NamedTuple):
     paths: list[str]
     dtypes: list[np.dtype]
 
-    def leaves(self, number: int, example: PyTree, ragged: bool = False) -> list[np.ndarray]:
-        """The leaves of an example as arrays; ValueError if it is not like the first."""
+    def leaves(self, number: int, example: PyTree, ragged: bool = False) -> list:
+        """The leaves of an example as arrays, or scalars; ValueError if they are not like the
+        first's."""
         name = f"example {number}"
         try:
             values = self.structure.flatten_up_to(example)
@@ -197,6 +202,14 @@ class Like(NamedTuple):
             ) from None
         arrays = []
         for path, value, dtype in zip(self.paths, values, self.dtypes, strict=True):
+            kind = type(value)  # those that need no more than a look at their type come first
+            if kind is np.ndarray or issubclass(kind, np.generic):
+                is_like = value.dtype == dtype and dtype != TEXTS
+            else:
+                is_like = PYTHONS.get(kind) is dtype
+            if is_like:
+                arrays.append(value)
+                continue
             if ragged and isinstance(value, list) and None not in value:
                 continue
             array = _array(name + path, value)
@@ -206,7 +219,7 @@ class Like(NamedTuple):
                     f"{_named(dtype)}: give all examples the same types, as by "
                     f"np.asarray(value, {_named(dtype)!r})."
                 )
-            arrays.append(array)
+            arrays.append(array if array.ndim else array[()])
         return arrays
 
 
@@ -230,15 +243,26 @@ def stacked(
     numbers = range(len(examples)) if numbers is None else numbers
     like = like_of(examples[0]) if like is None else like
     rows = [like.leaves(i, example) for i, example in zip(numbers, examples, strict=True)]
-    columns = []
-    for path, column in zip(like.paths, zip(*rows, strict=True), strict=True):
-        if len(shapes := {x.shape for x in column}) > 1:
-            raise ValueError(
-                f"the examples' {path or 'arrays'} have the shapes {sorted(shapes)[:9]} in one "
-                "batch, which needs one shape: pad or cut them in the source."
-            )
-        columns.append(np.stack(column))
-    return like.structure.unflatten(columns)
+    columns = zip(*rows, strict=True)
+    return like.structure.unflatten(map(_stack, like.paths, columns, like.dtypes))
+
+
+def _stack(path: str, column: Sequence, dtype: np.dtype) -> np.ndarray:
+    """One array of the arrays or scalars of one type."""
+    shapes = {getattr(x, "shape", ()) for x in column}
+    if len(shapes) > 1:
+        raise ValueError(
+            f"the examples' {path or 'arrays'} have the shapes {sorted(shapes)[:9]} in one batch, "
+            "which needs one shape: pad or cut them in the source."
+        )
+    if shapes and shapes != {()}:
+        return np.stack(column)
+    found = np.empty(len(column), dtype)
+    try:
+        found[:] = column
+    except OverflowError as error:
+        raise ValueError(f"the examples' {path or 'numbers'} are of {dtype}: {error}.") from None
+    return found
 
 
 def _text(structure: Any) -> str:

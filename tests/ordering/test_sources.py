@@ -94,6 +94,15 @@ def test_a_list_in_an_example_is_one_array(make):
     assert read(nested, 1, 0)["x"].tolist() == [[[1], [2]], [[0], [2]]]
 
 
+def test_no_indices_and_slices():
+    rows = [{"x": np.full(2, i, np.int8), "y": f"{i}"} for i in range(5)]
+    for source in (rows, {"x": np.repeat(np.arange(5, dtype=np.int8), 2).reshape(5, 2)}):
+        data = as_source(source)
+        assert data[[]]["x"].shape == (0, 2) and data[[]]["x"].dtype == np.int8
+        assert data[1:3]["x"].tolist() == data[[1, 2]]["x"].tolist() == [[1, 1], [2, 2]]
+        assert as_source(data) is data and data.example(3)["x"].tolist() == [3, 3]
+
+
 class Shaped(Examples):
     """As a data set, which has a shape and is no array."""
 
@@ -116,6 +125,7 @@ test_examples_that_are_no_batch = refuses({
     "missing": (rows([1, None]), "no missing values"),
     "none": (rows(1, None), r"example 1\['x'\] is None, .* filter"),
     "all by chance": (lambda: read([{"x": 1}, {"x": None}, {"x": None}], 1, 2), "1.'x'. is None"),
+    "beyond 64 bits": (rows(1, 2**70), "x.. are of int64: Python int too large"),
     "the first": (lambda: as_source([{"x": None}]), r"source\[0\]\['x'\] is None"),
     "unsigned": (rows(np.int64(5), np.uint64(2**63)), "is of uint64, and that of .* of int64"),
     "batches of floats": (lambda: read([1, 2.0, 3.5], 1, 2), "1 is of float64, .* of int64"),
