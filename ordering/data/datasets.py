@@ -66,7 +66,13 @@ def tf_dataset(
         ) from error
 
     def kind(leaf):
-        return leaf.shape[1:], tf.as_dtype(leaf.dtype)
+        try:
+            return leaf.shape[1:], tf.as_dtype(leaf.dtype)
+        except TypeError:
+            raise ValueError(
+                f"the examples have values of {leaf.dtype}, which TensorFlow does not have: leave "
+                "them out, or pass times as numbers, by x.astype(np.int64)."
+            ) from None
 
     like, structure = jax.tree.flatten(examples[:1])
     kinds, settings = list(map(kind, like)), carried_settings()

@@ -270,11 +270,14 @@ def prefetch_to_device(source):
         batch = next(loader)
     is_sparse = lambda x: hasattr(x, "todense")  # noqa: E731
     batch = jax.tree.map(lambda x: x.todense() if is_sparse(x) else x, batch, is_leaf=is_sparse)
-    if isinstance(batch, dict) and not isinstance(batch["x"], jax.Array):
-        return {"x": ordering.data.sources.stacked(list(batch["x"]))}
-    if not isinstance(batch, dict | jax.Array):
-        batch = ordering.data.sources.stacked(list(batch))
-    return jax.tree.map(np.asarray, batch)
+    is_list = lambda x: isinstance(x, list | tuple)  # noqa: E731
+    return jax.tree.map(of_list, jax.device_get(batch), is_leaf=is_list)
+
+
+def of_list(batch):
+    if isinstance(batch, list) and isinstance(batch[0], dict):
+        return ordering.data.sources.stacked(batch)
+    return np.array(batch)
 
 
 READERS = [as_source, read_epochs, tf_dataset, grain_dataset, split, prefetch_to_device]
