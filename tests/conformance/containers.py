@@ -276,7 +276,8 @@ def prefetch_to_device(source):
 
 def of_list(batch):
     if isinstance(batch, list) and isinstance(batch[0], dict):
-        return ordering.data.sources.stacked(batch)
+        rows = [{name: np.array(x) for name, x in row.items()} for row in batch]
+        return ordering.data.sources.stacked(rows)
     return np.array(batch)
 
 
