@@ -234,7 +234,7 @@ def on_device(batch: PyTree, sharding: PyTree = None) -> PyTree[jax.Array]:
             return jax.device_put(batch, sharding)
         # One process could not move arrays that span several.
         return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jax.device_put(x), batch)
-    except TypeError as error:
+    except (TypeError, OverflowError) as error:
         raise ValueError(f"{error} Give arrays of numbers that JAX has.") from error
 
 
@@ -291,6 +291,8 @@ def _representable(path, value):
         line = f"ordering.data.as_source({name})[:]" if is_source else f"np.asarray({name})"
         containers.refuse(name, f"a {type(value).__name__}", line)
     array = np.asarray(value)
+    if array.dtype.kind == "T":
+        array = array.astype(object)
     dtype = array.dtype.newbyteorder("=")
     numbers = any(jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool_))
     if dtype.kind == "m" or not numbers:  # to NumPy a time span is a number, too

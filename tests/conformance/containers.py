@@ -278,7 +278,10 @@ def of_list(batch):
     if isinstance(batch, list) and isinstance(batch[0], dict):
         rows = [{name: np.array(x) for name, x in row.items()} for row in batch]
         return ordering.data.sources.stacked(rows)
-    return np.array(batch)
+    found = np.array(batch)
+    if found.dtype == object:  # a tree with None, which is none of a column
+        raise ValueError("no array")
+    return found
 
 
 READERS = [as_source, read_epochs, tf_dataset, grain_dataset, split, prefetch_to_device]
