@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 
 from ordering import base
 from ordering.base import Ordering, State
-from ordering.data.loader import Loader, LoadError, prefetch_to_device
+from ordering.data.loader import Loader, LoadError, check_steps, prefetch_to_device
 from ordering.data.sources import as_source, check_examples, step_indices
 from syncopate import plans
 from syncopate.workers import axis_of
@@ -321,6 +321,9 @@ def read_epochs(
         plans.check_function("source", source, "indices", "first_step", "epoch")
     else:
         examples = as_source(source)
+        steps = {units, num_units % units or units}  # of an epoch's last step, too
+        shapes = [(*state.current.shape[:-1], n * unit_size) for n in steps]
+        check_steps(examples, shapes, sharding)
         check_examples(len(examples), state.current.shape, **sizes)
 
     def load(orders, first_step, epoch):

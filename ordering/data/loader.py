@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ordering.data import containers
+from ordering.data.sources import Source
 from syncopate import plans
 from syncopate.unstable import Format
 
@@ -236,6 +237,16 @@ def on_device(batch: PyTree, sharding: PyTree = None) -> PyTree[jax.Array]:
         return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jax.device_put(x), batch)
     except (TypeError, OverflowError) as error:
         raise ValueError(f"{error} Give arrays of numbers that JAX has.") from error
+
+
+def check_steps(source: Source, shapes: Iterable[tuple[int, ...]], sharding: PyTree) -> None:
+    """Raises ValueError if a sharding cannot hold batches of a source, whose leaves begin with
+    these axes, as (W, n): those of a whole step, and of the last one of an epoch."""
+    if sharding is not None:
+        first = source[:1]
+        for axes in shapes:
+            sizes = lambda x: np.broadcast_to(x, (*axes, *x.shape[1:]))  # noqa: B023, E731
+            check_sharding(jax.tree.map(sizes, first), sharding)
 
 
 def check_sharding(batch: PyTree, sharding: PyTree) -> None:

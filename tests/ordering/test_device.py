@@ -9,7 +9,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import ordering
 from ordering import blocks, echo
-from ordering.data import LoadError, prefetch_to_device, read_epochs
+from ordering.data import LoadError, as_source, prefetch_to_device, read_epochs
+from ordering.data.loader import check_steps
 
 BIG = np.array([2**31 + 1, 2**40 + 9, 2**32 + 7])
 
@@ -154,6 +155,19 @@ def test_a_scalar_has_a_sharding_of_its_own():
     with prefetch_to_device([batch], sharding=places) as loader:
         found = next(loader)
     assert found["n"] == 3 and found["x"].sharding == places["x"]
+
+
+def test_a_last_batch_that_a_sharding_cannot_hold_is_refused_before_the_first():
+    """18 examples in eights over four devices."""
+    check_steps(as_source(np.zeros((18, 3))), [(8,), (4,)], cut("data"))
+    check_steps(as_source([np.zeros(3)] * 18), [(8,), (2,)], None)
+    check_steps(as_source([np.zeros(3)] * 18), [(2, 8)], cut(None, "data"))
+    with pytest.raises(
+        ValueError, match=r"batch\['x'\] has the shape \(2,\).* also the last .* pad"
+    ):
+        check_steps(as_source({"x": np.zeros(18)}), [(8,), (2,)], cut("data"))
+    with pytest.raises(ValueError, match=r"batch has the shape \(2, 1, 3\).* cannot cut over"):
+        check_steps(as_source([np.zeros(3)] * 18), [(2, 8), (2, 1)], cut(None, "data"))
 
 
 def settings_there(seen):
