@@ -5,7 +5,7 @@
 """
 
 from ordering import blocks, data, echo
-from ordering.base import Ordering, start
+from ordering.base import Ordering, init_workers
 from ordering.global_order import global_order, global_reshuffling
 from ordering.grab import grab
 from ordering.gradients import check_separable, group_loss, microbatch_grads, per_example_grads
@@ -33,6 +33,7 @@ __all__ = [
     "greedy_herding",
     "group_loss",
     "herding_bound",
+    "init_workers",
     "kernel_halving",
     "make_sketch",
     "microbatch_grads",
@@ -46,6 +47,5 @@ __all__ = [
     "sketch_plan",
     "sketch_rows",
     "sketched_grads",
-    "start",
     "unzip",
 ]

@@ -4,12 +4,14 @@ Shape letters of this package: W workers, M units per worker, B units per worker
 D entries of a gradient. A unit is what is ordered: an example or a fixed microbatch.
 """
 
+import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Int, Key, PyTree, UInt32
 
@@ -36,11 +38,18 @@ class Ordering(NamedTuple):
       next_epoch: `state -> state`. Makes the next order the current one.
       sync: `state -> state`. Optional: call it where workers communicate anyway, and coordinated
         orders exchange then what they have put off. `next_epoch` exchanges the rest.
+      units_per_step: B, the units of a step, of which readers make a batch.
+      is_global: whether `current` names units of all workers, and not the worker's own.
+      total: of a global order the number of units of the data; None for W M.
 
     Every state has `current`, int32[M], the order of this epoch; `next`, int32[M], the order of the
     next epoch as far as it is known; `left`, int32[]: the entries `next[:left]` are final, so that
-    input can be read ahead across the end of the epoch; and `epoch`, int32[], the epochs that
-    `next_epoch` has ended, by which readers know that it was called.
+    input can be read ahead across the end of the epoch. It may have `epoch`, int32[], the epochs
+    that `next_epoch` has ended, and `position`, int32[], the units of this epoch that it has
+    observed: readers then refuse a step whose gradients were not.
+
+    Compile the functions with the step (`jax.jit`): one call of `observe` by itself takes a hundred
+    times as long.
 
     Orders raise a ValueError at construction for sizes out of range, and while tracing for the
     state of another order or the gradients of another number of units than a step has.
@@ -58,82 +67,151 @@ class Ordering(NamedTuple):
     observe: Callable[[State, PyTree], State]
     next_epoch: Callable[[State], State]
     sync: Callable[[State], State] = lambda state: state
+    units_per_step: int = 1
+    is_global: bool = False
+    total: int | None = None
+
+
+Make = TypeVar("Make", bound=Callable)
+
+
+def made_once(make: Make) -> Make:
+    """Equal calls return one order, for which a program is compiled once."""
+    cached = functools.lru_cache(256, typed=True)(make)
+
+    @functools.wraps(make)
+    def called(*args, **named):
+        try:
+            hash((args, tuple(named.items())))
+        except TypeError:  # which `make` refuses by name
+            return make(*args, **named)
+        return cached(*args, **named)
+
+    return cast(Make, called)
 
 
 @jax.transfer_guard("allow")
-def start(
+def init_workers(
     order: Ordering,
     key: Key[Array, ""],
-    gradients: Callable | None = None,
-    args: tuple = (),
-    *,
+    like: PyTree = None,
     workers: int | Mesh | None = None,
+    *,
     axis_name: str | None = None,
 ) -> State:
-    """The states of all workers before their first step, with the sizes that they will observe.
+    """The states of all workers before their first step.
 
-    s_w = init(fold_in(key, w), row) for w = 0 .. W - 1, where row has the shapes of one unit of
-    `gradients(*args)`, which is not computed.
+    s_w = init(fold_in(key, w), like) for w = 0 .. W - 1.
 
     Args:
       order: an order of one worker's units.
       key: one key, typed or legacy.
-      gradients: what a step calls, as `per_example_grads(loss)` or `sketched_grads(loss, key)`;
-        None for an order that looks at no gradients.
-      args: what it is called with by one worker, or their shapes; the batch may have any size.
+      like: a tree with the shapes of one unit's gradient, such as the parameters; of sketches
+        `jnp.zeros(size)`; None for an order that looks at no gradients.
       workers: W >= 1; or a mesh, on whose devices they are put; None for the mesh in scope, and for
         one worker where that has no such axis.
-      axis_name: the workers' axis, which coordinated orders have; None as in `map_workers`.
+      axis_name: the workers' axis, which coordinated orders have; None for the only one of the
+        mesh, or "worker".
 
     Returns:
-      A state with leaves [W, ...]; for one worker that of `order.init(key, row)`.
+      A state with leaves [W, ...]; for one worker that of `order.init(key, like)`.
 
     Raises:
-      ValueError: if `gradients` has no rows, or there are no such workers.
+      ValueError: if `like` has no shapes, or there are no such workers.
 
     Examples:
       >>> import jax, jax.numpy as jnp
       >>> from syncopate import ordering
       >>> order = ordering.cd_grab(8, units_per_step=2)
-      >>> loss = lambda w, x: (x @ w) ** 2
-      >>> gradients = ordering.sketched_grads(loss, jax.random.key(0), size=64)
-      >>> args = jnp.ones(500), jnp.ones((2, 500))
-      >>> ordering.start(order, jax.random.key(2), gradients, args, workers=4).current.shape
+      >>> state = ordering.init_workers(order, jax.random.key(2), jnp.zeros(64), workers=4)
+      >>> state.current.shape
       (4, 8)
     """
-    key, scope = check_key(key), jax.sharding.get_abstract_mesh()
+    check_order(order)
+    leaves, structure = jax.tree.flatten(like)
+    if not all(jnp.issubdtype(getattr(leaf, "dtype", object), np.number) for leaf in leaves):
+        raise ValueError(
+            f"like is {like!r:.200}: pass a tree of arrays of the shapes of one unit's gradient, "
+            "such as the parameters, or for sketches jnp.zeros(size)."
+        )
+    canonical = jax.dtypes.canonicalize_dtype
+    shapes = tuple((tuple(leaf.shape), canonical(leaf.dtype)) for leaf in leaves)
+    return _init(order, structure, shapes, scope_of(workers, axis_name))(check_key(key))
+
+
+class Scope(NamedTuple):
+    """All workers: their number, None for one without an axis, the axis, and their mesh if any."""
+
+    workers: int | None
+    axis_name: Any = None
+    mesh: Any = None
+
+    def map(self, function: Callable) -> Callable:
+        """A function of one worker's trees as one of all workers', leaves [W, ...]."""
+        if self.workers is None:
+            return function
+        if self.mesh is None:
+            return jax.vmap(function, axis_name=self.axis_name)
+
+        def on_device(*trees):
+            result = function(*jax.tree.map(lambda x: x[0], trees))
+            return jax.tree.map(lambda x: x[None], result)
+
+        return self.shard_map(on_device, PartitionSpec(self.axis_name))
+
+    def shard_map(self, function: Callable, in_specs: Any) -> Callable:
+        """The function over the workers' axis of the mesh, with results [W, ...]."""
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=in_specs, out_specs=PartitionSpec(self.axis_name),
+            axis_names={self.axis_name}, check_vma=False,
+        )  # fmt: skip
+
+
+def scope_of(workers: int | Mesh | None, axis_name: str | None) -> Scope:
+    """The workers that `init_workers` is called for."""
+    scope = jax.sharding.get_abstract_mesh()
     axes = {*scope.axis_names} - {*scope.manual_axes}
-    alone = workers is None and axis_of(axis_name, scope.axis_names) not in axes
-    if not alone:
-        count, axis_name, devices = count_of(workers, axis_name)
+    if workers is None and axis_of(axis_name, scope.axis_names) not in axes:
+        return Scope(None)
+    return Scope(*count_of(workers, axis_name))
 
-    def row(args):  # of one unit, for its shapes
-        found = gradients(*args) if callable(gradients) else None
-        if not isinstance(found, tuple) or len(found) != 3:
-            raise ValueError(
-                f"gradients is {gradients!r}: pass a function that returns (losses, mean, rows), "
-                "as ordering.per_example_grads(loss)."
-            )
-        return jax.tree.map(lambda x: x[0], found[2])
 
-    params = None
-    if gradients is not None:
-        of_all = row if alone else jax.vmap(row, None, axis_size=count, axis_name=axis_name)
-        zeros = lambda x: jnp.zeros(x.shape[not alone :], x.dtype)  # noqa: E731
-        params = jax.tree.map(zeros, jax.eval_shape(of_all, args))
-    if alone:
-        return order.init(key, params)
-    of_worker = lambda key, w: order.init(jax.random.fold_in(key, w), params)  # noqa: E731
-    if devices is None:
-        return jax.vmap(of_worker, (None, 0), axis_name=axis_name)(key, jnp.arange(count))
+# Bounded: what jax.jit keeps for a function that is an argument, it keeps for ever.
+@functools.lru_cache(64)
+def _init(order, structure, shapes, scope):
+    """`key -> state` of all workers, compiled."""
+
+    def init(key, w=None):
+        like = jax.tree.unflatten(structure, [jnp.zeros(*shape) for shape in shapes])
+        return order.init(key if w is None else jax.random.fold_in(key, w), like)
+
+    if scope.workers is None:
+        return jax.jit(init)
+    numbers = np.arange(scope.workers)
+    if scope.mesh is None:
+        of_all = jax.vmap(init, (None, 0), axis_name=scope.axis_name)
+        return jax.jit(lambda key: of_all(key, numbers))
 
     def on_device(key):
-        return jax.tree.map(lambda x: x[None], of_worker(key, jax.lax.axis_index(axis_name)))
+        return jax.tree.map(lambda x: x[None], init(key, jax.lax.axis_index(scope.axis_name)))
 
-    return jax.jit(jax.shard_map(
-        on_device, mesh=devices, in_specs=PartitionSpec(), out_specs=PartitionSpec(axis_name),
-        axis_names={axis_name}, check_vma=False,
-    ))(key)  # fmt: skip
+    return jax.jit(scope.shard_map(on_device, PartitionSpec()))
+
+
+@functools.lru_cache(64)
+def compiled(order: Ordering, scope: Scope) -> Ordering:
+    """The order of all workers, whose compiled functions take over the memory of the state."""
+    names = ("observe", "next_epoch", "sync")
+    of_all = {name: jax.jit(scope.map(getattr(order, name)), donate_argnums=0) for name in names}
+    return order._replace(**of_all)
+
+
+def check_order(order: object) -> None:
+    """Raises ValueError unless it is an `Ordering`."""
+    if not isinstance(order, Ordering):
+        raise ValueError(
+            f"order is {order!r:.200}: pass an Ordering, such as ordering.pair_balance(num_units)."
+        )
 
 
 def checked(
@@ -171,19 +249,24 @@ def checked(
 
     def observe(state, gradients):
         check(state, "observe")
-        return order.observe(state, gradients)
+        return order.observe(on_device(state), gradients)
 
     def next_epoch(state):
         check(state, "next_epoch")
-        return order.next_epoch(state)
+        return order.next_epoch(on_device(state))
 
     def sync(state):
         check(state, "sync")
-        return order.sync(state)
+        return order.sync(on_device(state))
+
+    def on_device(state):  # NumPy's arrays, as of a checkpoint, cannot be updated
+        return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, state)
 
     # Where a program forbids transfers, ours are of a few numbers, outside of a jit.
     allow = jax.transfer_guard("allow")
-    return Ordering(allow(init), allow(observe), allow(next_epoch), allow(sync))
+    return order._replace(
+        init=allow(init), observe=allow(observe), next_epoch=allow(next_epoch), sync=allow(sync)
+    )
 
 
 def first_order(key: Key[Array, ""], num_units: int) -> Int[Array, "M"]:
@@ -221,7 +304,9 @@ def _argsort(numbers: UInt32[Array, "M"]) -> Int[Array, "M"]:
             both = jax.lax.sort((numbers.astype(jnp.uint64) << jnp.uint64(32)) | place)
             return (both & jnp.uint64(2**32 - 1)).astype(jnp.int32)
 
-    pairs = lambda numbers: mesh.varying(jnp.argsort(numbers), numbers)  # noqa: E731
+    def pairs(numbers):
+        return mesh.varying(jnp.argsort(numbers).astype(jnp.int32), numbers)
+
     return jax.lax.platform_dependent(numbers, cpu=packed, default=pairs)
 
 
@@ -309,16 +394,25 @@ def check_shapes(tree: PyTree, like: PyTree, what: str = "gradients") -> None:
 
 
 def of_only_axis(make: Callable[[str], Ordering]) -> Ordering:
-    """The order of workers whose axis is the only one in scope where a function is called."""
-    make(AXIS)  # refuses bad arguments
+    """The order of workers whose axis is the only one in scope where a function is called.
+
+    Where there is none, it is that of a single worker.
+    """
+    order = make(AXIS)  # refuses bad arguments
 
     def called(name):
         def function(*args, **named):
-            return getattr(make(axis_of(None, axis_names(), alone=True)), name)(*args, **named)
+            if names := axis_names():
+                return getattr(make(axis_of(None, names, alone=True)), name)(*args, **named)
+            # An axis of one worker, whose arguments are not batched.
+            one = lambda _: getattr(order, name)(*args, **named)  # noqa: E731
+            single = jax.vmap(one, axis_name=AXIS, axis_size=1, in_axes=None)
+            return jax.tree.map(lambda x: x[0], single(None))
 
         return function
 
-    return Ordering(*map(called, Ordering._fields))
+    functions = ("init", "observe", "next_epoch", "sync")
+    return order._replace(**{name: called(name) for name in functions})
 
 
 def shared_key(key: Key[Array, ""], axis_name: str) -> Key[Array, ""]:

@@ -170,7 +170,7 @@ def gathered_pairs(
         state = base.begin_epoch(state, filled, "position", "left", "running_sum")
         return state._replace(rule=rule.next_epoch(state.rule))
 
-    order = base.Ordering(init, observe, next_epoch, sync)
+    order = base.Ordering(init, observe, next_epoch, sync, units_per_step)
     fields = {"pending": splits_pairs, "waiting": waits}
     return base.checked(order, num_units, GatheredState, rule=rule, **fields)
 

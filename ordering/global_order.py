@@ -47,6 +47,7 @@ class DealtShuffleState(ShuffleState):
     """State of one worker of `global_reshuffling`, whose units are numbers in [0, total)."""
 
 
+@base.made_once
 def global_order(
     order: base.Ordering,
     num_units: int,
@@ -163,17 +164,25 @@ def global_order(
                 f"{here[0]} share {here[1]}. Pass a state of this order, or of ordering.resize."
             )
 
-    of_all = base.Ordering(init, observe, next_epoch, sync)
+    of_all = base.Ordering(
+        init, observe, next_epoch, sync, order.units_per_step, is_global=True, total=total
+    )
     return base.checked(of_all, num_units, DealtState, observes=False)
 
 
+@base.made_once
 def global_reshuffling(
-    num_units: int, *, total: int | None = None, axis_name: str | None = "worker"
+    num_units: int,
+    *,
+    units_per_step: int = 1,
+    total: int | None = None,
+    axis_name: str | None = "worker",
 ) -> base.Ordering:
     """Random reshuffling over the units of all workers, dealt to the workers in every epoch.
 
     Args:
       num_units: M >= 1, units per worker and epoch.
+      units_per_step: B in [1, M], the units of a worker's step.
       total: number of units of the data, at least W M, which is the default; each epoch leaves
         random ones out.
       axis_name: as of `cd_grab`.
@@ -200,16 +209,19 @@ def global_reshuffling(
       2020, https://arxiv.org/abs/2006.05988
     """
     if axis_name is None:
-        make = lambda own: global_reshuffling(num_units, total=total, axis_name=own)  # noqa: E731
-        return base.of_only_axis(make)
-    num_units, _ = base.check_units(num_units)
+        options = {"units_per_step": units_per_step, "total": total}
+        return base.of_only_axis(
+            lambda axis: global_reshuffling(num_units, axis_name=axis, **options)
+        )
+    num_units, units_per_step = base.check_units(num_units, units_per_step)
 
     def own(key, epoch):
         shared = shared_key(jax.random.fold_in(key, epoch), axis_name)
         return _shuffled(shared, num_units, axis_name, total)[jax.lax.axis_index(axis_name)]
 
     draws = lambda key, epoch, _: own(key, epoch), lambda key: own(key, 0)  # noqa: E731
-    return shuffled(num_units, *draws, DealtShuffleState)
+    fields = {"units_per_step": units_per_step, "is_global": True, "total": total}
+    return shuffled(num_units, *draws, DealtShuffleState, **fields)
 
 
 def deal(placed: Int[Array, "W M"]) -> Int[Array, "W M"]:

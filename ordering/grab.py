@@ -27,6 +27,7 @@ class GrabState(NamedTuple):
     rule: PyTree  # state of the sign rule
 
 
+@base.made_once
 def grab(
     num_units: int, *, units_per_step: int = 1, rule: signs.SignRule | None = None
 ) -> Ordering:
@@ -106,7 +107,8 @@ def grab(
         state = base.begin_epoch(state, filled, *cleared)
         return state._replace(mean=mean, rule=rule.next_epoch(state.rule))
 
-    return base.checked(Ordering(init, observe, next_epoch), num_units, GrabState, rule=rule)
+    order = Ordering(init, observe, next_epoch, units_per_step=units_per_step)
+    return base.checked(order, num_units, GrabState, rule=rule)
 
 
 def _centred(gradient, mean):

@@ -80,6 +80,7 @@ class GreedyHerdingState(NamedTuple):
     gradients: Float[Array, "M D"]  # the last gradient of every unit
 
 
+@base.made_once
 def greedy_herding(num_units: int, *, units_per_step: int = 1) -> Ordering:
     """Greedy herding, for small M: always takes the unit that keeps the partial sum smallest.
 
@@ -128,7 +129,8 @@ def greedy_herding(num_units: int, *, units_per_step: int = 1) -> Ordering:
     def next_epoch(state):
         return base.begin_epoch(state, greedy_order(state.gradients), "position")
 
-    return base.checked(Ordering(init, observe, next_epoch), num_units, GreedyHerdingState)
+    order = Ordering(init, observe, next_epoch, units_per_step=units_per_step)
+    return base.checked(order, num_units, GreedyHerdingState)
 
 
 def greedy_order(vectors: Float[Array, "M D"]) -> Int[Array, "M"]:

@@ -38,6 +38,7 @@ class PairBalanceState(NamedTuple):
         return jnp.minimum(self.position, self.current.shape[-1]) // 2
 
 
+@base.made_once
 def pair_balance(
     num_units: int, *, units_per_step: int = 1, rule: SignRule | None = None
 ) -> Ordering:
@@ -81,6 +82,7 @@ def pair_balance(
     return _pair_balance(num_units, units_per_step, rule, None, coordinated=False)
 
 
+@base.made_once
 def cd_grab(
     num_units: int,
     *,
@@ -252,7 +254,7 @@ def _pair_balance(num_units, units_per_step, rule, axis_name, *, coordinated) ->
         state = base.begin_epoch(state, filled, "position", "running_sum")
         return state._replace(rule=rule.next_epoch(state.rule))
 
-    order = Ordering(init, observe, next_epoch)
+    order = Ordering(init, observe, next_epoch, units_per_step=units_per_step)
     return base.checked(order, num_units, PairBalanceState, rule=rule, pending=splits_pairs)
 
 

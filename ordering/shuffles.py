@@ -1,7 +1,7 @@
 """Orders that use no gradients: random reshuffling, its variants, and a control for balancing."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,17 +22,19 @@ class ShuffleState(NamedTuple):
     key: Key[Array, ""]
 
 
-def random_reshuffling(num_units: int) -> Ordering:
+@base.made_once
+def random_reshuffling(num_units: int, *, units_per_step: int = 1) -> Ordering:
     """Random reshuffling (RR; D-RR over several workers): a new random permutation every epoch.
 
     Args:
       num_units: M >= 1.
+      units_per_step: B in [1, M], the units of a step.
 
     Returns:
       An `Ordering`; `observe` ignores the gradients.
 
     Raises:
-      ValueError: if num_units is below 1.
+      ValueError: if a size is out of range.
 
     Examples:
       >>> import jax
@@ -45,21 +47,24 @@ def random_reshuffling(num_units: int) -> Ordering:
       Mishchenko, Khaled, Richtárik, Random Reshuffling: Simple Analysis with Vast Improvements,
       2020, https://arxiv.org/abs/2006.05988
     """
-    num_units, _ = base.check_units(num_units)
-    return shuffled(num_units, lambda key, epoch, _: _permutation(key, epoch, num_units))
+    num_units, units_per_step = base.check_units(num_units, units_per_step)
+    draw = lambda key, epoch, _: _permutation(key, epoch, num_units)  # noqa: E731
+    return shuffled(num_units, draw, units_per_step=units_per_step)
 
 
-def shuffle_once(num_units: int) -> Ordering:
+@base.made_once
+def shuffle_once(num_units: int, *, units_per_step: int = 1) -> Ordering:
     """Shuffle once: one random permutation, used in every epoch.
 
     Args:
       num_units: M >= 1.
+      units_per_step: B in [1, M], the units of a step.
 
     Returns:
       An `Ordering`; `observe` ignores the gradients.
 
     Raises:
-      ValueError: if num_units is below 1.
+      ValueError: if a size is out of range.
 
     Examples:
       >>> from syncopate import ordering
@@ -70,10 +75,12 @@ def shuffle_once(num_units: int) -> Ordering:
       https://arxiv.org/abs/1908.00045
     """
     # A copy, because a donated state must not hold a buffer twice.
-    return shuffled(num_units, lambda key, epoch, current: jnp.copy(current))
+    draw = lambda key, epoch, current: jnp.copy(current)  # noqa: E731
+    return shuffled(num_units, draw, units_per_step=units_per_step)
 
 
-def block_reshuffling(num_units: int, *, block_size: int) -> Ordering:
+@base.made_once
+def block_reshuffling(num_units: int, *, block_size: int, units_per_step: int = 1) -> Ordering:
     """Block reshuffling: shuffles blocks of units, and reverses the order in odd epochs.
 
     The first order is a random one, cut into blocks of `block_size` units (the last may be
@@ -83,6 +90,7 @@ def block_reshuffling(num_units: int, *, block_size: int) -> Ordering:
     Args:
       num_units: M >= 1.
       block_size: units per block, in [1, M]; 1 is FlipFlop.
+      units_per_step: B in [1, M], the units of a step.
 
     Returns:
       An `Ordering`; `observe` ignores the gradients.
@@ -113,10 +121,11 @@ def block_reshuffling(num_units: int, *, block_size: int) -> Ordering:
         fresh = first.at[place].set(first, unique_indices=True)
         return jnp.where(epoch % 2 == 1, current[::-1], fresh)
 
-    return shuffled(num_units, draw)
+    return shuffled(num_units, draw, units_per_step=units_per_step)
 
 
-def unzip(num_units: int) -> Ordering:
+@base.made_once
+def unzip(num_units: int, *, units_per_step: int = 1) -> Ordering:
     """A control for pair balancing: odd places first, then even places backwards.
 
     From pi_1 .. pi_M the next order is pi_1, pi_3, ..., pi_4, pi_2: what `pair_balance` gives when
@@ -124,12 +133,13 @@ def unzip(num_units: int) -> Ordering:
 
     Args:
       num_units: M >= 1. With M odd the last unit lands in the middle, as in `pair_balance`.
+      units_per_step: B in [1, M], the units of a step.
 
     Returns:
       An `Ordering`; `observe` ignores the gradients.
 
     Raises:
-      ValueError: if num_units is below 1.
+      ValueError: if a size is out of range.
 
     Examples:
       >>> import jax
@@ -140,7 +150,8 @@ def unzip(num_units: int) -> Ordering:
       >>> order.next_epoch(state).current.tolist() == [p[0], p[2], p[4], p[3], p[1]]
       True
     """
-    return shuffled(num_units, lambda key, epoch, p: jnp.concatenate([p[0::2], p[1::2][::-1]]))
+    draw = lambda key, epoch, p: jnp.concatenate([p[0::2], p[1::2][::-1]])  # noqa: E731
+    return shuffled(num_units, draw, units_per_step=units_per_step)
 
 
 def _permutation(key, epoch, size):
@@ -148,10 +159,14 @@ def _permutation(key, epoch, size):
 
 
 def shuffled(
-    num_units: int, draw: Callable, first: Callable | None = None, kind: type = ShuffleState
-) -> Ordering:
-    """The ordering whose next order is `draw(key, epoch, current)`, from `first(key)` if given."""
-    num_units, _ = base.check_units(num_units)
+    num_units: int, draw: Callable, first: Callable | None = None, kind: type = ShuffleState,
+    **fields: Any,
+) -> Ordering:  # fmt: skip
+    """The ordering whose next order is `draw(key, epoch, current)`, from `first(key)` if given.
+
+    `fields` are others of the `Ordering`.
+    """
+    num_units, fields["units_per_step"] = base.check_units(num_units, fields["units_per_step"])
 
     def init(key, params):
         key = base.check_key(key)
@@ -171,4 +186,5 @@ def shuffled(
         following = draw(state.key, epoch + 1, state.next)
         return state._replace(current=state.next, next=following, epoch=epoch)
 
-    return base.checked(Ordering(init, observe, next_epoch), num_units, kind, observes=False)
+    order = Ordering(init, observe, next_epoch, **fields)
+    return base.checked(order, num_units, kind, observes=False)

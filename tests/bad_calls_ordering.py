@@ -217,11 +217,9 @@ CALLS |= {
     "sketched_grads, key": call(
         lambda key: gradients(lambda loss: ordering.sketched_grads(loss, key, size=2))(
             loss=loss_of, params=X, batch=jnp.ones((4, 3))), key=KEY),
-    "start": call(
-        lambda **args: ordering.start(GRAB, args=(X, jnp.ones((4, 3))), **args), key=KEY,
-        gradients=Arg(ordering.per_example_grads(functools.partial(loss_of, key=KEY)),
-                      [3, "text", THING, {}, lambda *args: args[0]]),
-        workers=Arg(W, but_none(whole()))),
+    "init_workers": call(
+        ordering.init_workers, order=Arg(GRAB, [None, 3, "grab", THING, ordering.grab]), key=KEY,
+        like=Arg(X, SHAPELESS), workers=Arg(W, but_none(whole()))),
     "check_separable": call(
         lambda loss, params, batch: ordering.check_separable(loss, params, batch, key=KEY),
         **{name: arg for name, arg in OF_LOSS.items() if name != "key"}),

@@ -32,12 +32,13 @@ def halving(m, b):
 
 WALK = ordering.self_balancing_walk(bound=200.0)
 ORDERS = {
-    "random_reshuffling": Order(lambda m, b: ordering.random_reshuffling(m), observes=False),
-    "shuffle_once": Order(lambda m, b: ordering.shuffle_once(m), observes=False),
+    "random_reshuffling": Order(observing(ordering.random_reshuffling), observes=False),
+    "shuffle_once": Order(observing(ordering.shuffle_once), observes=False),
     "block_reshuffling": Order(
-        lambda m, b: ordering.block_reshuffling(m, block_size=min(3, m)), observes=False
+        lambda m, b: ordering.block_reshuffling(m, block_size=min(3, m), units_per_step=b),
+        observes=False,
     ),
-    "unzip": Order(lambda m, b: ordering.unzip(m), observes=False),
+    "unzip": Order(observing(ordering.unzip), observes=False),
     "grab": Order(observing(ordering.grab)),
     "pair_balance": Order(observing(ordering.pair_balance)),
     "pair_balance_walk": Order(observing(ordering.pair_balance, rule=WALK)),

@@ -221,18 +221,16 @@ WHERE += [("of one", "simulated"), ("of one", "explicit"), ("random", "a mesh")]
 
 
 @pytest.mark.parametrize("name,where", WHERE)
-def test_all_workers_start_as_each_would_with_the_sizes_that_it_observes(name, where):
+def test_all_workers_begin_as_each_would_by_itself(name, where):
     order, workers, shape, key = STARTS[name](), 4, MESHES[where], jax.random.key(3)
     if shape:
         kinds = (AxisType.Explicit if where == "explicit" else AxisType.Auto,) * len(shape)
         workers = jax.make_mesh(shape, ("worker", "data")[: len(shape)], axis_types=kinds)
-    gradients = ordering.sketched_grads(lambda w, x: (x @ w) ** 2, key, size=8)
-    args = (jnp.ones(40), jnp.ones((2, 40))) if name != "random" else ()
-    given = (gradients, args) if args else ()
-    found = ordering.start(order, key, *given, workers=workers)
+    like = jnp.zeros(8) if name != "random" else None
+    found = ordering.init_workers(order, key, like, workers)
     keys = jnp.stack([jax.random.fold_in(key, w) for w in range(4)])
     init = jax.vmap(order.init, (0, None), axis_name="worker")
-    expected = init(keys, jnp.zeros(8) if args else None)
+    expected = init(keys, like)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             x, y = map(jax.random.key_data, (x, y))
@@ -241,23 +239,85 @@ def test_all_workers_start_as_each_would_with_the_sizes_that_it_observes(name, w
         rows = jax.NamedSharding(workers, jax.P("worker"))
         with jax.set_mesh(workers):
             axis = None if where == "a mesh" else "worker"
-            scoped = ordering.start(order, key, *given, axis_name=axis)
-            traced = jax.jit(lambda key: ordering.start(order, key, *given).current)(key)
+            scoped = ordering.init_workers(order, key, like, axis_name=axis)
+            traced = jax.jit(lambda key: ordering.init_workers(order, key, like).current)(key)
         assert scoped.current.sharding.is_equivalent_to(rows, 2)
         assert found.current.sharding.is_equivalent_to(rows, 2)
         np.testing.assert_array_equal(scoped.current, found.current)
         np.testing.assert_array_equal(traced, found.current)
     if name == "of one":
-        alone = ordering.start(order, key, gradients, jax.eval_shape(lambda: args))
+        alone = ordering.init_workers(order, key, jax.eval_shape(lambda: like))
         np.testing.assert_array_equal(alone.current, order.init(key, jnp.zeros(8)).current)
 
 
 def test_the_only_axis_of_the_mesh_in_scope_is_the_workers_as_in_map_workers():
     order, key = ordering.random_reshuffling(6), jax.random.key(3)
     with jax.set_mesh(jax.make_mesh((4,), ("hosts",), devices=jax.devices()[:4])):
-        found = ordering.start(order, key).current
+        found = ordering.init_workers(order, key).current
         mapped = local_opt.map_workers(
             lambda key: order.init(key, None), in_specs="key", out_specs="worker"
         )(key)
     np.testing.assert_array_equal(found, mapped.current)
     assert found.shape == (4, 6) and found.sharding.spec[0] == "hosts"
+
+
+def test_equal_calls_make_one_order_and_compile_once():
+    """Also of a mesh; other types of a number are still refused."""
+    mesh, like = jax.make_mesh((4,), ("worker",), devices=jax.devices()[:4]), jnp.zeros(8)
+    makers = [
+        lambda: ordering.cd_grab(6, units_per_step=2, gathers="sync"),
+        lambda: ordering.random_reshuffling(6),
+        lambda: ordering.global_order(ordering.pair_balance(6), 6),
+    ]
+    for make in makers:
+        assert make() is make()
+        base._init.cache_clear()
+        for _ in range(3):
+            for workers in (4, mesh):
+                ordering.init_workers(make(), jax.random.key(1), like, workers)
+        assert base._init.cache_info().misses == 2
+    for wrong in (6.0, True, [6]):
+        with pytest.raises(ValueError, match="num_units is"):
+            ordering.random_reshuffling(wrong)
+
+
+@pytest.mark.parametrize("make", [ordering.pair_balance, ordering.grab, ordering.greedy_herding])
+def test_a_state_of_numpy_arrays_is_observed(make):
+    order = make(4, units_per_step=2)
+    state = jax.tree.map(np.asarray, order.init(jax.random.key(0), jnp.zeros(3)))
+    state = order.observe(state, jnp.ones((2, 3)))
+    assert int(state.position) == 2
+    following = order.next_epoch(jax.tree.map(np.asarray, state))
+    assert sorted(following.current.tolist()) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("make", [
+    lambda axis: ordering.global_reshuffling(6, total=8, axis_name=axis),
+    lambda axis: ordering.cd_grab(6, axis_name=axis),
+    lambda axis: ordering.global_order(ordering.cd_grab(6), 6, total=8, axis_name=axis),
+])  # fmt: skip
+def test_a_single_worker_needs_no_axis(make):
+    """An order for the only axis in scope is that of one worker where there is none."""
+
+    def epochs(order):
+        state = order.init(jax.random.key(0), jnp.zeros(3))
+        for _ in range(2):
+            for t in range(6):
+                state = order.observe(state, jnp.eye(8, 3)[state.current[t : t + 1]])
+            state = order.next_epoch(state)
+        return state.current
+
+    expected = jax.vmap(lambda _: epochs(make("worker")), axis_name="worker")(jnp.arange(1))[0]
+    np.testing.assert_array_equal(epochs(make(None)), expected)
+
+
+@pytest.mark.parametrize("make", [ordering.pair_balance, ordering.random_reshuffling])
+def test_an_order_is_the_same_in_64_bits(make):
+    """Also compiled, where the sorts of all platforms need one type."""
+    begin = lambda: ordering.init_workers(make(40), jax.random.key(0), jnp.zeros(3), 2)  # noqa: E731
+    expected = begin()
+    with jax.enable_x64(True):
+        found = begin()
+        following = jax.jit(jax.vmap(make(40).next_epoch))(found)
+    assert found.current.dtype == following.current.dtype == jnp.int32
+    np.testing.assert_array_equal(found.current, expected.current)

@@ -135,8 +135,8 @@ def epoch_of(name, state):
     return lambda: over_workers(ORDERS[name].next_epoch, states(ORDERS[state]))
 
 
-def start(gradients=None, **given):
-    return lambda: ordering.start(ORDERS["unzip"], KEY, gradients, (PARAMS, Z, KEY), **given)
+def begin(like=None, workers=None, order=ORDERS["unzip"]):
+    return lambda: ordering.init_workers(order, KEY, like, workers)
 
 
 test_bad_input = refuses({
@@ -152,9 +152,10 @@ test_bad_input = refuses({
     "uncalled rule": (lambda: ordering.grab(4, rule=ordering.self_balancing_walk),
                       r"rule is .*: pass a SignRule.*walk\(\)"),
     "no params": (lambda: states(ORDERS["grab"], None), "params holds no numbers .*shapes of"),
-    "no rows": (start(squares), r"pass a function that returns \(losses, mean, rows\)"),
-    "no workers": (start(workers=0), "workers is 0: pass a whole number >= 1"),
-    "no axis": (start(workers=jax.make_mesh((2, 1), ("data", "model"))),
+    "no shapes": (begin(squares), r"like is .*: pass a tree of arrays of the shapes of one unit's"),
+    "no order": (begin(order=3), "order is 3: pass an Ordering"),
+    "no workers": (begin(workers=0), "workers is 0: pass a whole number >= 1"),
+    "no axis": (begin(workers=jax.make_mesh((2, 1), ("data", "model"))),
                 r"the mesh has the axes \('data', 'model'\)"),
     "no aux": (gradients(has_aux=True), r"with has_aux=True return a tuple \(losses, aux\)"),
     "params": (gradients(lambda *_: 1.0, PARAMS > 0), "dtype .*: gradients are arrays of real num"),

@@ -63,4 +63,4 @@ def test_every_parameter_is_annotated_and_described(function):
 
 
 # (a state that is usually there, a second argument of an accessor, what a function is called with)
-ALLOWED = ("front", "backend", "key", "units", "workers", "gradients", "args")
+ALLOWED = ("front", "backend", "key", "units", "workers", "like")
