@@ -71,8 +71,7 @@ def by_plan(policy) -> Callable:
 
     def run(source):
         with prefetch_to_device(source, depth=1) as loader:
-            for use in echo.echo_batches(loader, policy, stop_with_loads=True):
-                yield use.batch
+            yield from echo.repeat(loader, policy, stop_with_loads=True)
 
     return run
 

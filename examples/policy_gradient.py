@@ -77,10 +77,11 @@ def train(plan, seed=0):
     params = {k: jax.random.normal(keys[-1], s) / s[0] ** 0.5 for k, s in shapes.items()}
     state, lengths = OPTIMIZER.init(params), []
     rollouts = (rollout(params, key) for key in keys)  # each by the parameters of its time
-    for use in ordering.echo.echo_batches(rollouts, plan):
-        params, state = update(params, state, use.batch)
-        if use.fresh:
-            lengths.append(float(use.batch[-1]))
+    batches = ordering.echo.repeat(rollouts, plan)
+    for batch in batches:
+        params, state = update(params, state, batch)
+        if batches.fresh:
+            lengths.append(float(batch[-1]))
     return lengths
 
 

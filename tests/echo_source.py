@@ -2,6 +2,7 @@
 
 import functools
 import threading
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -43,9 +44,32 @@ class Source:
 PLAN = echo.EchoPlan(np.repeat([1, 0, 1, 0, 1, 0, 1], [1, 2, 1, 1, 2, 3, 1]).astype(bool))
 
 
+class Use(NamedTuple):
+    """A step, and what `repeat` tells of it."""
+
+    step: int
+    load: int
+    fresh: bool
+    batch: Any
+
+
+class Uses:
+    """The steps of `repeat`, which takes these arguments."""
+
+    def __init__(self, *args, **options):
+        self.batches = echo.repeat(*args, **options)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        batch = next(self.batches)
+        return Use(self.batches.step, self.batches.load, self.batches.fresh, batch)
+
+
 @functools.cache
 def whole_run():
-    return list(echo.echo_batches(Source(99), PLAN))
+    return list(Uses(Source(99), PLAN))
 
 
 def assert_same(found, expected):

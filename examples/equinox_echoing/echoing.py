@@ -64,9 +64,10 @@ def main(seed: int = 0, learning_rate: float = 1e-3) -> dict:
     begun = time.perf_counter()
     plan = ordering.echo.adaptive(total_steps=STEPS, max_factor=8)
     loads = ordering.data.prefetch_to_device(slow_loader(x, y, seed))
-    for use in ordering.echo.echo_batches(loads, plan):
-        model, opt_state, value = step(model, opt_state, *use.batch)
-        if use.step == 0:
+    batches = ordering.echo.repeat(loads, plan)
+    for batch in batches:
+        model, opt_state, value = step(model, opt_state, *batch)
+        if batches.step == 0:
             begun = time.perf_counter()  # compiled
     seconds = time.perf_counter() - begun
     return {"valid": float(loss(model, valid_x, valid_y)), "seconds": seconds}

@@ -1,13 +1,24 @@
 """Data echoing: plans and policies of when to load a batch, and the batches of every step."""
 
-from ordering.echo.plans import EchoPlan, adaptive, bernoulli, error_diffusion, fixed
-from ordering.echo.stream import echo_batches
+from ordering.echo.plans import (
+    EchoPlan,
+    Factor,
+    Measured,
+    adaptive,
+    bernoulli,
+    error_diffusion,
+    fixed,
+)
+from ordering.echo.stream import Repeated, repeat
 
 __all__ = [
     "EchoPlan",
+    "Factor",
+    "Measured",
+    "Repeated",
     "adaptive",
     "bernoulli",
-    "echo_batches",
     "error_diffusion",
     "fixed",
+    "repeat",
 ]

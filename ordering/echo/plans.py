@@ -6,7 +6,7 @@ A run has T steps and L loads. An echoed step uses a batch that is already on th
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import jax
 import numpy as np
@@ -97,13 +97,23 @@ class EchoPlan(plans.Plan):
         return before - (step == self.total_steps or not self.decide(step))
 
     def decide(self, step: int, **_: object) -> bool:
-        """Whether a step loads; only `adaptive` uses the other arguments."""
+        """Whether a step loads; other policies use the other arguments."""
         return bool(self.fresh[step])
 
+    def again(self, step: int, uses: int) -> bool:
+        """Whether a step uses the last batch again, after so many uses."""
+        del uses
+        return step < self.total_steps and not self.decide(step)
+
+    def place(self, step: int) -> tuple[int, int]:
+        """The loads before a step, and how many steps used the last of them."""
+        count = int(self.loads_before(step))
+        return count, step - int(self.load_steps[count - 1]) if count else 0
+
     @property
-    def known(self) -> "EchoPlan":
-        """The decisions that are known before the run: all of them."""
-        return self
+    def most_steps(self) -> int:
+        """The last step at which a run can resume."""
+        return self.total_steps
 
     def _summary(self):
         uses = f"{self.uses.min()} to {self.uses.max()}"
@@ -114,17 +124,49 @@ class EchoPlan(plans.Plan):
         return f"share {self.share:.3%}, batches used {uses} times", lines
 
 
-def fixed(factor: int, *, total_steps: int) -> EchoPlan:
+class Factor(NamedTuple):
+    """Every batch is used as often, for as long as there are loads; see `fixed`."""
+
+    factor: int
+
+    online = False  # no fields
+    total_steps = None
+    most_steps = 10**7
+
+    def decide(self, step: int, *, uses: int, **_: object) -> bool:
+        """Whether a step loads, after so many uses of the last load."""
+        return not self.again(step, uses)
+
+    def again(self, step: int, uses: int) -> bool:
+        """Whether a step uses the last batch again, after so many uses."""
+        del step
+        return 0 < uses < self.factor
+
+    def place(self, step: int) -> tuple[int, int]:
+        """The loads before a step, and how many steps used the last of them."""
+        count = -(-step // self.factor)
+        return count, step - (count - 1) * self.factor if count else 0
+
+    def first_load(self, step: int) -> int:
+        """The number of the first load that a run needs if it resumes at a step."""
+        return plans.check_whole("step", step, 0) // self.factor
+
+
+@overload
+def fixed(factor: int, *, total_steps: int) -> EchoPlan: ...
+@overload
+def fixed(factor: int, *, total_steps: None = None) -> Factor: ...
+def fixed(factor: int, *, total_steps: int | None = None) -> EchoPlan | Factor:
     """Uses every batch the same number of times, as in data echoing.
 
     fresh_t = (t mod e = 0).
 
     Args:
       factor: e >= 1, the uses of a batch; 1 for no echoing.
-      total_steps: T in 1 .. 10^7.
+      total_steps: T in 1 .. 10^7; None for as many steps as the loads last.
 
     Returns:
-      The plan.
+      The plan; without total_steps a policy for `repeat` alone.
 
     Raises:
       ValueError: for a factor that is not whole or below 1.
@@ -138,8 +180,10 @@ def fixed(factor: int, *, total_steps: int) -> EchoPlan:
       Choi, Passos, Shallue, Dahl, Faster Neural Network Training with Data Echoing, 2019,
       https://arxiv.org/abs/1907.05550
     """
-    total_steps = plans.check_total_steps(total_steps)
     factor = plans.check_whole("factor", factor, 1)
+    if total_steps is None:
+        return Factor(factor)
+    total_steps = plans.check_total_steps(total_steps)
     fresh = np.arange(total_steps) % min(factor, total_steps) == 0
     return EchoPlan(fresh, f"fixed, e = {factor}")
 
@@ -215,41 +259,57 @@ def error_diffusion(p: optax.Schedule | float | np.ndarray, *, total_steps: int)
 class Measured(NamedTuple):
     """A policy whose decisions depend on time; see `adaptive`."""
 
-    total_steps: int
+    total_steps: int | None
     max_factor: int
     decided: np.ndarray  # bool[k], the decisions of an earlier part of the run
 
     online = True  # no field
 
     @property
-    def known(self) -> EchoPlan:
-        """The decisions that were given; without any, that the first step loads."""
-        return EchoPlan(self.decided if len(self.decided) else np.ones(1, bool), "measured")
+    def most_steps(self) -> int:
+        """The last step at which a run can resume."""
+        return len(self.decided)
+
+    def place(self, step: int) -> tuple[int, int]:
+        """The loads before a step, and how many steps used the last of them."""
+        return EchoPlan(self.decided).place(step) if step else (0, 0)
+
+    def again(self, step: int, uses: int) -> bool:
+        """Whether a step may use the last batch again, after so many uses."""
+        del uses
+        return step != self.total_steps
+
+    def first_load(self, step: int) -> int:
+        """The number of the first load that a run needs if it resumes at a step."""
+        return EchoPlan(self.decided).first_load(step) if step else 0
 
     def decide(self, step: int, *, uses: int, ready: Callable[[], bool]) -> bool:
         """Whether a step loads, after so many uses of the last load; may call `ready`."""
         if step < len(self.decided):
             return bool(self.decided[step])
-        return bool(step == 0 or uses >= self.max_factor or ready())
+        return bool(not uses or uses >= self.max_factor or ready())
 
 
 def adaptive(
-    *, total_steps: int, max_factor: int, decided: Bool[ArrayLike, "k"] | Sequence[bool] = ()
+    *,
+    max_factor: int,
+    total_steps: int | None = None,
+    decided: Bool[ArrayLike, "k"] | Sequence[bool] = (),
 ) -> Measured:
     """Loads when a batch is ready, and uses the last one again otherwise.
 
     fresh_t = ready_t, or uses of the batch = e_max, where the step waits for its batch.
 
     It needs no p, and does not stall if loading times vary. Record its decisions,
-    `[use.fresh for use in ...]`: an `EchoPlan` of them replays the run exactly.
+    `[batches.fresh for _ in batches]`: an `EchoPlan` of them replays the run exactly.
 
     Args:
-      total_steps: T in 1 .. 10^7.
       max_factor: e_max >= 1, the most uses of a batch.
+      total_steps: T in 1 .. 10^7; None for as many steps as the loads last.
       decided: bool[k], the decisions of the first k steps, of a run that resumes.
 
     Returns:
-      A `Measured` for `echo_batches`.
+      A `Measured` for `repeat`.
 
     Raises:
       ValueError: for values out of range, or decisions that are not those of a run's first steps.
@@ -259,18 +319,20 @@ def adaptive(
       >>> from syncopate import ordering
       >>> policy = ordering.echo.adaptive(total_steps=6, max_factor=3)
       >>> with ordering.data.prefetch_to_device(np.ones(2) for _ in range(6)) as loader:
-      ...     record = [use.fresh for use in ordering.echo.echo_batches(loader, policy)]
+      ...     batches = ordering.echo.repeat(loader, policy)
+      ...     record = [batches.fresh for _ in batches]
       >>> plan = ordering.echo.EchoPlan(record, rule="measured")  # replays the run
       >>> plan.total_steps, int(plan.uses.max()) <= 3
       (6, True)
     """
-    plans.check_total_steps(total_steps)
+    if total_steps is not None:
+        total_steps = int(plans.check_total_steps(total_steps))
     plans.check_whole("max_factor", max_factor, 1)
     known, kind = plans.as_array(decided)
     is_list = known.ndim == 1 and (not len(known) or (known.dtype == bool and known[0]))
-    if not is_list or len(known) > total_steps:
+    if not is_list or total_steps is not None and len(known) > total_steps:
         raise ValueError(
-            f"decided is {kind}, and the run has {total_steps} steps: pass [use.fresh for use in "
-            "...] of the run's first steps, a list of bools that begins with True."
+            f"decided is {kind}, and the run has {total_steps} steps: pass [batches.fresh for _ in "
+            "batches] of the run's first steps, a list of bools that begins with True."
         )
-    return Measured(int(total_steps), int(max_factor), known.astype(bool))
+    return Measured(total_steps, int(max_factor), known.astype(bool))

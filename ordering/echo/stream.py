@@ -1,26 +1,18 @@
 """The batches of a run with echoing."""
 
-import itertools
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import PyTree
 
+from ordering.base import State
+from ordering.data.epochs import Epochs, ReadState
 from ordering.data.loader import LoadError, check_batches, on_device, said
-from ordering.echo.plans import EchoPlan, Measured
+from ordering.echo.plans import EchoPlan, Factor, Measured
 from syncopate import plans
 from syncopate.unstable import multihost_utils
-
-
-class EchoStep(NamedTuple):
-    """One step's batch; see `echo_batches`."""
-
-    step: int
-    load: int
-    fresh: bool
-    batch: PyTree
 
 
 def ready_everywhere(ready: bool) -> bool:
@@ -30,107 +22,42 @@ def ready_everywhere(ready: bool) -> bool:
     return bool(np.all(multihost_utils.process_allgather(np.uint8(ready))))
 
 
-def echo_batches(
-    loads: Iterable[PyTree],
-    policy: EchoPlan | Measured,
-    *,
-    first_step: int = 0,
-    stop_with_loads: bool = False,
-) -> Iterator[EchoStep]:
-    """One batch per step: a fresh one from `loads` if the policy loads, else the last one again.
+class Repeated(Iterator):
+    """One batch per step; see `repeat`. After an error, as of a late batch, `next` goes on.
 
-    A batch is placed on the device once, when it is loaded. An echoed step moves nothing from the
-    host and does not read `loads`. The first batch is taken at the call.
-
-    `adaptive` asks whether a batch is ready when `next` is called. Wait for the step before
-    (`jax.block_until_ready`), as a host that runs ahead of the device finds fewer batches ready.
-
-    Args:
-      loads: an iterable of batches, trees of arrays; for `adaptive`, `prefetch_to_device` or
-        `read_epochs`. In a run that resumes it starts at load `policy.first_load(first_step)`; for
-        `adaptive`, at that of the `EchoPlan` of its decisions.
-      policy: an `EchoPlan`, or `adaptive`.
-      first_step: the step at which to resume; `adaptive` must know the decisions before it.
-      stop_with_loads: ends the run when `loads` ends, as after an epoch, instead of raising.
-
-    Returns:
-      An iterator of records: `step`, the number of the step; `load`, the number of the load that
-      brought the batch; `fresh`, True in the first step with this load and False where it is used
-      again; `batch`, its arrays on the device. Both numbers count from the start of the run.
-
-    Raises:
-      ValueError: at the call, for an empty source, or values out of range; from `next`, if a
-        step donated a batch that is used again.
-      LoadError: from `next`, with the number of a load that fails, is late or is missing; after a
-        late one `next` may be called again.
-
-    Examples:
-      >>> import numpy as np
-      >>> from syncopate import ordering
-      >>> plan = ordering.echo.fixed(2, total_steps=4)
-      >>> loads = (np.full(3, i) for i in range(2))
-      >>> for use in ordering.echo.echo_batches(loads, plan):
-      ...     print(use.step, use.load, use.fresh, use.batch)
-      0 0 True [0 0 0]
-      1 0 False [0 0 0]
-      2 1 True [1 1 1]
-      3 1 False [1 1 1]
-
-    References:
-      Choi, Passos, Shallue, Dahl, Faster Neural Network Training with Data Echoing, 2019,
-      https://arxiv.org/abs/1907.05550
+    Attributes:
+      step: number of the last step, -1 before the first.
+      load: number of the load that brought its batch.
+      fresh: whether it was the first with this load.
     """
-    if not isinstance(policy, EchoPlan | Measured):
-        raise ValueError(
-            f"policy is a {type(policy).__name__}: make an EchoPlan, such as "
-            "ordering.echo.fixed(4, total_steps=T), or ordering.echo.adaptive(...)."
-        )
-    check_batches("loads", loads)
-    if policy.online and not hasattr(loads, "ready"):
-        raise ValueError(
-            "adaptive asks whether a batch is ready: pass loads=prefetch_to_device(...)."
-        )
-    # The steps whose decisions are known.
-    plans.check_whole("first_step", first_step, 0, policy.known.total_steps)
-    stream = _Stream(loads, policy, first_step, stop_with_loads)
-    for first in stream:  # now, so that this call raises for an empty source
-        return itertools.chain([first], stream)
-    return iter(())
 
+    def __init__(self, loads: Any, plan: Any, steps: int, count: int, uses: int, again: bool,
+                 stop_with_loads: bool):  # fmt: skip
+        self._loads, self._source, self._plan = loads, iter(loads), plan
+        self.step, self.load, self.fresh = steps - 1, count - 1, False
+        self._uses, self._stop_with_loads = uses, stop_with_loads
+        self._failed: LoadError | None = None
+        self._batch: Any = self._fetch(steps, count - 1, may_end=False) if again else None
 
-class _Stream(Iterator):
-    """The iterator; unlike a generator it goes on after an error, as of a late batch."""
-
-    def __init__(self, loads, policy, step, stop_with_loads):
-        self._loads, self._source, self._policy = loads, iter(loads), policy
-        self._step, self._stop_with_loads = step, stop_with_loads
-        known = policy.known
-        self._count = int(known.loads_before(step))  # loads so far
-        self._uses = step - int(known.load_steps[self._count - 1]) if step else 0
-        self._failed = self._batch = None
-        # The run resumes at an echoed step. After the last step it needs no batch.
-        if step < policy.total_steps and known.first_load(step) < self._count:
-            self._batch = self._fetch(self._count - 1, may_end=False)
-
-    def __next__(self):
-        step, policy = self._step, self._policy
-        if step == policy.total_steps:
+    def __next__(self) -> PyTree[jax.Array]:
+        step, total = self.step + 1, self._plan.total_steps
+        if step == total:
             raise StopIteration
-        fresh = policy.decide(
+        fresh = self._plan.decide(
             step, uses=self._uses, ready=lambda: ready_everywhere(self._loads.ready())
         )
         if fresh:
-            self._batch = self._fetch(self._count, may_end=self._stop_with_loads)
-            self._count, self._uses = self._count + 1, 0
+            self._batch = self._fetch(step, self.load + 1, may_end=self._stop_with_loads)
         elif any(leaf.is_deleted() for leaf in jax.tree.leaves(self._batch)):
             raise ValueError(
-                f"step {step} uses load {self._count - 1} again, but step {step - 1} donated its "
+                f"step {step} uses load {self.load} again, but step {step - 1} donated its "
                 "arrays: do not donate the batch, or donate a copy, jax.tree.map(jnp.copy, batch)."
             )
-        self._step, self._uses = step + 1, self._uses + 1
-        return EchoStep(step, self._count - 1, fresh, self._batch)
+        self.step, self.load, self.fresh = step, self.load + fresh, fresh
+        self._uses = 1 if fresh else self._uses + 1
+        return self._batch
 
-    def _fetch(self, load, *, may_end):
+    def _fetch(self, step, load, *, may_end):
         if self._failed:  # a generator that failed would now end
             raise self._failed
         try:
@@ -142,12 +69,128 @@ class _Stream(Iterator):
                 raise
             raise LoadError(
                 load,
-                f"is missing: the input ended, and step {self._step} of {self._policy.total_steps} "
+                f"is missing: the input ended, and step {step} of {self._plan.total_steps} "
                 "needs it. Chain more epochs, or pass stop_with_loads=True.",
             ) from None
         except LoadError:
             raise
         except Exception as error:
-            what = f"failed in step {self._step}: {said(error)}."
+            if isinstance(self._loads, Epochs):
+                raise
+            what = f"failed in step {step}: {said(error)}."
             self._failed = LoadError(load, f"{what} Resume from this step.")
             raise self._failed from error
+
+    @property
+    def order_state(self) -> State:
+        """That of `Epochs`."""
+        return self._reads().order_state
+
+    def observe(self, rows: PyTree) -> None:
+        """Observes the gradients of a fresh batch; those of one that is used again are ignored."""
+        if self.fresh:
+            self._reads().observe(rows)
+
+    def advance(self, order_state: State) -> None:
+        """Takes the state over from a step that observed a fresh batch by itself."""
+        self._reads().advance(order_state)
+
+    def sync(self) -> None:
+        """That of `Epochs`."""
+        self._reads().sync()
+
+    def state(self) -> ReadState:
+        """Where to go on, also between two uses of a batch, which is then read again.
+
+        `repeat(read_epochs(..., state=), plan)` goes on from there.
+        """
+        reads, uses = self._reads(), self._uses
+        if not reads.observed:
+            return reads.state_at(self.step, 0)
+        again = uses and self._plan.again(self.step + 1, uses)
+        return reads.state_at(self.step + 1, uses if again else 0)
+
+    def _reads(self) -> Epochs:
+        if not isinstance(self._loads, Epochs):
+            raise ValueError(
+                f"the loads are a {type(self._loads).__name__}, which keeps no order: pass those "
+                "of ordering.data.read_epochs."
+            )
+        return self._loads
+
+
+def repeat(
+    loads: Iterable[PyTree],
+    plan: EchoPlan | Factor | Measured,
+    *,
+    first_step: int = 0,
+    stop_with_loads: bool = False,
+) -> Repeated:
+    """One batch per step: a fresh one from `loads` if the plan loads, else the last one again.
+
+    A batch is placed on the device once, when it is loaded. An echoed step moves nothing from the
+    host and does not read `loads`.
+
+    `adaptive` asks whether a batch is ready when `next` is called. Wait for the step before
+    (`jax.block_until_ready`), as a host that runs ahead of the device finds fewer batches ready.
+
+    Args:
+      loads: `read_epochs`, which knows where its state was saved; or an iterable of batches, trees
+        of arrays, for `adaptive` `prefetch_to_device`.
+      plan: of `ordering.echo`; without total_steps the run ends with the loads.
+      first_step: of an iterable, the step at which to resume: it starts at load
+        `plan.first_load(first_step)`. `adaptive` must know the decisions before it.
+      stop_with_loads: ends the run when `loads` ends, as after an epoch, instead of raising.
+
+    Returns:
+      A `Repeated` iterator of batches. Its `step`, `load` and `fresh` tell of the last one; both
+      numbers count from the start of the run. `observe`, `advance` and `state` are those of
+      `read_epochs`, which sees each batch once.
+
+    Raises:
+      ValueError: for values out of range; from `next`, for an empty source, or if a step donated a
+        batch that is used again.
+      LoadError: from `next`, with the number of a load that fails, is late or is missing; after a
+        late one `next` may be called again.
+
+    Examples:
+      >>> import numpy as np
+      >>> from syncopate import ordering
+      >>> plan = ordering.echo.fixed(2, total_steps=4)
+      >>> batches = ordering.echo.repeat((np.full(3, i) for i in range(2)), plan)
+      >>> for batch in batches:
+      ...     print(batches.step, batches.load, batches.fresh, batch)
+      0 0 True [0 0 0]
+      1 0 False [0 0 0]
+      2 1 True [1 1 1]
+      3 1 False [1 1 1]
+
+    References:
+      Choi, Passos, Shallue, Dahl, Faster Neural Network Training with Data Echoing, 2019,
+      https://arxiv.org/abs/1907.05550
+    """
+    if not isinstance(plan, EchoPlan | Factor | Measured):
+        raise ValueError(
+            f"plan is a {type(plan).__name__}: make one, such as ordering.echo.fixed(4) or "
+            "ordering.echo.adaptive(max_factor=4)."
+        )
+    check_batches("loads", loads)
+    if plan.online and not hasattr(loads, "ready"):
+        raise ValueError(
+            "adaptive asks whether a batch is ready: pass loads=prefetch_to_device(...)."
+        )
+    stop_with_loads = stop_with_loads or plan.total_steps is None
+    if isinstance(loads, Epochs):
+        if first_step:
+            raise ValueError(
+                f"first_step is {first_step}, and read_epochs goes on where its state was saved: "
+                "leave first_step out."
+            )
+        again = loads.uses > 0
+        place = loads.steps, loads.loads + again, loads.uses
+    else:
+        first_step = plans.check_whole("first_step", first_step, 0, plan.most_steps)
+        count, uses = plan.place(first_step)
+        place = first_step, count, uses
+        again = first_step != plan.total_steps and plan.first_load(first_step) < count
+    return Repeated(loads, plan, *place, again, stop_with_loads)

@@ -1,4 +1,4 @@
-"""echo_batches: the right batch in every step, each loaded once, resumed runs, and donation."""
+"""repeat: the right batch in every step, each loaded once, resumed runs, and donation."""
 
 import functools
 
@@ -9,9 +9,8 @@ import pytest
 
 import ordering
 from ordering import echo
-from ordering.echo import echo_batches
 from tests import reference, tables
-from tests.echo_source import PLAN, Source, assert_same, batch, whole_run
+from tests.echo_source import PLAN, Source, Uses, assert_same, batch, whole_run
 
 
 @pytest.mark.parametrize("name", tables.ECHO_PLANS)
@@ -19,7 +18,7 @@ def test_every_step_uses_the_batch_of_the_plain_loop(name):
     plan = tables.ECHO_PLANS[name](41)
     source, steps = Source(99), 0
     expected = reference.loads_used(plan.fresh)
-    for use in echo_batches(source, plan):
+    for use in Uses(source, plan):
         assert (use.step, use.load) == (steps, expected[steps])
         assert type(use.fresh) is bool and use.fresh == plan.fresh[steps]
         assert source.asked == plan.loads_before(steps + 1)  # none on an echoed step, none ahead
@@ -40,7 +39,7 @@ def train(params, batch):
 
 def test_an_echoed_step_moves_nothing_from_the_host():
     plan = echo.fixed(3, total_steps=10)
-    steps = echo_batches(Source(99), plan)
+    steps = Uses(Source(99), plan)
     params = train(jnp.float32(1.0), next(steps).batch)
     for t in range(1, 9):
         if plan.fresh[t]:
@@ -62,7 +61,7 @@ def test_a_run_resumes_at_any_step_bitwise():
     assert [(use.step, use.fresh) for use in expected] == list(enumerate(PLAN.fresh))
     for step in range(PLAN.total_steps + 1):
         source = Source(99, first=PLAN.first_load(step))
-        found = list(echo_batches(source, PLAN, first_step=step))
+        found = list(Uses(source, PLAN, first_step=step))
         assert_same(found, expected[step:])
         left = PLAN.total_steps - step  # without a step none is read, else not one more
         assert source.next == (PLAN.loads if left else PLAN.first_load(step))
@@ -75,11 +74,11 @@ def test_a_run_that_is_over_needs_no_batch(total_steps):
         yield
 
     plan = echo.fixed(2, total_steps=total_steps)
-    known = [use.fresh for use in echo_batches(Source(99), plan)]
+    known = [use.fresh for use in Uses(Source(99), plan)]
     policy = echo.adaptive(total_steps=total_steps, max_factor=3, decided=known)
-    assert list(echo_batches(nothing(), plan, first_step=total_steps)) == []
+    assert list(Uses(nothing(), plan, first_step=total_steps)) == []
     loader = ordering.data.prefetch_to_device(iter([]))
-    assert list(echo_batches(loader, policy, first_step=total_steps)) == []
+    assert list(Uses(loader, policy, first_step=total_steps)) == []
 
 
 @functools.partial(jax.jit, donate_argnums=1)
@@ -89,10 +88,86 @@ def donating(params, batch):
 
 
 def test_a_donated_batch_that_is_used_again_is_an_error():
-    uses = echo_batches(Source(99), PLAN)
+    uses = Uses(Source(99), PLAN)
     donating(0, next(uses).batch)
     for _ in range(2):  # the error is repeated
         with pytest.raises(ValueError, match="1 uses load 0 again, but step 0 .*donate a copy"):
             next(uses)
-    uses = echo_batches(Source(99), echo.fixed(1, total_steps=3))
+    uses = Uses(Source(99), echo.fixed(1, total_steps=3))
     assert len([donating(0, use.batch) for use in uses]) == 3  # no batch is used again
+
+
+ORDERS = ["grab", "random_reshuffling"]
+
+
+def echoed_run(name, plan, stop, state=None, way="observe"):
+    """The uses of a run until `stop`, of which each fresh one is observed; and its state then."""
+    order = tables.ORDERS[name].make(13, 3)
+    rows = tables.whole_numbers((13, 4))
+    reads = ordering.data.read_epochs(
+        (np.arange(13), rows), order, jax.random.key(0), like=jnp.zeros(4), state=state
+    )
+    batches, found = echo.repeat(reads, plan), []
+    for numbers, gradients in batches:
+        found.append((batches.step, batches.load, batches.fresh, numbers.tolist()))
+        if way == "observe":
+            batches.observe(gradients)
+        elif batches.fresh:
+            batches.advance(jax.jit(order.observe)(batches.order_state, gradients))
+        if batches.step + 1 == stop:
+            break
+    return found, batches.state()
+
+
+PLANS = {
+    "a plan": echo.fixed(3, total_steps=36), "no end": echo.fixed(3),
+    "bernoulli": echo.bernoulli(0.4, total_steps=36, key=jax.random.key(1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", ORDERS)
+def test_a_run_with_an_order_resumes_between_any_two_uses(name, plan):
+    """Also between two uses of the last load of an epoch, whose order is still needed then."""
+    whole, _ = echoed_run(name, PLANS[plan], 36)
+    assert whole == echoed_run(name, PLANS[plan], 36, way="advance")[0]
+    fresh = [use[2] for use in whole]
+    assert fresh == [PLANS[plan].decide(t, uses=1 + (t - 1) % 3) for t in range(36)]
+    for epoch in range(sum(fresh) // 5):
+        loads = [use[3] for use in whole if use[2]][5 * epoch : 5 * epoch + 5]
+        assert sorted(sum(loads, [])) == list(range(13))
+    for stop in range(1, 36):
+        found, state = echoed_run(name, PLANS[plan], stop)
+        saved = jax.tree.map(np.asarray, state)
+        assert found + echoed_run(name, PLANS[plan], 36, saved)[0] == whole, stop
+
+
+def test_adaptive_goes_on_with_the_batch_that_it_had():
+    policy = echo.adaptive(max_factor=4)
+    state, seen = None, []
+    for stop in (2, 3, 7, 20):
+        found, state = echoed_run("grab", policy, stop, state)
+        seen += found
+    assert [use[0] for use in seen] == list(range(20))
+    for before, after in zip(seen, seen[1:], strict=False):
+        assert after[1] == before[1] + after[2]
+        assert after[2] or after[3] == before[3]
+
+
+def test_a_plan_without_an_end_stops_with_the_loads():
+    batches = echo.repeat([np.ones(1)] * 3, echo.fixed(2))
+    assert [(batches.step, batches.load) for _ in batches] == [(t, t // 2) for t in range(6)]
+    for step in range(6):
+        rest = Uses(Source(3, first=step // 2), echo.fixed(2), first_step=step)
+        assert [use.step for use in rest] == list(range(step, 6))
+
+
+def test_what_has_no_order_is_refused():
+    batches = echo.repeat([np.ones(1)] * 3, echo.fixed(2))
+    next(batches)
+    for call in (batches.state, lambda: batches.observe(0), lambda: batches.advance(0)):
+        with pytest.raises(ValueError, match="the loads are a list, which keeps no order"):
+            call()
+    reads = ordering.data.read_epochs(np.arange(4), ordering.shuffle_once(4), jax.random.key(0))
+    with pytest.raises(ValueError, match="first_step is 2, and read_epochs goes on where"):
+        echo.repeat(reads, echo.fixed(2), first_step=2)

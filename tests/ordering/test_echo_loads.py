@@ -11,8 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ordering import echo
 from ordering.data import LoadError, prefetch_to_device
-from ordering.echo import echo_batches
-from tests.echo_source import PLAN, Source, assert_same, batch, whole_run
+from tests.echo_source import PLAN, Source, Uses, assert_same, batch, whole_run
 from tests.waiting import PATIENCE, wait_for
 
 AHEAD = pytest.mark.parametrize("given", [lambda loads, **_: loads, prefetch_to_device])
@@ -20,17 +19,17 @@ AHEAD = pytest.mark.parametrize("given", [lambda loads, **_: loads, prefetch_to_
 
 @AHEAD
 def test_loads_that_end_before_the_run(given):
-    steps = echo_batches(given(Source(2)), PLAN)
+    steps = Uses(given(Source(2)), PLAN)
     assert [next(steps).load for _ in range(5)] == [0, 0, 0, 1, 1]
     for _ in range(2):  # the end is repeated
         with pytest.raises(LoadError, match="load 2 is missing.* step 5 of 11 ") as error:
             next(steps)
         assert error.value.load == 2
-    uses = list(echo_batches(given(Source(2)), PLAN, stop_with_loads=True))
+    uses = list(Uses(given(Source(2)), PLAN, stop_with_loads=True))
     assert [use.load for use in uses] == [0, 0, 0, 1, 1]
     for stop in (False, True):
         with pytest.raises(ValueError, match="the source is empty: pass at least one batch"):
-            echo_batches(given([]), PLAN, stop_with_loads=stop)
+            next(Uses(given([]), PLAN, stop_with_loads=stop))
 
 
 @AHEAD
@@ -38,7 +37,7 @@ def test_a_run_resumes_from_the_load_that_an_error_names(given):
     def generator():  # generators end after their first error
         yield from Source(99, fail_at=2)
 
-    steps = echo_batches(given(generator()), PLAN, stop_with_loads=True)
+    steps = Uses(given(generator()), PLAN, stop_with_loads=True)
     uses = [next(steps) for _ in range(5)]
     for _ in range(2):  # the error is repeated
         with pytest.raises(LoadError, match="load 2 failed.*OSError: disk on fire") as error:
@@ -47,14 +46,14 @@ def test_a_run_resumes_from_the_load_that_an_error_names(given):
     first = PLAN.first_load(5)
     assert first == 2
     rest = given(Source(99, first=first), first_load=first)
-    assert_same([*uses, *echo_batches(rest, PLAN, first_step=5)], whole_run())
+    assert_same([*uses, *Uses(rest, PLAN, first_step=5)], whole_run())
 
 
 def test_no_batch_is_lost_after_a_timeout():
     source = Source(99, wait_at=2)
     with prefetch_to_device(source, timeout=0.02) as loader:
         wait_for(loader.ready)  # any load may take longer than this timeout
-        steps, uses, late = echo_batches(loader, PLAN), [], 0
+        steps, uses, late = Uses(loader, PLAN), [], 0
         while len(uses) < PLAN.total_steps and late < 1000:
             try:
                 uses.append(next(steps))
@@ -117,7 +116,7 @@ def test_an_abandoned_loader_is_freed_and_its_thread_ends():
     before = loading_threads()
     loader = prefetch_to_device(Source(10**6))
     (thread,) = loading_threads() - before
-    steps = echo_batches(loader, PLAN)
+    steps = Uses(loader, PLAN)
     next(steps)
     abandoned = weakref.ref(loader)
     del loader, steps
@@ -132,7 +131,7 @@ def test_batches_are_placed_once_with_the_given_sharding():
     sharding = NamedSharding(mesh, PartitionSpec("worker"))
     loads = [np.arange(16.0).reshape(8, 2) + i for i in range(3)]
     with prefetch_to_device(loads, sharding=sharding) as loader:
-        for use in echo_batches(loader, echo.fixed(2, total_steps=6)):
+        for use in Uses(loader, echo.fixed(2, total_steps=6)):
             assert use.batch.sharding == sharding
             assert len(use.batch.addressable_shards) == 8
             np.testing.assert_array_equal(use.batch, np.float32(loads[use.load]))
@@ -147,7 +146,7 @@ def test_batches_are_placed_once_with_the_given_sharding():
 ])  # fmt: skip
 def test_a_batch_that_is_none_is_an_error(given, wrong, message):
     with pytest.raises(LoadError, match=f"load 0 failed.*{message}"):
-        next(echo_batches(given([wrong]), PLAN))
+        next(Uses(given([wrong]), PLAN))
 
 
 def test_a_loader_may_be_collected_by_its_own_thread(monkeypatch):

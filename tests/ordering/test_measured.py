@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 import ordering
 from ordering import echo
-from ordering.echo import adaptive, echo_batches, stream
+from ordering.echo import adaptive, stream
 from syncopate.unstable import multihost_utils
 from tests import reference
 from tests.commands import start_two
-from tests.echo_source import Source, assert_same, batch
+from tests.echo_source import Source, Uses, assert_same, batch
 from tests.refused import refuses
 from tests.waiting import wait_for
 
@@ -31,7 +31,7 @@ class Scripted(Source):
     def run(self, policy, first_step=0):
         """The uses of all steps."""
         self.step = first_step
-        steps, uses = echo_batches(self, policy, first_step=first_step), []
+        steps, uses = Uses(self, policy, first_step=first_step), []
         for use in steps:
             uses.append(use)
             self.step = use.step + 1
@@ -49,7 +49,7 @@ def test_measured_decides_like_the_reference(data):
     assert loader.asked_in == asked  # only if the decision depends on it
     plan = echo.EchoPlan(fresh)
     assert plan.uses.max() <= max_factor and loader.asked == plan.loads
-    assert_same(echo_batches(Source(99), plan), uses)  # replayed
+    assert_same(Uses(Source(99), plan), uses)  # replayed
 
 
 ANSWERS = [t % 5 in (1, 2) or t % 7 == 3 for t in range(24)]
@@ -99,7 +99,7 @@ def test_a_step_loads_only_if_all_processes_are_ready(monkeypatch):
 def test_measured_echoes_while_a_real_loader_waits():
     source = Source(99, wait_at=1)
     with ordering.data.prefetch_to_device(source, depth=3) as loader:
-        steps = echo_batches(loader, adaptive(total_steps=8, max_factor=3))
+        steps = Uses(loader, adaptive(total_steps=8, max_factor=3))
         assert [next(steps)[:3] for _ in range(3)] == [(0, 0, True), (1, 0, False), (2, 0, False)]
         source.go_on.set()
         assert next(steps)[:3] == (3, 1, True)  # max_factor is reached, so it waits for the batch
@@ -123,8 +123,9 @@ def slow():
 policy = ordering.echo.adaptive(total_steps=60, max_factor=50)
 fresh = []
 with ordering.data.prefetch_to_device(slow()) as loader:
-    for use in ordering.echo.echo_batches(loader, policy):
-        fresh.append(use.fresh)
+    batches = ordering.echo.repeat(loader, policy)
+    for _ in batches:
+        fresh.append(batches.fresh)
         time.sleep(0.005)
 plan = ordering.echo.EchoPlan(fresh, "measured")
 plan.check_same()
@@ -146,11 +147,11 @@ def test_two_processes_load_in_the_same_steps(tmp_path):
 
 test_bad_input = refuses({
     "measured without a loader": (
-        lambda: echo_batches([batch(0)], policy()),
+        lambda: Uses([batch(0)], policy()),
         r"asks whether a batch is ready: pass loads=prefetch_to_device",
     ),
     "first_step undecided": (
-        lambda: echo_batches(Scripted(ANSWERS), policy(decided=[True, False]), first_step=3),
+        lambda: Uses(Scripted(ANSWERS), policy(decided=[True, False]), first_step=3),
         r"first_step is 3: .* in 0 .. 2",
     ),
     "decided a plan": (lambda: policy(decided=echo.EchoPlan([True])), "decided is a EchoPlan, and"),

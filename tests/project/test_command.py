@@ -57,7 +57,7 @@ def test_a_script_imports_the_library_beside_files_with_its_names(elsewhere):
 
 
 @pytest.mark.parametrize("name,home", [
-    ("cd_grab", "ordering.cd_grab"), ("echo_batches", "ordering.echo.echo_batches"),
+    ("cd_grab", "ordering.cd_grab"), ("repeat", "ordering.echo.repeat"),
     ("step_indices", "ordering.data.step_indices"), ("qsr", "local_opt.qsr"),
 ])  # fmt: skip
 def test_a_name_of_another_package_is_found_there(name, home):

@@ -187,9 +187,12 @@ def test_plans_and_the_measured_policy_decide_through_one_method(data):
     plan = EchoPlan(fresh)
     policy = echo.adaptive(total_steps=total_steps, max_factor=99, decided=fresh)
     assert (plan.online, policy.online) == (False, True)
-    assert plan.total_steps == policy.total_steps and plan.known == policy.known == plan
+    assert plan.total_steps == policy.total_steps == total_steps
+    for step in range(total_steps + 1):
+        assert plan.place(step) == policy.place(step)
+        assert plan.first_load(step) == policy.first_load(step)
     for step in range(total_steps):  # decided already: `ready` is not needed
         asked = dict(uses=1, ready=None)
         assert plan.decide(step, **asked) is policy.decide(step, **asked) is fresh[step]
-    with pytest.raises(ValueError, match="policy is a SyncPlan: make an EchoPlan"):
-        echo.echo_batches([], local_opt.constant(1, total_steps=3))
+    with pytest.raises(ValueError, match="plan is a SyncPlan: make one"):
+        echo.repeat([], local_opt.constant(1, total_steps=3))
