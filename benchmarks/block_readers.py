@@ -117,16 +117,14 @@ def records(place, saved):
 
 
 def _of_epochs(source, saved):
-    state, load = (_random_order(len(source)), 0) if saved is None else saved
-    reads = ordering.data.read_epochs(
-        source, lambda: state, units_per_step=BATCH, num_epochs=1, first_load=load
-    )
+    order = ordering.random_reshuffling(len(source), units_per_step=BATCH)
+    reads = ordering.data.read_epochs(source, order, jax.random.key(0), num_epochs=1, state=saved)
 
     def batches():
         with reads:
             yield from map(np.asarray, reads)
 
-    return Reader(batches(), lambda: (state, reads.load))
+    return Reader(batches(), reads.state)
 
 
 def _of_grain(source: Callable, read: Callable):

@@ -106,11 +106,18 @@ def first_batches(state, units: int) -> dict[str, Callable]:
     """Calls that read the first batch of an epoch, to the device or by tf.data."""
     source = np.zeros((units, 1), np.float32)
     sizes = {"units_per_step": PER_STEP}
+    workers, size = (1, *state.current.shape)[-2:]
+    order = ordering.shuffle_once(size, units_per_step=PER_STEP)
     if isinstance(state, DEALT):
-        sizes["total"] = units
+        order, sizes["total"] = order._replace(is_global=True, total=units), units
+    options = {"workers": workers if state.current.ndim == 2 else None}
+    first = ordering.init_workers(order, jax.random.key(0), **options)
+    first = first._replace(current=state.current, next=state.next)
+    place = ordering.data.ReadState(first)
 
     def read():
-        with ordering.data.read_epochs(source, lambda: state, **sizes) as reads:
+        key = jax.random.key(0)
+        with ordering.data.read_epochs(source, order, key, state=place, **options) as reads:
             return next(reads)
 
     def tf_data():

@@ -73,12 +73,14 @@ def _orders(data: Data, how: str) -> np.ndarray:
 
 
 def read_epochs(data, how, source=None):
-    arrays, orders = Examples(data.folder).arrays, jnp.asarray(_orders(data, how))
-    state = ordering.shuffle_once(orders.shape[1]).init(jax.random.key(0), None)
-    state = state._replace(current=orders, next=orders)
+    arrays, orders = Examples(data.folder).arrays, _orders(data, how)
+    workers, num_units = orders.shape
+    order = ordering.shuffle_once(num_units, units_per_step=BATCH // workers)
+    state = ordering.init_workers(order, jax.random.key(0), None, workers)
     return ordering.data.read_epochs(
-        source or arrays, lambda: state, units_per_step=BATCH // len(orders), num_epochs=1
-    )
+        source or arrays, order, jax.random.key(0), workers=workers, num_epochs=1,
+        state=ordering.data.ReadState(state._replace(current=orders, next=orders)),
+    )  # fmt: skip
 
 
 def of_tf_data(data, how):

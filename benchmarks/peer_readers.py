@@ -200,19 +200,20 @@ def ours_hosts(place, saved):
     import ordering
     from ordering.resize import resize
 
-    source, load = Examples(place.folder).arrays, 0
+    source, done = Examples(place.folder).arrays, 0
     count, size = len(source["y"]), BATCH // place.readers
     order, state = _order_of(count, place.readers)
     if saved is not None:
-        before, load = saved["orders"], saved["load"]
-        sizes = {"units_per_step": BATCH // len(before.current), "visited": load * size}
+        before, done = saved["orders"], saved["load"] * size
+        sizes = {"units_per_step": BATCH // len(before.current), "visited": done}
         state, _ = resize(before, state, order, **sizes)
-    own = jax.tree.map(lambda x: x[place.reader], state)
-    reads = ordering.data.read_epochs(
-        source, lambda: own, units_per_step=size, total=count, num_epochs=1, first_load=load
-    )
+    one = ordering.shuffle_once(state.current.shape[1], units_per_step=size)
+    one, key = one._replace(is_global=True, total=count), jax.random.key(0)
+    own = {"current": state.current[place.reader], "next": state.next[place.reader]}
+    own = ordering.data.ReadState(one.init(key, None)._replace(**own), units=done)
+    reads = ordering.data.read_epochs(source, one, key, num_epochs=1, state=own)
     orders = jax.tree.map(np.asarray, state)
-    return Reader(reads, lambda: {"orders": orders, "load": reads.load})
+    return Reader(reads, lambda: {"orders": orders, "load": reads.state().units // size})
 
 
 def ours_in_grain(place, saved):

@@ -21,7 +21,7 @@ WIDTH, HEADS, LAYERS, STEPS, SKETCH = 64, 4, 2, 640, 1024
 RATE = optax.warmup_cosine_decay_schedule(0.0, 3e-3, 50, STEPS, 1e-4)
 
 ORDER = ordering.cd_grab(UNITS, units_per_step=BATCH, gathers="sync")
-# ORDER = ordering.random_reshuffling(UNITS)
+# ORDER = ordering.random_reshuffling(UNITS, units_per_step=BATCH)
 SYNCS = local_opt.qsr(RATE, total_steps=STEPS, alpha=0.006, h_base=4)
 # SYNCS = local_opt.constant(1, total_steps=STEPS)
 LOADS = ordering.echo.fixed(2, total_steps=STEPS)
@@ -64,12 +64,11 @@ ROUNDS = local_opt.local_rounds(optax.adamw(RATE))
 GRADIENTS = ordering.sketched_grads(losses, jax.random.key(7), size=SKETCH)  # and a sketch of each
 
 
-def fresh(params, state, orders, batch, key):
+def fresh(params, state, batch, key):
     """One worker's step on new windows: the order sees a sketch of each one's gradient."""
     loss, grads, sketches = GRADIENTS(params, batch, key=key)
     updates, state = ROUNDS.update(grads, state, params)
-    orders = ORDER.observe(orders, sketches)
-    return optax.apply_updates(params, updates), state, orders, loss.mean()
+    return optax.apply_updates(params, updates), state, sketches, loss.mean()
 
 
 def again(params, state, batch, key):
@@ -79,34 +78,31 @@ def again(params, state, batch, key):
     return optax.apply_updates(params, updates), state
 
 
-def sync(params, state, orders):
-    """All workers average, and what their orders have gathered is exchanged."""
-    return *ROUNDS.sync(params, state), ORDER.sync(orders)
-
-
 def main():
     def workers(f, axes=0):
         return jax.jit(jax.vmap(f, in_axes=axes, axis_name="worker"))
 
-    step, repeat = workers(fresh, (0, 0, 0, 0, None)), workers(again, (0, 0, 0, None))
-    meet, key = workers(sync), jax.random.key(1)
+    step, repeat = workers(fresh, (0, 0, 0, None)), workers(again, (0, 0, 0, None))
+    sync, key = workers(ROUNDS.sync), jax.random.key(1)
     data, held_out = np.split(windows(WORKERS * UNITS + 256), [WORKERS * UNITS])
     params = local_opt.replicate(init(jax.random.key(0)), WORKERS)
     state = workers(ROUNDS.init)(params)
-    orders = workers(ORDER.init, (0, None))(jax.random.split(key, WORKERS), jnp.zeros(SKETCH))
     print(f"{SYNCS.rounds} syncs and {LOADS.loads} loads in {STEPS} steps")
-    reads = ordering.data.read_epochs(data, lambda: orders, units_per_step=BATCH)
-    for use in ordering.echo.echo_batches(reads, LOADS):
-        if use.fresh:
-            params, state, orders, loss = step(params, state, orders, use.batch, key)
+    like = jnp.zeros(SKETCH)
+    reads = ordering.data.read_epochs(data, ORDER, key, like=like, workers=WORKERS)
+    batches = ordering.echo.repeat(reads, LOADS)
+    for batch in batches:
+        if batches.fresh:
+            params, state, sketches, loss = step(params, state, batch, key)
+            batches.observe(sketches)
         else:
-            params, state = repeat(params, state, use.batch, key)
-        if SYNCS.syncs_after(use.step):
-            params, state, orders = meet(params, state, orders)
-        orders = reads.after(ORDER, orders)
-        if (use.step + 1) % 64 == 0:
+            params, state = repeat(params, state, batch, key)
+        if SYNCS.syncs_after(batches.step):
+            params, state = sync(params, state)
+            batches.sync()  # what the orders have gathered is exchanged, too
+        if (done := batches.step + 1) % 64 == 0:
             test = losses(local_opt.mean_over_workers(params), held_out, key).mean()
-            print(f"step {use.step + 1}: train {loss.mean():.3f}, held out {test:.3f}", flush=True)
+            print(f"step {done}: train {loss.mean():.3f}, held out {test:.3f}", flush=True)
     return local_opt.mean_over_workers(params)
 
 

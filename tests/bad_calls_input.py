@@ -1,6 +1,7 @@
 """The calls of `ordering.data` and `ordering.echo`: valid arguments, and bad ones for each."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import local_opt
@@ -46,8 +47,8 @@ LOADS = [3, "text", THING, {}, [None] * T, [{}] * T, ["text"] * T, [np.array(["a
          {"x": np.ones(2)}, [THING] * T, [{"x": THING}] * T]  # fmt: skip
 
 
-def echoed(loads=batches, policy=PLAN, **args):
-    return [use.batch for use in first(echo.echo_batches(made(loads), policy, **args), T)]
+def echoed(loads=batches, plan=PLAN, **args):
+    return first(echo.repeat(made(loads), plan, **args), T)
 
 
 DECIDED = [True, False]
@@ -55,14 +56,15 @@ CALLS = {
     "EchoPlan": call(echo.EchoPlan, fresh=Arg(FRESH, [None, [], *NOT_FRESH])),
     "EchoPlan.loads_before": call(PLAN.loads_before, step=Arg(2, [T + 1, *one_number(whole(0))])),
     "EchoPlan.first_load": call(PLAN.first_load, step=also("step", 2, T + 1)),
-    "fixed": call(echo.fixed, factor=2, total_steps=T),
+    "fixed": call(echo.fixed, factor=2, total_steps=Arg(T, but_none(whole()))),
     "bernoulli": call(echo.bernoulli, p=0.5, total_steps=T, key=KEY),
     "error_diffusion": call(echo.error_diffusion, p=0.5, total_steps=T),
     "adaptive": call(
-        lambda **args: echo.adaptive(**args)[1:], max_factor=2, total_steps=T,
+        lambda **args: echo.adaptive(**args)[1:], max_factor=2,
+        total_steps=Arg(T, but_none(whole())),
         decided=Arg(DECIDED, [None, np.ones(T + 1, bool), *NOT_FRESH])),
-    "echo_batches": call(
-        echoed, policy=Arg(PLAN, [*POLICIES, echo.adaptive(total_steps=T, max_factor=2)]),
+    "repeat": call(
+        echoed, plan=Arg(PLAN, [*POLICIES, echo.adaptive(total_steps=T, max_factor=2)]),
         loads=Arg(batches, [*LOADS, [], batches(2)]), first_step=also("first_step", 0, T + 1)),
 }  # fmt: skip
 
@@ -80,8 +82,10 @@ NO_INDICES = [
     None, 3, 1.0, "text", [0.5], [[0]], [12], [-13], [NAN], THING, {}, ["a"], np.array([0.0, 1.0]),
     [True, False], 1j, [2**40], [None], Foreign(2),
 ]  # fmt: skip
-ORDER = ordering.random_reshuffling(6)
+ORDER = ordering.random_reshuffling(6, units_per_step=2)
 STATE = ORDER.init(KEY, None)
+PLACE = ordering.data.ReadState(ordering.init_workers(ORDER, KEY, None, 2))
+ROWS_OF_ONE = ordering.init_workers(ORDER, KEY, None, 1)
 ORDERS = np.array([[1, 0, 2, 3, 5, 4], [0, 1, 2, 3, 4, 5]])
 NO_ORDERS = [
     None, 3, "text", 0.5, ORDERS * 1.0, ORDERS + 1, ORDERS * 0, -ORDERS, ORDERS[None], THING, {},
@@ -100,12 +104,23 @@ def loaded(batches=batches, **args):
         return first(loader)
 
 
-def epochs(source, live, **args):
-    with ordering.data.read_epochs(source, live, **args) as reads:
+def epochs(units_per_step=2, **args):
+    args = {"order": ordering.random_reshuffling(6, units_per_step=units_per_step)} | args
+    with ordering.data.read_epochs(**args) as reads:
         return first(reads, 2)
 
 
+def observed(rows):
+    order = ordering.pair_balance(6, units_per_step=2)
+    with ordering.data.read_epochs(np.arange(6), order, KEY, like=jnp.zeros(3)) as reads:
+        next(reads)
+        reads.observe(rows)
+
+
 CALLS |= {
+    "Epochs.observe": call(observed, rows=Arg(jnp.ones((2, 3)), [
+        None, 3, "text", THING, {}, jnp.ones((3, 3)), jnp.ones((2, 4)), jnp.ones(()),
+        1j * jnp.ones((2, 3))])),
     "as_source": call(lambda source, indices: ordering.data.as_source(source)[indices],
                       source=Arg(SOURCE, NO_SOURCES), indices=Arg(np.array([0, 1]), NO_INDICES)),
     "step_indices": call(ordering.data.step_indices, **SIZES),
@@ -120,9 +135,10 @@ CALLS |= {
         epochs, source=Arg(SOURCE, [
             {"x": np.ones(3)}, lambda o: [np.ones(2)], lambda o, s, e: None, lambda o, s, e: 3,
             lambda o, s, e: [], *(s for s in NO_SOURCES if s is not dict)]),
-        live=Arg(lambda: STATE, [
-            STATE, None, 3, "text", THING, lambda: None, lambda: 3, lambda s: s, lambda: ORDER]),
-        units_per_step=UNITS, unit_size=1, total=also("total", 12, 3), first_load=0, ahead=2,
+        order=Arg(ORDER, [STATE, None, 3, "text", THING, ordering.random_reshuffling]), key=KEY,
+        workers=Arg(2, but_none([3, *whole()])), unit_size=1, ahead=2,
+        state=Arg(None, [3, "text", THING, {}, [], STATE, {"order": STATE},
+                         PLACE._replace(units=13), PLACE._replace(order=ROWS_OF_ONE)]),
         num_epochs=Arg(2, but_none(whole(0))), depth=2, timeout=30.0,
         sharding=Arg(None, SHARDINGS)),
 }  # fmt: skip

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 
+import ordering
 from tests import tables
 from tests.problems import assert_bitwise_equal
 
@@ -48,6 +49,15 @@ def epoch_of(size):
         steps.append(jax.tree.map(lambda x, chosen=examples: x[chosen], source))
     sizes = {"units_per_step": units_per_step, "unit_size": unit_size}
     return source, orders if workers else orders[0], sizes, steps
+
+
+def reads_in(source, orders, *, units_per_step, **options):
+    """`read_epochs` in these orders, int[W, M], or int[M] of one worker."""
+    order = ordering.shuffle_once(orders.shape[-1], units_per_step=units_per_step)
+    workers, key = None if orders.ndim == 1 else len(orders), jax.random.key(0)
+    state = ordering.init_workers(order, key, None, workers)
+    state = ordering.data.ReadState(state._replace(current=orders, next=orders))
+    return ordering.data.read_epochs(source, order, key, workers=workers, state=state, **options)
 
 
 class EpochSource:

@@ -16,6 +16,8 @@ from jax.sharding import Mesh, Sharding
 import ordering.data
 from experiments.cluster import agree, living
 from experiments.training.config import Sizes
+from ordering.data import batches
+from ordering.data.batches import of_process as own
 from syncopate.mesh import is_key
 from syncopate.unstable import multihost_utils
 from syncopate.workers import AXIS
@@ -73,17 +75,24 @@ def examples_of(indices: np.ndarray, source: Source) -> np.ndarray:
     return indices if source.total else indices + source.owned[0] * sizes.num_units * size
 
 
-class Known(NamedTuple):
-    """The fields of the orders of this process's workers that the input needs."""
+class Reads(batches.Reader):
+    """Batches of all epochs, of orders that the state of the training keeps."""
 
-    current: jax.Array  # int32[w, M]
-    next: jax.Array  # int32[w, M]
-    left: jax.Array  # int32[w]
+    def __init__(self, load: Callable, orders: Callable, sizes: Sizes, first_load: int):
+        self._orders, units = orders, sizes.units_per_step
+        epoch, step = divmod(first_load, sizes.loads_per_epoch)
+        super().__init__(
+            load, batches.Sizes(sizes.num_units, units), epoch=epoch, unit=step * units,
+            loads=first_load, ahead=LOOK_AHEAD,
+        )  # fmt: skip
+
+    def live(self):
+        return self._orders()
 
 
 def read_epochs(
     source: Source, orders: Callable, *, first_load: int, delay: float = 0.0, clock=None
-) -> ordering.data.epochs.Epochs:
+) -> Reads:
     """Batches [w, b, S, ...] on the devices, one per load, read ahead across the epochs of a run.
 
     Args:
@@ -93,9 +102,6 @@ def read_epochs(
     sizes, owned = source.sizes, source.owned
     size = len(owned) * sizes.units_per_step * sizes.unit_size
     at_epoch = getattr(source.train, "at_epoch", lambda epoch: source.train)
-
-    def live():
-        return Known(*(own(getattr(orders(), field)) for field in Known._fields))
 
     def place(batch):
         shape = (len(owned), -1, sizes.unit_size)
@@ -107,23 +113,26 @@ def read_epochs(
         return (examples[indices[start : start + size]] for start in range(0, len(indices), size))
 
     def by_tfdata(data, indices):
-        batches = ordering.data.tf_dataset(data, indices).batch(size)
-        return batches.prefetch(DEPTH).as_numpy_iterator()
+        examples = ordering.data.tf_dataset(data, indices).batch(size)
+        return examples.prefetch(DEPTH).as_numpy_iterator()
 
     reads = {"thread": by_thread, "tfdata": by_tfdata}[source.reads]
     throttled = Throttle(delay, clock or Clock())
 
-    def read(indices, first_step, epoch):
-        del first_step  # the indices begin there
-        batches = map(place, reads(at_epoch(epoch), examples_of(indices, source)))
-        return throttled(batches) if delay else batches
+    def load(orders, first_step, epoch, number):
+        del first_step  # the orders begin there
+        indices, _ = ordering.data.step_indices(
+            orders, units_per_step=sizes.units_per_step, unit_size=sizes.unit_size,
+            num_units=sizes.num_units, total=source.total,
+        )  # fmt: skip
+        found = map(place, reads(at_epoch(epoch), examples_of(indices, source)))
+        return ordering.data.prefetch_to_device(
+            throttled(found) if delay else found, depth=DEPTH, first_load=number,
+            # A load may wait for the first of the next epoch, each of which may be delayed.
+            timeout=agree.patience + (DEPTH + 2) * delay,
+        )  # fmt: skip
 
-    return ordering.data.read_epochs(
-        read, live, units_per_step=sizes.units_per_step, unit_size=sizes.unit_size,
-        total=source.total, first_load=first_load,
-        # A load may wait for the first loads of the next epoch, each of which may be delayed.
-        ahead=LOOK_AHEAD, depth=DEPTH, timeout=agree.patience + (DEPTH + 2) * delay,
-    )  # fmt: skip
+    return Reads(load, orders, sizes, first_load)
 
 
 class Slow(NamedTuple):
@@ -233,13 +242,6 @@ def place_rows(tree, sharding: Sharding | None):
     if sharding is None:
         return jax.device_put(tree)
     return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), tree)
-
-
-def own(x: jax.Array) -> jax.Array:
-    """The rows [w, ...] of this process's own workers, without a copy."""
-    if x.is_fully_addressable:
-        return x
-    return multihost_utils.global_array_to_host_local_array(x, x.sharding.mesh, x.sharding.spec)
 
 
 def own_workers(mesh: Mesh | None, workers: int) -> list[int]:

@@ -8,35 +8,70 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from ordering.base import State
+from ordering.base import Ordering, State, scope_of
 from ordering.blocks.position import checked, fixed
 from ordering.blocks.split import Blocks
 from ordering.blocks.windows import Windows, batches_of, num_batches, windows
-from ordering.data.epochs import Epochs, Load, checked_state, epoch_of
+from ordering.data.batches import Reader, Sizes, epoch_of
+from ordering.data.epochs import check_state
 from ordering.data.loader import prefetch_to_device, spreading
 from syncopate import plans
 
 
-class BlockEpochs(Epochs):
-    """What `read_blocks` returns: `Epochs` that also tell where windows end.
+class BlockEpochs(Reader):
+    """What `read_blocks` returns: batches of all epochs, and where their windows end.
 
     Attributes:
       window_ended: whether the last batch was the last of its window.
       window_units: the number of blocks in the window of the last batch.
     """
 
-    def __init__(self, fixed: dict[str, Any], load: Load, live: Callable, **sizes: Any):
-        super().__init__(load, live, **sizes)
-        self._fixed = fixed
+    def __init__(self, fixed, load, sizes, live, first_epoch, **place: Any):
+        super().__init__(load, sizes, **place)
+        self._fixed, self._live, self._first_epoch = fixed, live, first_epoch
+        self._followed = -1  # the last epoch whose end `after` has seen
+
+    def live(self) -> State:
+        return self._live()
+
+    @property
+    def step(self) -> int:
+        """Position of the next batch; at an epoch's end the number of its steps."""
+        return self._batches.step
+
+    @property
+    def load(self) -> int:
+        """Number of the next batch over all epochs."""
+        return self.epoch * self._batches.steps + self.step
+
+    def after(self, order: Ordering, orders: State, *, axis_name: str | None = None) -> State:
+        """The orders after a step: once at the end of an epoch those of the next, else the same."""
+        if not self.epoch_ended or self._followed == self.epoch:
+            return orders
+        self._followed = self.epoch
+        workers = None if orders.current.ndim == 1 else len(orders.current)
+        scope = scope_of(workers, axis_name)
+        with jax.transfer_guard("allow"):
+            return jax.jit(scope.map(order.next_epoch))(orders)
+
+    def check_order(self, *found: np.ndarray, epoch: int | None = None) -> None:
+        epoch = self.epoch if epoch is None else epoch
+        for orders_in in found:
+            if (orders_in := np.unique(orders_in) - self._first_epoch).tolist() != [epoch]:
+                raise ValueError(
+                    f"epoch {epoch - 1} has been read, and the state has the order of epoch "
+                    f"{', '.join(map(str, orders_in))}: call orders = reads.after(order, orders) "
+                    "after every step, and next_epoch nowhere else."
+                )
 
     @property
     def window_ended(self) -> bool:
-        return self.epoch_ended or bool(self.step) and self.step % self._batches == 0
+        return self.epoch_ended or bool(self.step) and self.step % self._sizes.batches == 0
 
     @property
     def window_units(self) -> int:
-        before = max(self.step - 1, 0) // self._batches * self._units
-        return min(self._units, self._num_units - before)
+        before = max(self.step - 1, 0) // self._sizes.batches * self._sizes.window
+        return min(self._sizes.window, self._sizes.num_units - before)
 
     def position(self, orders: State | None = None) -> dict[str, Any]:
         """The position of the next batch, to be saved beside the parameters.
@@ -51,11 +86,11 @@ class BlockEpochs(Epochs):
           batch; "unit_size", "window", "batch_size", "seed", "filter", a digest of what `keep`
           keeps; and "files", the number of records and the digest of each.
         """
-        epoch, step = divmod(self.load, self._steps)
+        epoch, step = divmod(self.load, self._batches.steps)
         orders = self._live() if orders is None else orders
         if self._num_epochs is None or epoch < self._num_epochs:
             with jax.transfer_guard("allow"):
-                self.check_order(epoch, *epoch_of(orders))
+                self.check_order(*epoch_of(orders), epoch=epoch)
         return self._fixed | {
             "orders": orders, "epoch": np.array(epoch), "step": np.array(step)
         }  # fmt: skip
@@ -122,7 +157,9 @@ def read_blocks(
     """
     if num_epochs is not None:
         plans.check_whole("num_epochs", num_epochs, 0)
-    state = checked_state(live)
+    plans.check_function("live", live)
+    state = live()
+    check_state(state)
     with jax.transfer_guard("allow"):
         current = np.asarray(state.current)
     num_units = current.shape[-1]
@@ -137,18 +174,18 @@ def read_blocks(
         epoch, step = checked(position, own, blocks, steps, current)
     read = _reading(readers)
 
-    def load(orders, first_step, epoch):
+    def load(orders, first_step, epoch, number):
         found = read(windows(blocks, orders, epoch=epoch, **words))
         return prefetch_to_device(
             batches_of(found, first_step % batches), depth=depth, timeout=timeout,
-            sharding=sharding, first_load=epoch * steps + first_step,
+            sharding=sharding, first_load=number,
         )  # fmt: skip
 
     first_epoch = min((int(np.min(x)) for x in epoch_of(state)), default=0) - epoch
     return BlockEpochs(
-        own, load, live, num_units=num_units, units=window, batches=batches, steps=steps,
-        num_epochs=num_epochs, ahead=batches, first_load=epoch * steps + step,
-        first_epoch=first_epoch,
+        own, load, Sizes(num_units, window, batches, last), live, first_epoch, epoch=epoch,
+        unit=step // batches * window, skip=step % batches, loads=epoch * steps + step,
+        num_epochs=num_epochs, ahead=batches,
     )  # fmt: skip
 
 

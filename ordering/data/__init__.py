@@ -1,12 +1,14 @@
 """Reading batches in the sequence of an order, ahead of the steps."""
 
 from ordering.data.datasets import grain_dataset, tf_dataset
-from ordering.data.epochs import read_epochs
+from ordering.data.epochs import Epochs, ReadState, read_epochs
 from ordering.data.loader import LoadError, prefetch_to_device
 from ordering.data.sources import Source, as_source, step_indices
 
 __all__ = [
+    "Epochs",
     "LoadError",
+    "ReadState",
     "Source",
     "as_source",
     "grain_dataset",

@@ -407,16 +407,12 @@ def step_indices(
     owned, units_per_step = base.check_units(owned, units_per_step)
     unit_size = plans.check_whole("unit_size", unit_size, 1)
     total = None if total is None else plans.check_whole("total", total, 1)
-    most = owned if total is None else total
-    outside = length > owned or not ((orders >= 0) & (orders < most)).all()
-    lists = orders if total is None else orders.reshape(1, -1)
-    if outside or any(_repeats(units, most) for units in lists):
-        whose = "each worker's order of its own units; for a slice of an order also num_units"
-        whose = whose if total is None else "the orders of one epoch, and their total"
+    if length > owned:
         raise ValueError(
-            f"orders of shape {orders.shape} name a unit twice, or outside 0 .. {most - 1}, or "
-            f"more than {owned} units: pass {whose}."
+            f"orders of shape {orders.shape} name a unit twice, or more than {owned} units: pass "
+            "each worker's order of its own units; for a slice of an order also num_units."
         )
+    check_units_of(orders if total is None else orders.reshape(-1), total or owned)
     if total is None:
         np.add(orders, owned * np.arange(workers)[:, None], out=orders)  # our own copy
     whole, units = length - length % units_per_step, np.empty(orders.size, np.int64)
@@ -428,22 +424,14 @@ def step_indices(
     return units, workers * units_per_step * unit_size
 
 
-def check_examples(
-    num_examples: int, shape: tuple[int, ...], *, units_per_step: int, unit_size: int = 1,
-    total: int | None = None,
-) -> None:  # fmt: skip
-    """Raises ValueError if orders of this shape name more examples than there are, or would never
-    read a whole step of them; less is left over where all steps are to have one size."""
-    workers, owned = (1, *shape)[-2:]
-    unit_size = plans.check_whole("unit_size", unit_size, 1)
-    units = workers * owned if total is None else plans.check_whole("total", total, 1)
-    all_workers = units // owned  # of dealt orders, which may be on other hosts
-    left_over = num_examples - units * unit_size
-    if not 0 <= left_over < all_workers * units_per_step * unit_size:
+def check_units_of(orders: np.ndarray, most: int) -> None:
+    """Raises ValueError unless each of the orders, [n] or [W, n], names units below most once."""
+    outside = orders.size and not 0 <= orders.min() <= orders.max() < most
+    if outside or any(_repeats(units, most) for units in np.atleast_2d(orders)):
         raise ValueError(
-            f"the source has {num_examples} examples, and the orders name {units} units of "
-            f"{unit_size}: make orders for all of them, pass a source of the examples of all "
-            "workers, or another unit_size; leave out of the source what is not to be read."
+            f"orders of shape {orders.shape} name a unit twice, or outside 0 .. {most - 1}: pass "
+            "each worker's order of its own units, of a slice also num_units; or the orders of one "
+            "epoch over the units of all workers, and their total."
         )
 
 

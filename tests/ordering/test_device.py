@@ -22,8 +22,8 @@ def arrived(batch):
 
 
 def by_epochs(source):
-    state = ordering.shuffle_once(len(source)).init(jax.random.key(0), None)
-    return read_epochs({"id": source}, lambda: state, units_per_step=1, num_epochs=1)
+    order = ordering.shuffle_once(len(source))
+    return read_epochs({"id": source}, order, jax.random.key(0), num_epochs=1)
 
 
 def by_blocks(source):
@@ -33,7 +33,7 @@ def by_blocks(source):
 
 
 def by_echo(source):
-    return echo.echo_batches([{"id": source}], echo.fixed(1, total_steps=1))
+    return echo.repeat([{"id": source}], echo.fixed(1, total_steps=1))
 
 
 def by_load_ahead(source):

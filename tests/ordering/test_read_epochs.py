@@ -1,7 +1,9 @@
 """read_epochs: batches of every epoch's order, reading ahead, resuming, and errors."""
 
 import functools
+import json
 import threading
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,72 +11,65 @@ import numpy as np
 import pytest
 
 import ordering
-from ordering import echo
+from ordering import base
 from ordering.data import LoadError, read_epochs
-from tests import tables
+from tests import reads_of_two, tables
+from tests.commands import start_two
 from tests.refused import refuses
 from tests.waiting import wait_for
 
 NAMES = ["cd_grab", "grab", "block_reshuffling", "shuffle_once"]
+KEY = jax.random.key(0)
+
+
+def order_of(name, num_units=13, size=3):
+    return tables.ORDERS[name].make(num_units, size)
 
 
 @functools.cache
-def order_of(name, num_units=13, size=3):
-    """`(start, observe, next_epoch)` of two workers; a step's rows are those of fixed vectors."""
-    order = tables.ORDERS[name].make(num_units, size)
-    vectors = jnp.asarray(tables.whole_numbers((2, num_units, 4)))
-    start = tables.vmap_workers(lambda key, g: order.init(key, g[0]))(
-        jax.random.split(jax.random.key(0), 2), vectors
-    )
-
-    @functools.cache
-    def step(n):
-        def one(state, vectors, first):
-            units = jax.lax.dynamic_slice_in_dim(state.current, first, n)
-            return order.observe(state, vectors[units])
-
-        return tables.vmap_workers(one)
-
-    def observe(state, t):
-        first = t * size
-        n = min(size, num_units - first)
-        return step(n)(state, vectors, jnp.full(2, first))
-
-    return start, observe, tables.vmap_workers(order.next_epoch)
+def vectors(num_units=13):
+    return jnp.asarray(tables.whole_numbers((2, num_units, 4)))
 
 
 def source_of(num_units=13):
-    return np.arange(2 * num_units) * 10
+    """The numbers of all units of two workers, and the gradient of each."""
+    return np.arange(2 * num_units) * 10, np.asarray(vectors(num_units)).reshape(-1, 4)
 
 
-def train(name, num_units, size, *, epochs=3, state=None, first_load=0):
-    """`(batches, the orders' states before each)` of a user's loop."""
-    start, observe, next_epoch = order_of(name, num_units, size)
-    state = start if state is None else state
-    reads = read_epochs(
-        source_of(num_units), lambda: state, units_per_step=size, num_epochs=epochs,
-        first_load=first_load,
-    )  # fmt: skip
-    found, states = [], [state]
-    for batch in reads:
-        found.append(np.asarray(batch))
-        state = observe(state, reads.step - 1)
-        if reads.epoch_ended:
-            state = next_epoch(state)
-        states.append(state)
-        assert reads.load == first_load + len(found)
+def reads_of(name, num_units=13, size=3, source=None, **options):
+    source = source_of(num_units) if source is None else source
+    order = order_of(name, num_units, size)
+    options = {"like": jnp.zeros(4), "workers": 2} | options
+    return read_epochs(source, order, KEY, **options)
+
+
+def train(name, num_units, size, *, epochs=3, state=None, ways="observe"):
+    """`(batches, the reader's states before each)` of a user's loop."""
+    reads = reads_of(name, num_units, size, num_epochs=epochs, state=state)
+    step = tables.vmap_workers(order_of(name, num_units, size).observe)
+    found, states = [], [reads.state()]
+    for numbers, rows in reads:
+        found.append(np.asarray(numbers))
+        if ways == "observe":
+            reads.observe(rows)
+        else:
+            reads.advance(step(reads.order_state, rows))
+        states.append(reads.state())
+        assert reads.loads == reads.state().loads == states[0].loads + len(found)
     return found, states
 
 
 def by_hand(name, num_units=13, size=3, epochs=3):
-    state, observe, next_epoch = order_of(name, num_units, size)
-    found = []
+    order, found = order_of(name, num_units, size), []
+    observe = tables.vmap_workers(order.observe)
+    state = ordering.init_workers(order, KEY, jnp.zeros(4), 2)
     for _ in range(epochs):
-        for t, (start, stop) in enumerate(tables.steps(num_units, size)):
-            units = np.asarray(state.current)[:, start:stop] + num_units * np.arange(2)[:, None]
-            found.append(source_of(num_units)[units])
-            state = observe(state, t)
-        state = next_epoch(state)
+        for start, stop in tables.steps(num_units, size):
+            units = np.asarray(state.current)[:, start:stop]
+            found.append(source_of(num_units)[0][units + num_units * np.arange(2)[:, None]])
+            rows = np.take_along_axis(vectors(num_units), units[..., None], 1)
+            state = observe(state, rows)
+        state = tables.vmap_workers(order.next_epoch)(state)
     return found
 
 
@@ -84,88 +79,133 @@ def test_batches_follow_every_epochs_order_and_resume_at_every_step(name, num_un
     expected = by_hand(name, num_units, size)
     whole, states = train(name, num_units, size)
     for done, state in enumerate(states):
-        found, _ = train(name, num_units, size, state=state, first_load=done)
+        found, _ = train(name, num_units, size, state=state)
         jax.tree.map(np.testing.assert_array_equal, found, expected[done:])
     jax.tree.map(np.testing.assert_array_equal, whole, expected)
 
 
-def test_a_run_that_uses_batches_again_resumes_at_every_step():
-    """Also between two uses, whose batch is read again; epochs end where the next step loads."""
-    plan, (start, observe, next_epoch) = echo.fixed(2, total_steps=20), order_of("grab", 13, 3)
+@pytest.mark.parametrize("name", ["cd_grab", "grab", "pair_balance", "random_reshuffling"])
+def test_a_step_that_observes_by_itself_gives_the_same_orders(name):
+    (found, states), (other, others) = (train(name, 13, 3, ways=w) for w in ("observe", "advance"))
+    jax.tree.map(np.testing.assert_array_equal, (found, states), (other, others))
 
-    def run(state, step, stop):
-        found, first = [], plan.first_load(step)
-        with read_epochs(source_of(), lambda: state, units_per_step=3, first_load=first) as reads:
-            for use in echo.echo_batches(reads, plan, first_step=step):
-                found.append(np.asarray(use.batch))
-                if use.fresh:
-                    state = observe(state, reads.step - 1)
-                if reads.epoch_ended and not use.fresh:
-                    state = next_epoch(state)
-                if use.step + 1 == stop:
-                    return found, state
 
-    whole, _ = run(start, 0, 20)
-    jax.tree.map(np.testing.assert_array_equal, whole[::2], by_hand("grab", epochs=2))
-    for stop in range(1, 20):
-        found, state = run(start, 0, stop)
-        found += run(state, stop, 20)[0]
-        jax.tree.map(np.testing.assert_array_equal, found, whole)
+def saved_by(how, state, folder):
+    """The state as a checkpoint gives it back."""
+    if how == "orbax":
+        ocp = pytest.importorskip("orbax.checkpoint")
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(folder / "state", state)
+            checkpointer.wait_until_finished()
+            return checkpointer.restore(folder / "state")
+    state = jax.tree.map(np.asarray, state)
+    return state if how == "NumPy" else state._asdict() | {"order": state.order._asdict()}
+
+
+@pytest.mark.parametrize("how", ["orbax", "dicts", "NumPy"])
+@pytest.mark.parametrize("name", ["random_reshuffling", "grab"])
+def test_a_state_goes_on_as_a_checkpoint_gives_it_back(name, how, tmp_path):
+    whole, states = train(name, 13, 3, epochs=2)
+    found, _ = train(name, 13, 3, epochs=2, state=saved_by(how, states[4], tmp_path))
+    jax.tree.map(np.testing.assert_array_equal, found, whole[4:])
+
+
+def test_a_state_is_not_what_the_next_steps_use_again():
+    reads = reads_of("grab")
+    states = []
+    for _ in range(7):
+        reads.observe(next(reads)[1])
+        states.append(reads.state())
+    for state in states:
+        found, _ = train("grab", 13, 3, state=state)
+        jax.tree.map(np.testing.assert_array_equal, found, by_hand("grab")[int(state.loads) :])
+
+
+def test_a_batch_that_was_not_observed_is_read_again():
+    reads, expected = reads_of("grab"), by_hand("grab")
+    for done in range(7):
+        numbers, rows = next(reads)
+        found, _ = train("grab", 13, 3, state=reads.state())
+        jax.tree.map(np.testing.assert_array_equal, found, expected[done:])
+        reads.observe(rows)
+
+
+@pytest.mark.parametrize("name", ["grab", "cd_grab", "greedy_herding"])
+@pytest.mark.parametrize("step", [0, 3, 4])
+def test_a_step_that_was_not_observed_is_refused_by_the_next(name, step):
+    reads = reads_of(name)
+    for _ in range(step):
+        reads.observe(next(reads)[1])
+    next(reads)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"batch {step} was not observed: call reads.observe"):
+            next(reads)
+        with pytest.raises(ValueError, match="was not observed"):
+            reads.wait()
 
 
 def test_the_next_epoch_is_read_ahead_as_far_as_it_is_known():
-    state, observe, next_epoch = order_of("pair_balance", 20, 2)
     asked = []
 
     def read(indices, first_step, epoch):
-        steps = indices.reshape(-1, 2, 2) - 20 * np.arange(2)[:, None]  # [step, worker, unit]
-        asked.append((epoch, first_step, np.concatenate(steps, axis=-1)))
-        return iter(steps)
+        steps = indices.reshape(-1, 2, 2)  # [step, worker, unit]
+        own = steps - 20 * np.arange(2)[:, None]
+        asked.append((epoch, first_step, np.concatenate(own, axis=-1)))
+        return ((units, source_of(20)[1][units]) for units in steps)
 
-    reads = read_epochs(read, lambda: state, units_per_step=2, ahead=4)
+    reads = reads_of("pair_balance", 20, 2, source=read, ahead=4)
     for _ in range(10):
-        next(reads)
-        state = observe(state, reads.step - 1)
+        reads.observe(next(reads)[1])
     assert [(*place, orders.shape) for *place, orders in asked] == [(0, 0, (2, 20)), (1, 0, (2, 4))]
     assert reads.epoch_ended
-    state = next_epoch(state)
-    np.testing.assert_array_equal(asked[1][-1], state.current[:, :4])
     found = [next(reads)]
+    np.testing.assert_array_equal(asked[1][-1], reads.order_state.current[:, :4])
     assert len(asked) == 2, "the host goes on without the new order"
-    found += [next(reads) for _ in range(9)]
+    for _ in range(9):
+        reads.observe(found[-1][1])
+        found.append(next(reads))
     assert [tuple(place) for *place, _ in asked][:3] == [(0, 0), (1, 0), (1, 2)]
-    np.testing.assert_array_equal(np.concatenate(found, axis=-1), state.current)
+    units = np.concatenate([x for x, _ in found], axis=-1) - 20 * np.arange(2)[:, None]
+    np.testing.assert_array_equal(units, reads.order_state.current)
 
 
-def test_one_worker_with_a_donated_state_and_no_known_units():
-    order = ordering.random_reshuffling(20)
-    state = order.init(jax.random.key(0), None)
-    state = state._replace(left=jnp.zeros((), jnp.int32))  # nothing is known
-    orders = [np.array(s.current) for s in (state, order.next_epoch(state))]
-    reads = read_epochs(np.arange(20), lambda: state, units_per_step=8, num_epochs=2)
-    with pytest.raises(ValueError, match=r"call orders = reads.after\(order, orders\) after every"):
-        list(reads)
-    reads = read_epochs(np.arange(20), lambda: state, units_per_step=8, num_epochs=2)
-    found = []
-    for batch in reads:
-        found.append(np.asarray(batch))
-        copied = jax.tree.map(jnp.copy, state)
-        jax.tree.map(lambda x: x.delete(), state)
-        state = reads.after(order, copied)
-    assert [x.size for x in found] == [8, 8, 4, 8, 8, 4]
-    np.testing.assert_array_equal(np.concatenate(found), np.concatenate(orders))
+class Mine(NamedTuple):
+    current: jax.Array
+    next: jax.Array
+    left: jax.Array
+
+
+def test_an_order_of_ones_own_that_counts_nothing_and_knows_nothing():
+    def init(key, like):
+        del key, like
+        return Mine(jnp.arange(5), jnp.arange(5), jnp.zeros((), jnp.int32))
+
+    def turned(state):
+        return state._replace(current=state.current[::-1], next=jnp.copy(state.current))
+
+    order = ordering.Ordering(init, lambda state, rows: state, turned, units_per_step=2)
+    found, states = [], []
+    with read_epochs(np.arange(5), order, KEY, num_epochs=3) as reads:
+        for batch in reads:
+            found.append(batch.tolist())
+            states.append(reads.state())
+    assert found == [[0, 1], [2, 3], [4], [4, 3], [2, 1], [0], [0, 1], [2, 3], [4]]
+    for done, state in enumerate(states, 1):
+        rest = [
+            x.tolist() for x in read_epochs(np.arange(5), order, KEY, num_epochs=3, state=state)
+        ]
+        assert rest == found[done:]
 
 
 def test_an_error_names_its_load():
-    state = order_of("cd_grab")[0]
+    *_, state = train("random_reshuffling", 13, 3, epochs=2)[1][:8]
 
     def fails(indices, first_step, epoch):
         yield indices[:6]
         raise OSError(f"no disk in epoch {epoch}")
 
-    state = state._replace(epoch=state.epoch + 1)
-    reads = read_epochs(fails, lambda: state, units_per_step=3, first_load=7)
-    assert (reads.epoch, reads.step) == (1, 2)
+    reads = reads_of("random_reshuffling", source=fails, state=state)
+    assert (reads.epoch, reads.loads) == (1, 7)
     assert reads.ready(), "nothing loads before the first batch is asked for"
     next(reads)
     wait_for(reads.ready)
@@ -174,7 +214,6 @@ def test_an_error_names_its_load():
 
 
 def test_ready_is_right_at_the_end_of_an_epoch():
-    state, _, next_epoch = order_of("random_reshuffling")
     gates = [threading.Semaphore(0) for _ in range(2)]
 
     def read(indices, first_step, epoch):
@@ -182,8 +221,8 @@ def test_ready_is_right_at_the_end_of_an_epoch():
             gates[epoch].acquire()
             yield part.reshape(2, -1) - 13 * np.arange(2)[:, None]
 
-    options = {"units_per_step": 3, "num_epochs": 2, "timeout": 0.05}
-    with read_epochs(read, lambda: state, **options) as reads:
+    options = {"num_epochs": 2, "timeout": 0.05, "source": read}
+    with reads_of("random_reshuffling", **options) as reads:
         with pytest.raises(LoadError, match="load 0 did not come within 0.05 s"):
             next(reads)
         gates[0].release(5)
@@ -193,8 +232,9 @@ def test_ready_is_right_at_the_end_of_an_epoch():
         assert reads.epoch_ended and not reads.ready()
         gates[1].release()
         wait_for(reads.ready)
-        state = next_epoch(state)
-        np.testing.assert_array_equal(next(reads), state.current[:, :3])
+        first = next(reads)
+        state = reads.order_state
+        np.testing.assert_array_equal(first, state.current[:, :3])
         assert not reads.ready()
         gates[1].release(4)
         rest = []
@@ -204,76 +244,196 @@ def test_ready_is_right_at_the_end_of_an_epoch():
         np.testing.assert_array_equal(np.concatenate(rest, -1), state.current[:, 3:])
         assert next(reads, None) is None
     begun = threading.active_count()
-    with read_epochs(source_of(), lambda: state, units_per_step=3) as reads:
+    with reads_of("random_reshuffling") as reads:
         next(reads)
         assert threading.active_count() > begun
     assert threading.active_count() == begun, "no thread is left"
 
 
 def test_a_source_that_ends_within_an_epoch_is_an_error():
-    state = order_of("random_reshuffling")[0]
-    reads = read_epochs(lambda *_: [np.zeros(2)], lambda: state, units_per_step=3)
+    reads = reads_of("random_reshuffling", source=lambda *_: [np.zeros((2, 3))])
     next(reads)
     for _ in range(2):
         with pytest.raises(LoadError, match="load 1 is missing: .* one batch for each"):
             next(reads)
 
 
+@pytest.mark.parametrize("pieces", [2, 3, 6])
+def test_a_pipeline_of_smaller_batches_is_refused(pieces):
+    """Half of each epoch, or more, would never be read; also where a shape looks right."""
+
+    def read(indices, first_step, epoch):
+        return [
+            np.repeat(x[:, None], 6, 1)[:, :, None]
+            for x in np.split(indices, len(indices) // pieces)
+        ]
+
+    def smaller(indices, first_step, epoch):
+        return np.split(indices, len(indices) // pieces)
+
+    order = ordering.random_reshuffling(12, units_per_step=6)
+    if pieces < 6:
+        with pytest.raises(LoadError, match="load 0 failed: .* for a step of 6 examples: give"):
+            next(read_epochs(smaller, order, KEY))
+        with pytest.raises(LoadError, match="load 1 failed: .* more than 2 batches for as many"):
+            list(read_epochs(lambda *a: [np.zeros((6, 1))] * 3, order, KEY, num_epochs=1))
+    else:
+        assert len(list(read_epochs(smaller, order, KEY, num_epochs=1))) == 2
+        assert len(list(read_epochs(read, order, KEY, num_epochs=1))) == 2
+
+
 MESHES = [None, (("dp", 4),), (("worker", 4), ("data", 2))]
 
 
 @pytest.mark.parametrize("name,axes", [
-    *(("cd_grab", axes) for axes in MESHES), ("dealt", None), ("random_reshuffling", MESHES[2])
+    *(("cd_grab", axes) for axes in MESHES), ("global", None), ("random_reshuffling", MESHES[2])
 ])  # fmt: skip
-def test_after_ends_each_epoch_once_for_all_workers(name, axes):
-    """Where transfers are forbidden, and in steps that repeat the last batch of an epoch."""
+def test_epochs_of_all_workers_simulated_and_on_a_mesh(name, axes):
+    """Where transfers are forbidden; batches lie where their workers are."""
     axis_name = axes[0][0] if axes else "worker"
+    sizes = {"units_per_step": 5}
     order = {
-        "cd_grab": ordering.cd_grab(12, units_per_step=2, gathers="sync", axis_name=axis_name),
-        "dealt": ordering.global_reshuffling(12, axis_name=axis_name),
-        "random_reshuffling": ordering.random_reshuffling(12),
+        "cd_grab": ordering.cd_grab(12, gathers="sync", axis_name=axis_name, **sizes),
+        "global": ordering.global_reshuffling(12, axis_name=axis_name, **sizes),
+        "random_reshuffling": ordering.random_reshuffling(12, **sizes),
     }[name]
     workers = 4 if axes is None else jax.make_mesh([n for _, n in axes], [n for n, _ in axes])
-    key, args = np.asarray(jax.random.PRNGKey(0)), (jnp.zeros(3), jnp.zeros((2, 3)))
-    gradients = ordering.per_example_grads(lambda w, x: jnp.square(x @ w))
-    named = dict(workers=4, axis_name=axis_name)
-    expected = ordering.start(order, jax.random.key(0), gradients, args, **named)
+    key, like, rows = np.asarray(jax.random.PRNGKey(0)), jnp.zeros(3), jnp.eye(48, 3)
+    state = ordering.init_workers(order, KEY, like, 4, axis_name=axis_name)
+    own = 0 if name == "global" else 12 * np.arange(4)[:, None]
+    observe, following = (
+        jax.vmap(f, axis_name=axis_name) for f in (order.observe, order.next_epoch)
+    )
+    source = np.arange(48), np.asarray(rows)
     with jax.transfer_guard("disallow"):
-        state = ordering.start(order, key, gradients, args, workers=workers)
-    read = functools.partial(read_epochs, np.arange(48), units_per_step=5, num_epochs=3)
-    total = 48 if name == "dealt" else None
-    with jax.transfer_guard("disallow"), read(lambda: state, total=total) as reads:
-        for _ in reads:
-            before, state = state, reads.after(order, state)
-            assert (state is before) == (not reads.epoch_ended)
-            assert reads.after(order, state) is state
+        reads = read_epochs(source, order, key, like=like, workers=workers, num_epochs=3)
+        for numbers, rows in reads:
+            reads.observe(rows)
+            with jax.transfer_guard("allow"):
+                first = 5 * ((reads.loads - 1) % 3)
+                np.testing.assert_array_equal(numbers, state.current[:, first : first + 5] + own)
+                state = observe(state, np.asarray(rows))
+                state = following(state) if reads.epoch_ended else state
+            if axes is not None:
+                rows_of_workers = jax.NamedSharding(workers, jax.P(axis_name))
+                assert numbers.sharding.is_equivalent_to(rows_of_workers, 2)
+    assert reads.loads == 9
+
+
+def test_a_global_order_that_leaves_out_units_reads_all_in_turn():
+    """Of two workers, and of one without an axis."""
+    for workers, num_units in ((2, 4), (None, 8)):
+        axis_name = "worker" if workers else None
+        order = ordering.global_reshuffling(
+            num_units, units_per_step=2, total=9, axis_name=axis_name
+        )
+        found, left_out = [], set()
+        reads = read_epochs(np.arange(9), order, KEY, workers=workers, num_epochs=6)
+        for batch in reads:
+            found += np.asarray(batch).ravel().tolist()
             if reads.epoch_ended:
-                with jax.transfer_guard("allow"):
-                    expected = jax.vmap(order.next_epoch, axis_name=axis_name)(expected)
-                    np.testing.assert_array_equal(state.current, expected.current)
-                assert axes is None or state.current.sharding.mesh == workers
-    assert reads.load == 9
+                assert len(set(found)) == len(found) == 8
+                left_out |= {*range(9)} - {*found}
+                found = []
+        assert len(left_out) > 1
 
 
-def reads_with(**options):
-    start = order_of("random_reshuffling")[0]
-    return read_epochs(source_of(), lambda: start, **{"units_per_step": 3} | options)
+@pytest.mark.slow
+def test_two_processes_read_as_one_does(tmp_path):
+    """Each the rows of its own worker, from a source of all; a run goes on from its middle."""
+    assert start_two("tests.reads_of_two", str(tmp_path)) == 0
+    workers = jax.make_mesh((2,), ("worker",), devices=jax.devices()[:2])
+    both = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+    for name, expected in reads_of_two.all_of(workers).items():
+        together = [
+            [*map(list, a), *map(list, b)] for a, b in zip(*(x[name] for x in both), strict=True)
+        ]
+        assert together == [[*map(list, batch)] for batch in expected], name
 
 
+def test_equal_readers_compile_once():
+    base.compiled.cache_clear()
+    for _ in range(3):
+        train("grab", 13, 3, epochs=2)
+    of_all = base.compiled(order_of("grab"), base.Scope(2, "worker"))
+    assert base.compiled.cache_info().currsize == 1
+    assert of_all.observe._cache_size() == 2, "whole steps and a short one"
+    assert of_all.next_epoch._cache_size() == 1
+
+
+def reads_with(name="random_reshuffling", state=lambda: None, **options):
+    return lambda: next(reads_of(name, state=state(), **options))
+
+
+def saved(name="grab", steps=3, **options):
+    reads = reads_of(name, **options)
+    for _ in range(steps):
+        reads.observe(next(reads)[1])
+    return reads.state()
+
+
+def twice():
+    reads = reads_of("grab")
+    batch = next(reads)
+    reads.observe(batch[1])
+    reads.observe(batch[1])
+
+
+def ended_by_hand(name):
+    reads, order = reads_of(name, size=13), order_of(name, size=13)
+    for _ in range(2):
+        rows = next(reads)[1]
+        state = tables.vmap_workers(lambda s, g: order.next_epoch(order.observe(s, g)))
+        reads.advance(state(reads.order_state, rows))
+        next(reads)
+
+
+class OnlyCurrent(NamedTuple):
+    current: jax.Array
+
+
+ONLY_CURRENT = ordering.Ordering(
+    lambda key, like: OnlyCurrent(jnp.arange(4)), lambda s, g: s, lambda s: s
+)
 test_wrong_inputs_are_refused = refuses({
-    "a step longer than the epoch": (lambda: reads_with(units_per_step=14), "per_step is 14"),
     "a source of one argument": (
-        lambda: read_epochs(lambda order: [], lambda: order_of("grab")[0], units_per_step=3),
+        reads_with(source=lambda order: []),
         r"source is <.*: pass a function of \(indices, first_step, epoch\)",
     ),
-    "after, exchanged": (
-        lambda: reads_with().after(order_of("grab")[0], ordering.grab(13)),
-        r"after got a GrabState and a Ordering: pass the order and its state",
+    "a state for an order": (
+        lambda: read_epochs(np.arange(4), ordering.grab(4).init(KEY, jnp.zeros(2)), KEY),
+        "order is GrabState.*: pass an Ordering",
     ),
-    "an order of another size": (
-        lambda: list(read_epochs(np.arange(6), iter(
-            [ordering.shuffle_once(m).init(jax.random.key(0), None) for m in (6, 5)]
-        ).__next__, units_per_step=3)),
-        "live gives an order of 5 units, after 6: make another read_epochs",
+    "no like": (reads_with("grab", like=None), "params holds no numbers"),
+    "observed twice": (twice, "observe was called before a batch was read, or twice"),
+    "observed before": (lambda: reads_of("grab").observe(0), "before a batch was read"),
+    "advanced by no state": (
+        lambda: reads_of("shuffle_once").advance(3), "advance got a int: pass what order.observe"),
+    "next_epoch by hand": (lambda: ended_by_hand("grab"), "leave next_epoch to the reader"),
+    "next_epoch by hand, shuffled": (
+        lambda: ended_by_hand("random_reshuffling"), "leave next_epoch to the reader"),
+    "current alone": (
+        lambda: read_epochs(np.arange(4), ONLY_CURRENT, KEY), "has no next and no left: give it"),
+    "a last batch that devices cannot share": (
+        lambda: read_epochs(
+            np.arange(18), ordering.random_reshuffling(18, units_per_step=8), KEY,
+            sharding=jax.NamedSharding(jax.make_mesh((4,), ("data",)), jax.P("data")),
+        ),
+        "also the last",
     ),
+    "a source that grew": (
+        reads_with(source=np.arange(40)), "40 examples, and the orders name 26 units"),
+    "a source that shrank": (reads_with(source=np.arange(25)), "25 examples, and the orders name"),
+    "another order's state": (reads_with("cd_grab", state=saved), "running_sum has the shape"),
+    "of other units": (
+        reads_with("grab", num_units=12, state=saved), r"order.current has the shape \(2, 13"),
+    "of other workers": (
+        reads_with("grab", state=saved, workers=1), r"order.current has the shape \(2, 13\)"),
+    "the order's state alone": (
+        reads_with("grab", state=lambda: saved().order), r"state has no .order.current: pass what"),
+    "a place between steps": (
+        reads_with("grab", size=5, state=saved), "9 of 13 units were read, .* no whole steps of 5"
+    ),
+    "a place of no order": (
+        reads_with("grab", state=lambda: saved()._replace(units=np.array(27))), "27 units of the"),
 })  # fmt: skip

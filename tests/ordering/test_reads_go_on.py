@@ -16,7 +16,6 @@ import pytest
 
 import ordering
 from ordering.data import LoadError, read_epochs
-from tests import tables
 from tests.block_cases import parts_of
 from tests.refused import refuses
 
@@ -64,8 +63,8 @@ def test_a_source_of_ones_own_that_gives_other_records_than_two_is_named(records
 
 
 def epochs(act=lambda i: None, **options):
-    state = state_of(12)
-    return read_epochs(Source(act), lambda: state, units_per_step=2, **{"num_epochs": 1} | options)
+    order = ordering.random_reshuffling(12, units_per_step=2)
+    return read_epochs(Source(act), order, jax.random.key(0), **{"num_epochs": 1} | options)
 
 
 def in_grain(windows):
@@ -124,7 +123,7 @@ def test_an_interrupt_while_next_waits_loses_no_batch(reader, depth, interrupt):
         once.append(INTERRUPTS[interrupt])  # of all but example 0 nothing is read before next
         with pytest.raises(KeyboardInterrupt):
             next(reads)
-        assert reads.load == 0
+        assert reads.loads == 0
         for batch in reads:
             found.append(numbers(batch))
     assert found == expected
@@ -166,7 +165,7 @@ def test_whatever_a_source_raises_is_an_error_of_its_load(error, reader):
             with pytest.raises(LoadError, match=message) as info:
                 for batch in reads:
                     found += numbers(batch)
-        assert info.value.load == reads.load == len(found) // 2
+        assert info.value.load == reads.loads == len(found) // 2
     assert 8 not in found
 
 
@@ -213,27 +212,10 @@ def test_a_wait_raises_what_next_would_and_takes_no_batch():
                     gate.set()
             else:
                 found.append(numbers(next(reads)))
-            assert reads.load == len(found)
+            assert reads.loads == len(found)
         with pytest.raises(StopIteration):
             reads.wait()
     assert late >= 2 and found == expected
-
-
-@pytest.mark.parametrize(
-    "name,calls",
-    [("greedy_herding", 0), ("shuffle_once", 2), ("random_reshuffling", 0), ("grab", 2)],
-)
-def test_next_epoch_is_called_once(name, calls):
-    """Of a few units, too, whose order may be the same by chance."""
-    order = tables.ORDERS[name].make(3, 1)
-    state = order.init(jax.random.key(0), jnp.zeros(2))
-    reads = read_epochs(np.arange(3), lambda: state, units_per_step=1)
-    found = [next(reads) for _ in range(3)]
-    for _ in range(calls):
-        state = order.next_epoch(state)
-    with pytest.raises(ValueError, match=f"epoch 0 has been read, .* epoch {calls}: call orders"):
-        for _ in range(3):  # the first may be known already
-            found.append(next(reads))
 
 
 def test_an_epoch_that_is_known_is_read_once():
@@ -268,62 +250,91 @@ def test_no_more_threads_read_than_readers(readers):
     assert len(most) == 36 and max(most) <= readers
 
 
-def test_another_step_size_goes_on_where_as_many_units_were_read():
-    """15 of 60 units in steps of 5, the rest in steps of 15; then another epoch in steps of 10."""
-    order = ordering.random_reshuffling(60)
-    newest, found = [order.init(jax.random.key(0), None)], []
-    for size, first, most in ((5, 0, 3), (15, 1, 3), (10, 6, 6)):
-        options = {"units_per_step": size, "first_load": first}
-        with read_epochs(np.arange(60), lambda: newest[0], **options) as reads:
+KEY = jax.random.key(0)
+
+
+def goes_on(make, sizes, num_units=60):
+    """Batches [(size of its step, units)] of one run, with so many steps of each size in turn."""
+    found, state = [], None
+    for size, most in sizes:
+        order = make(num_units, units_per_step=size)
+        with read_epochs(np.arange(num_units), order, KEY, like=jnp.zeros(2), state=state) as reads:
             for _ in range(most):
-                found += numbers(next(reads))
-                newest[0] = reads.after(order, newest[0])
-    assert sorted(found[:60]) == sorted(found[60:]) == list(range(60))
+                batch = next(reads)
+                found.append(numbers(batch))
+                reads.observe(jnp.ones((len(batch), 2)) * batch[:, None])
+            state = reads.state()
+    return found
 
 
-def observed(name, size, steps, num_units=60):
-    order = tables.ORDERS[name].make(num_units, size)
-    state = order.init(jax.random.key(0), jnp.zeros(2))
-    for _ in range(steps):
-        state = order.observe(state, jnp.ones((size, 2)))
-    return state
+@pytest.mark.parametrize(
+    "make", [ordering.random_reshuffling, ordering.grab, ordering.pair_balance]
+)
+@pytest.mark.parametrize("sizes", [
+    ((6, 2), (12, 4), (4, 15), (60, 1)), ((4, 3), (12, 4), (10, 6)), ((10, 6), (6, 10), (20, 1)),
+])  # fmt: skip
+def test_another_step_size_goes_on_without_loss(make, sizes):
+    """In an epoch, at its end, and into the next one: no unit is read twice or never."""
+    found = sum(goes_on(make, sizes), [])
+    for epoch in range(-(-len(found) // 60)):
+        units = found[60 * epoch :][:60]
+        assert len({*units}) == len(units), epoch
 
 
-def gone_on(state, size, first, source=60, **options):
-    options |= {"units_per_step": size, "first_load": first}
-    return lambda: read_epochs(np.arange(source), lambda: state, **options)
+def test_an_order_without_gradients_goes_on_between_steps():
+    """15 of 60 units in steps of 5, then steps of 10, of which the last has the rest."""
+    found = goes_on(ordering.random_reshuffling, ((5, 3), (10, 6)))
+    assert list(map(len, found)) == [5] * 3 + [10] * 4 + [5, 10]
+    assert sorted(sum(found[:-1], [])) == list(range(60))
+
+
+def test_a_run_goes_on_with_another_number_of_workers():
+    """16 of 2 x 24 units by two workers, the rest by four, each unit once."""
+    orders = [ordering.global_reshuffling(m, units_per_step=m // 6) for m in (24, 12)]
+    data, found = np.arange(48), []
+    reads = read_epochs(data, orders[0], KEY, workers=2)
+    for _ in range(2):
+        found += numbers(next(reads))
+    state, fresh = reads.state(), ordering.init_workers(orders[1], KEY, None, 4)
+    assert state.units == 16
+    kept, _ = ordering.resize(state.order, fresh, orders[1], units_per_step=4, visited=4)
+    reads = read_epochs(data, orders[1], KEY, workers=4, state=state._replace(order=kept))
+    while not reads.epoch_ended:
+        found += numbers(next(reads))
+    assert sorted(found) == list(range(48)) and reads.epoch == 0
+    next(reads)
+    assert reads.epoch == 1
 
 
 ENDED = of_blocks(num_epochs=2)
 test_what_would_not_be_read_is_refused = refuses({
-    "longer steps": (gone_on(state_of(60), 10, 6), "first_load is 6, unit 0 of epoch 1 with 10"),
-    "shorter steps": (gone_on(state_of(60, 1), 5, 6), "unit 30 of epoch 0 .* orders of epoch 1"),
-    "in an epoch": (gone_on(observed("grab", 5, 3), 10, 3), "of which 15 units were observed"),
-    "of pairs": (gone_on(observed("pair_balance", 10, 2), 5, 2), "of which 20 units were observ"),
-    "without next_epoch": (gone_on(state_of(60), 5, 12), "gives the orders of epoch 0"),
-    "a source that grew": (gone_on(state_of(60), 5, 0, 80), "80 examples, and the orders name 60"),
-    "a step of it": (gone_on(state_of(60), 5, 6, 65), "65 examples, and the orders name 60"),
-    "a source that shrank": (gone_on(state_of(60), 5, 0, 59), "59 examples, and the orders"),
+    "a source that grew": (lambda: gone_on(5, 80), "80 examples, and the orders name 60"),
+    "a step of it": (lambda: gone_on(5, 65), "65 examples, and the orders name 60"),
+    "a source that shrank": (lambda: gone_on(5, 59), "59 examples, and the orders"),
     "a position before the end": (
         lambda: [next(ENDED) for _ in range(6)] and ENDED.position(), "epoch 0 has been read"
     ),
 })  # fmt: skip
 
 
+def gone_on(size, source, **options):
+    order = ordering.random_reshuffling(60, units_per_step=size)
+    return read_epochs(np.arange(source), order, KEY, **options)
+
+
 def test_less_than_a_step_may_be_left_over():
-    found = list(gone_on(state_of(60), 5, 0, 64, num_epochs=1)())
+    found = list(gone_on(5, 64, num_epochs=1))
     assert sorted(sum(map(numbers, found), [])) == list(range(60))
 
 
 def test_a_program_that_forbids_transfers_reads_and_goes_on():
-    order = ordering.random_reshuffling(12)
-    state, found = order.init(jax.random.key(0), None), []
-    blocks, own, position = blocks_of(), state_of(6), None
+    order = ordering.random_reshuffling(12, units_per_step=5)
+    found, state, blocks, own, position = [], None, blocks_of(), state_of(6), None
     with jax.transfer_guard("disallow"):
-        reads = read_epochs(np.arange(12), lambda: state, units_per_step=5, num_epochs=3)
-        for batch in reads:
-            found.append(batch)
-            state = reads.after(order, state)
+        for most in (4, 5):
+            reads = read_epochs(np.arange(12), order, KEY, num_epochs=3, state=state)
+            found += [next(reads) for _ in range(most)]
+            state = reads.state()
         for _ in range(2):
             options = {"window": 2, "batch_size": 2, "num_epochs": 1, "position": position}
             with ordering.blocks.read_blocks(blocks, lambda: own, **options) as read:

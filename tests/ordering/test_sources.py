@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ordering
-from ordering.data import as_source, read_epochs, step_indices
+from ordering.data import as_source, step_indices
 from tests import tables
 from tests.refused import refuses
-from tests.sources import SIZES, Examples, epoch_of
+from tests.sources import SIZES, Examples, epoch_of, reads_in
 
 
 @given(st.integers(1, 4), st.integers(1, 30), st.integers(1, 3), st.data())
@@ -42,18 +42,11 @@ def test_step_indices_are_the_units_of_every_worker(workers, num_units, unit_siz
     np.testing.assert_array_equal(dealt, indices)
 
 
-def epoch_in(source, orders, **sizes):
-    """The batches of one epoch in these orders."""
-    orders = jnp.asarray(orders)
-    state = STATE._replace(current=orders, next=orders)
-    return read_epochs(source, lambda: state, num_epochs=1, **sizes)
-
-
 @pytest.mark.parametrize("size", SIZES)
 def test_the_steps_of_an_epoch(size):
     source, orders, sizes, wanted = epoch_of(size)
     for data in (source, jax.tree.map(jnp.asarray, source), Examples(source)):
-        found = [*epoch_in(data, orders, **sizes)]
+        found = [*reads_in(data, orders, num_epochs=1, **sizes)]
         jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 

@@ -96,19 +96,18 @@ def test_text_keeps_its_zeros():
 
 def test_a_pipeline_is_read_ahead_of_the_next_epoch():
     """Four workers; the last step of an epoch has fewer examples."""
-    order, found, wanted = ordering.random_reshuffling(13), [], []
-    state = ordering.start(order, jax.random.key(0), workers=4)
+    order, found, wanted = ordering.random_reshuffling(13, units_per_step=3), [], []
 
     def pipeline(indices, first_step, epoch):
         return tf_dataset(Examples(np.arange(104)), indices).map(lambda x: 2 * x).batch(24)
 
-    sizes = {"units_per_step": 3, "unit_size": 2, "num_epochs": 3}
-    with read_epochs(pipeline, lambda: state, **sizes) as reads:
+    options = {"unit_size": 2, "num_epochs": 3, "workers": 4}
+    with read_epochs(pipeline, order, jax.random.key(0), **options) as reads:
         for batch in reads:
-            if reads.step == 1:
-                wanted += list(step_indices(state.current, units_per_step=3, unit_size=2)[0])
+            if reads.loads % 5 == 1:
+                orders = reads.order_state.current
+                wanted += list(step_indices(orders, units_per_step=3, unit_size=2)[0])
             found += batch.tolist()
-            state = reads.after(order, state)
     assert found == [2 * i for i in wanted] and len(found) == 312
 
 

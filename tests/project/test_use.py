@@ -118,14 +118,14 @@ def test_workers_of_a_balanced_order_may_be_devices(capsys):
     code = re.sub(r"^(WORKERS = )4  # on devices: ", r"\1", PROGRAMS["flax_equinox-3"], flags=re.M)
     left, losses, _ = run(code, capsys)
     assert left["WORKERS"].shape == {"worker": 4} and losses[-1] < 0.75 * losses[0]
-    epoch = np.sort(np.asarray(left["orders"].current), axis=1)
+    epoch = np.sort(np.asarray(left["reads"].order_state.current), axis=1)
     np.testing.assert_array_equal(epoch, np.tile(np.arange(448), (4, 1)))
 
 
 def test_a_loop_that_is_stopped_ends_with_the_same_bits(capsys, tmp_path, monkeypatch):
     """In the middle of an epoch, of a round, and behind its last checkpoint."""
     code = PROGRAMS["checkpoints-0"]
-    stopped = code.replace("in reads:\n", "in reads:\n        assert reads.load < 94, 'stopped'\n")
+    stopped = code.replace("in reads:\n", "in reads:\n        assert reads.loads < 94, 'stopped'\n")
     for name in ("whole", "stopped"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "whole")
@@ -134,7 +134,7 @@ def test_a_loop_that_is_stopped_ends_with_the_same_bits(capsys, tmp_path, monkey
     with pytest.raises(AssertionError, match="stopped"):
         run(stopped, capsys)
     again, losses, _ = run(code, capsys)
-    assert again["first"] == 80 and losses
+    assert again["place"].loads == 80 and losses
     np.testing.assert_array_equal(again["run"]["w"], whole["run"]["w"])
 
 

@@ -1,0 +1,241 @@
+"""The batches of all epochs, which load ahead as far as the orders are known."""
+
+import collections
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from ordering.base import State
+from ordering.data.loader import Loader, LoadError
+from syncopate.unstable import multihost_utils
+
+# (orders from a step on, that step, the epoch, the number of the first batch) -> its loader
+Load = Callable[[np.ndarray, int, int, int], Loader]
+
+
+class Sizes(NamedTuple):
+    """An epoch of one worker: its units, those read at once, and the batches that these make."""
+
+    num_units: int
+    window: int
+    batches: int = 1
+    last: int = 1  # batches of the last window, where it has fewer units
+
+    def steps(self, units: int) -> int:
+        """Batches of so many units, from the beginning of a window to the end of the epoch."""
+        return units // self.window * self.batches + (units % self.window > 0) * self.last
+
+
+class EpochBatches:
+    """The batches of one epoch. They load as far as its order is known; the others follow.
+
+    Attributes:
+      step, steps: number of the next batch in its epoch, and of all.
+      opened: those before this one have a loader.
+      loads: number of the next batch in the run.
+    """
+
+    def __init__(
+        self, load: Load, sizes: Sizes, epoch: int, loads: int, unit: int = 0, skip: int = 0
+    ):
+        """Begins with batch `skip` of the window that begins at `unit`."""
+        self._load, self._sizes, self.epoch, self.loads = load, sizes, epoch, loads
+        self._unit, self._first = unit, -(-unit // sizes.window) * sizes.batches
+        self.step, self.steps = (
+            self._first + skip,
+            self._first + sizes.steps(sizes.num_units - unit),
+        )
+        self.opened = self.step
+        self._loaders: collections.deque[tuple[int, Loader]] = collections.deque()  # and its end
+
+    @property
+    def unit(self) -> int:
+        """Where the window of the next batch begins; at the end the number of units."""
+        return self._unit_of(self.step)
+
+    @property
+    def ended(self) -> bool:
+        return self.step == self.steps
+
+    def _unit_of(self, step: int) -> int:
+        windows = (step - self._first) // self._sizes.batches
+        whole = self._unit + windows * self._sizes.window
+        return self._sizes.num_units if step == self.steps else whole
+
+    def open(self, orders: np.ndarray, known: int) -> None:
+        """Begins to load what has not begun, of the first `known` units of each order."""
+        windows = (known - self._unit) // self._sizes.window
+        whole = known >= self._sizes.num_units
+        stop = self.steps if whole else self._first + windows * self._sizes.batches
+        if stop > self.opened:
+            part = orders[..., self._unit_of(self.opened) : self._unit_of(stop)]
+            number = self.loads + self.opened - self.step
+            self._loaders.append((stop, self._load(part, self.opened, self.epoch, number)))
+            self.opened = stop
+
+    def loader(self) -> Loader | None:
+        """The loader of the next batch, if there is one yet."""
+        while self._loaders and self._loaders[0][0] <= self.step:
+            self._loaders.popleft()
+        return self._loaders[0][1] if self._loaders else None
+
+    def wait(self) -> Loader:
+        """The loader, which has the next batch; raises what `next` would raise."""
+        loader = self.loader()
+        assert loader is not None
+        try:
+            loader.wait()
+        except StopIteration:
+            raise LoadError(
+                self.loads,
+                f"is missing: the source ended in an epoch of {self.steps} steps, or was closed. "
+                "Give one batch for each of them.",
+            ) from None
+        if loader.load != self.loads:
+            raise LoadError(
+                self.loads, "was lost, as next was interrupted: resume the run from this load."
+            )
+        return loader
+
+    def __next__(self) -> PyTree[jax.Array]:
+        batch = next(self.wait())
+        self.step, self.loads = self.step + 1, self.loads + 1
+        return batch
+
+    def close(self) -> None:
+        for _, loader in self._loaders:
+            loader.close()
+
+
+class Reader(Iterator, contextlib.AbstractContextManager):
+    """Batches of one epoch after the other, for the orders' state that `live` returns.
+
+    `wait()` returns when `next` would return at once, and raises what it would raise.
+    """
+
+    def __init__(
+        self, load: Load, sizes: Sizes, *, epoch: int, unit: int = 0, skip: int = 0, loads: int = 0,
+        num_epochs: int | None = None, ahead: int = 2,
+    ):  # fmt: skip
+        self._load, self._sizes, self._num_epochs, self._ahead = load, sizes, num_epochs, ahead
+        self._batches = EpochBatches(load, sizes, epoch, loads, unit, skip)
+        self._following: EpochBatches | None = None
+        self._order: Any = None  # a copy of this epoch's order on its way to the host,
+        self._early: Any = None  # and of what is known of the next one
+        self._due = True  # the order is still to be loaded
+
+    def live(self) -> State:
+        """The newest state of the orders of all workers."""
+        raise NotImplementedError
+
+    def end_epoch(self) -> None:
+        """Is called once between two epochs."""
+
+    def check_step(self) -> None:
+        """Raises ValueError if the next batch may not be asked for yet."""
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the last batch, or before the first one that of it."""
+        return self._batches.epoch
+
+    @property
+    def loads(self) -> int:
+        """Batches that were given, counted from the beginning of the run."""
+        return self._batches.loads
+
+    @property
+    def epoch_ended(self) -> bool:
+        """Whether the last batch was the last of its epoch."""
+        return self._batches.ended
+
+    def wait(self) -> None:
+        """Waits until `next` returns at once; raises what it would raise."""
+        self.check_step()
+        if self._num_epochs is not None and self.epoch + self.epoch_ended >= self._num_epochs:
+            raise StopIteration
+        with jax.transfer_guard("allow"):
+            if self.epoch_ended:
+                self.end_epoch()
+                self._batches, self._following = self._next_batches(), None
+                self._due, self._order, self._early = True, None, None
+            self._begin_step()
+        self._batches.wait()
+
+    def __next__(self) -> PyTree[jax.Array]:
+        self.wait()
+        return next(self._batches)
+
+    def ready(self) -> bool:
+        """Whether the next batch is on the device, or its loading has not begun."""
+        batches = self._following if self.epoch_ended else self._batches
+        loader = batches and batches.loader()
+        return loader is None or loader.ready()
+
+    def close(self) -> None:
+        """Ends the threads that load."""
+        for batches in (self._batches, self._following):
+            if batches is not None:
+                batches.close()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _next_batches(self) -> EpochBatches:
+        """Those of the epoch after the present one."""
+        now = self._batches
+        loads = now.loads + now.steps - now.step
+        return self._following or EpochBatches(self._load, self._sizes, now.epoch + 1, loads)
+
+    def _begin_step(self):
+        if self._due and self._order is None:
+            state = self.live()
+            self._order = _copies(state.current, *epoch_of(state))
+        # With two loads begun, wait for the order only when the device has the first to do.
+        if self._due and (self._batches.step or self._batches.opened < 2):
+            order, *epochs = map(np.asarray, self._order)
+            self.check_order(*epochs)
+            self._batches.open(order, self._sizes.num_units)
+            self._due = False
+        self._look_ahead()
+
+    def check_order(self, *found: np.ndarray) -> None:
+        """Raises ValueError if the orders, which were `found` in an epoch, are not in this one."""
+
+    def _look_ahead(self):
+        """Copies what is known of the next epoch, and loads it a step later: no wait for either."""
+        now, units = self._batches, self._sizes.num_units
+        if self._early is None:
+            if now.step >= now.steps - 1 - self._ahead:
+                state = self.live()
+                self._early = _copies(state.left, state.next)
+        elif self._following is None and now.opened == now.steps:
+            if self._num_epochs is None or now.epoch + 1 < self._num_epochs:
+                left, orders = map(np.asarray, self._early)
+                self._following = self._next_batches()
+                self._following.open(orders, min(int(left.min()), units))
+
+
+def _copies(*arrays):
+    """Copies on their way to the host, as a step may donate the state itself."""
+    copies = [jnp.copy(of_process(array)) for array in arrays]
+    for copy in copies:
+        copy.copy_to_host_async()
+    return copies
+
+
+def of_process(x: Any) -> Any:
+    """The rows [w, ...] of this process's own workers, without a copy."""
+    if getattr(x, "is_fully_addressable", True):
+        return x
+    return multihost_utils.global_array_to_host_local_array(x, x.sharding.mesh, x.sharding.spec)
+
+
+def epoch_of(state: State) -> list[np.ndarray]:
+    """The epoch in which the orders are; of an order of one's own that counts none, nothing."""
+    return [state.epoch] if hasattr(state, "epoch") else []
