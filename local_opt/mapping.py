@@ -21,6 +21,7 @@ from syncopate.workers import count_of
 REDUCE = {"mean": jnp.mean, "sum": jnp.sum}  # over the workers
 INPUTS = ("worker", "replicated", "batch", "key")
 RESULTS = ("worker", "replicated", "batch", *REDUCE)
+WITHOUT_AXIS = ("replicated", "batch")  # of the workers, on one device
 NUMBERS = int | float | complex
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -97,7 +98,7 @@ def map_workers(
     _check_words("in_specs", in_specs, INPUTS)
     words = _check_words("out_specs", out_specs, RESULTS)
     _check_function(function, in_specs)
-    if in_turn and (fixed is None or fixed[2] is not None):
+    if in_turn and (fixed is None or fixed.mesh is not None):
         raise ValueError("in_turn is for simulated workers: pass their number, not a mesh.")
     if in_turn and "replicated" in words:
         raise ValueError("in_turn proves no result to be 'replicated': say 'worker' in out_specs.")
@@ -105,18 +106,17 @@ def map_workers(
     def run(inputs, over, arrays):
         def one(arrays):
             call = inputs.tree(arrays)
-            result = function(*call.args, **call.kwargs)
-            return _split(result, _broadcast("out_specs", out_specs, result), words, "result")
+            return _results(function(*call.args, **call.kwargs), out_specs, words)
 
         how = _on_mesh if over.mesh is not None else _in_turn if in_turn else _simulated
         results, arrays = how(one, _enter(inputs, arrays, over), words, over)
-        return results, _leave(results, arrays, over.mesh)
+        return results, _leave(arrays, over.mesh)
 
     compiled = jax.jit(run, static_argnums=(0, 1))
 
     @functools.wraps(function, updated=())
     def mapped(*args, **kwargs):
-        over = _Over(*(fixed or count_of(None, axis_name)))
+        over = fixed or count_of(None, axis_name)
         inputs, arrays = _split(_Call(args, kwargs), _words(in_specs, args, kwargs), INPUTS)
         # JAX leaves axes of a mesh to the compiler where a program is compiled, and only there.
         several = over.mesh is not None and len(over.mesh.shape) > 1
@@ -130,14 +130,6 @@ def map_workers(
 class _Call(NamedTuple):
     args: tuple
     kwargs: dict
-
-
-class _Over(NamedTuple):
-    """Where the workers are, as of `count_of`."""
-
-    count: int
-    axis_name: str
-    mesh: Any
 
 
 @jax.tree_util.register_static
@@ -174,10 +166,6 @@ def _split(tree, words, known, root="") -> tuple[_Skeleton, dict[str, list]]:
         rest.append(None if is_array else (type(x), x))
         if is_array:
             arrays[word].append(x)
-            if word == "batch" and not jnp.ndim(x):
-                raise ValueError(
-                    f"{names[-1]} is 'batch' and a number, without rows: say 'worker'."
-                )
     return _Skeleton(tuple(words), tuple(names), tuple(rest), structure), arrays
 
 
@@ -208,6 +196,20 @@ def _broadcast(name, specs, tree) -> list[str]:
         raise ValueError(f"{name} is {specs!r}, which is no prefix: {why}") from None
 
 
+def _results(tree, out_specs, words) -> tuple[_Skeleton, dict[str, list]]:
+    """As of `_split`, of what one worker returns."""
+    results, arrays = _split(tree, _broadcast("out_specs", out_specs, tree), words, "result")
+    for word, leaves in arrays.items():
+        for name, x in zip(results.names_of(word), leaves, strict=True):
+            if word == "batch" and not jnp.ndim(x):
+                raise ValueError(f"{name} is 'batch' in out_specs and has no rows: say 'worker'.")
+            if word in REDUCE and is_key(x):
+                raise ValueError(
+                    f"{name} is a key, which has no {word}: say 'worker' in out_specs."
+                )
+    return results, arrays
+
+
 def _simulated(one, arrays, words, over):
     """All workers at once, on one device."""
     vmap = functools.partial(jax.vmap, axis_name=over.axis_name, axis_size=over.count)
@@ -222,7 +224,7 @@ def _simulated(one, arrays, words, over):
 def _in_turn(one, arrays, words, over):
     """One worker after another: vmap makes grouped convolutions, which are slow on CPUs."""
     del words
-    same = _same(arrays)
+    same = {"replicated": arrays["replicated"]}
     mapped = {word: leaves for word, leaves in arrays.items() if word not in same}
     return jax.lax.scan(lambda _, x: (None, one(x | same)), None, mapped, over.count)[1]
 
@@ -230,80 +232,67 @@ def _in_turn(one, arrays, words, over):
 def _on_mesh(one, arrays, words, over):
     """One worker per position on an axis of a mesh; other axes are left to the compiler."""
     whole, rows = PartitionSpec(), PartitionSpec(over.axis_name)
-    empty = not any(x.size for x in jax.tree.leaves(arrays))
+    # XLA fails on programs that are passed empty arrays and no other that they use.
+    passed = jax.tree.map(lambda x: x if x.size or is_key(x) else None, arrays)
 
-    def per_device(given):
-        given = _nothing(arrays, over.count) if empty else given
-        given = _changed(given, lambda x: x[0])
-        results, found = (_proved(one, over) if "replicated" in words else one)(given)
-        return results, _changed(found, lambda x: jnp.expand_dims(x, 0))
+    def of_worker(word, x, of_all):
+        if x is not None:
+            return x if word in WITHOUT_AXIS else x[0]
+        first = {"replicated": of_all.shape[:1], "batch": (of_all.shape[0] // over.count,)}
+        return jnp.zeros((*first.get(word, ()), *of_all.shape[1:]), of_all.dtype)
+
+    def per_device(passed):
+        given = {
+            word: [of_worker(word, *x) for x in zip(passed[word], arrays[word], strict=True)]
+            for word in passed
+        }
+        results, found = _proved(one, given, over) if "replicated" in words else one(given)
+        return results, {
+            word: x if word in WITHOUT_AXIS else [jnp.expand_dims(a, 0) for a in x]
+            for word, x in found.items()
+        }
 
     # With check_vma=True JAX refuses scans of one worker that start from zeros, and adds up
     # gradients of replicated arguments over the workers.
-    run = jax.shard_map(
+    return jax.shard_map(
         per_device, mesh=over.mesh, axis_names={over.axis_name}, check_vma=False,
         in_specs=(_each(INPUTS, whole, rows),), out_specs=(whole, _each(words, whole, rows)),
-    )  # fmt: skip
-    return run({word: [] for word in INPUTS} if empty else arrays)
-
-
-def _nothing(arrays, count) -> dict:
-    """Empty arrays of one device. XLA fails on programs whose arguments are all empty."""
-
-    def of_device(word, x):
-        shape = x.shape if word == "replicated" else (x.shape[0] // count, *x.shape[1:])
-        return jnp.zeros(shape, x.dtype)
-
-    return {word: [of_device(word, x) for x in leaves] for word, leaves in arrays.items()}
-
-
-def _changed(arrays, function) -> dict:
-    """Arrays of one device, those with a worker axis changed."""
-    without = ("replicated", "batch")
-    return {w: x if w in without else [function(a) for a in x] for w, x in arrays.items()}
+    )(passed)  # fmt: skip
 
 
 def _each(words, replicated, other) -> dict:
     return {word: replicated if word == "replicated" else other for word in words}
 
 
-def _proved(one, over):
-    """The function of one worker on a mesh, refused unless its replicated results are equal.
+def _proved(one, arrays, over):
+    """The results of a worker on a mesh, refused unless the replicated ones are equal on all.
 
-    On a mesh nobody would see it: one worker's would stand for all. `jax.vmap` knows what depends
-    on the worker, and fails at what devices alone can do.
+    There nobody would see it: one worker's would stand for all. `jax.vmap` knows what depends on
+    the worker, and fails at what devices alone can do.
     """
+    jaxpr, shapes = jax.make_jaxpr(one, return_shape=True)(arrays)  # traced once for both
 
-    def proved(arrays):
-        jaxpr, shapes = jax.make_jaxpr(one, return_shape=True)(arrays)  # traced once for both
+    def again(arrays):
+        found = jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *jax.tree.leaves(arrays))
+        return jax.tree.unflatten(jax.tree.structure(shapes), found)
 
-        def evaluated(arrays):
-            found = jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *jax.tree.leaves(arrays))
-            return jax.tree.unflatten(jax.tree.structure(shapes), found)
+    def of_all(arrays):
+        many = jax.tree.map(lambda x: jax.lax.broadcast(x, (over.count,)), arrays)
+        return many | {"replicated": arrays["replicated"]}
 
-        def differing(arrays):
-            every = jax.tree.map(lambda x: jax.lax.broadcast(x, (over.count,)), arrays)
-            names.extend(_differing(evaluated, every | _same(arrays), over))
-
-        names, why = [], "it calls the host"
-        try:
-            jax.eval_shape(differing, arrays)
-            known = not any(str(effect).endswith("IO") for effect in jaxpr.effects)
-        except Exception as error:  # whatever JAX says of what it cannot map
-            known, why = False, f"{type(error).__name__}: {str(error).split(chr(10))[0]}"
-        _refuse(names)
-        if not known:
-            raise ValueError(
-                f"{shapes[0].names_of('replicated')[0]} is 'replicated' in out_specs, and is not "
-                f"proved to be equal on all workers ({why}): say 'worker', 'mean' or 'sum'."
-            )
-        return evaluated(arrays)
-
-    return proved
-
-
-def _same(arrays) -> dict:
-    return {"replicated": arrays["replicated"]}
+    names, why = [], "it calls the host"
+    try:
+        jax.eval_shape(lambda x: names.extend(_differing(again, of_all(x), over)), arrays)
+        proved = not any(str(effect).endswith("IO") for effect in jaxpr.effects)
+    except Exception as error:  # whatever JAX says of what it cannot map
+        proved, why = False, repr(error).partition(r"\n")[0]
+    _refuse(names)
+    if not proved:
+        raise ValueError(
+            f"{shapes[0].names_of('replicated')[0]} is 'replicated' in out_specs, and is not "
+            f"proved to be equal on all workers ({why}): say 'worker', 'mean' or 'sum'."
+        )
+    return again(arrays)
 
 
 def _differing(one, arrays, over) -> list[str]:
@@ -380,25 +369,20 @@ def _enter(inputs, arrays, over) -> dict[str, list]:
     }
 
 
-def _leave(results, arrays, mesh) -> dict[str, list]:
+def _leave(arrays, mesh) -> dict[str, list]:
     """The arrays of the results, from those of all workers."""
 
-    def leave(word, name, x):
+    def leave(word, x):
         if word == "batch" and mesh is None:
             return jnp.reshape(x, (-1, *x.shape[2:]))
         if word not in REDUCE:
             return x
-        if is_key(x):
-            raise ValueError(f"{name} is {word!r} in out_specs, and a key has none: say 'worker'.")
         # Floating leaves are added up in float32 and keep their type; others are as in `jnp`.
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return REDUCE[word](x, axis=0)
         return REDUCE[word](x.astype(wide_type(x.dtype)), axis=0).astype(x.dtype)
 
-    return {
-        word: [leave(word, *leaf) for leaf in zip(results.names_of(word), leaves, strict=True)]
-        for word, leaves in arrays.items()
-    }
+    return {word: [leave(word, x) for x in leaves] for word, leaves in arrays.items()}
 
 
 def _check_words(name, specs, known) -> list[str]:

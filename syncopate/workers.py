@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -12,8 +12,16 @@ from syncopate.plans import is_whole
 AXIS = "worker"
 
 
-def count_of(workers: int | Mesh | AbstractMesh | None, axis_name: Any) -> tuple[int, str, Any]:
-    """W, the name of the workers' axis, and their mesh, None for a number: see `map_workers`."""
+class Workers(NamedTuple):
+    """Where the workers are."""
+
+    count: int
+    axis_name: str
+    mesh: Any  # None where they are simulated
+
+
+def count_of(workers: int | Mesh | AbstractMesh | None, axis_name: Any) -> Workers:
+    """W, the name of the workers' axis, and their mesh: see `map_workers`."""
     workers = mesh_in_scope() if workers is None else workers
     if isinstance(workers, Mesh | AbstractMesh):
         axis_name = axis_of(axis_name, workers.axis_names)
@@ -22,12 +30,12 @@ def count_of(workers: int | Mesh | AbstractMesh | None, axis_name: Any) -> tuple
                 f"the mesh has the axes {workers.axis_names} and the workers' is {axis_name!r}: "
                 "pass axis_name=, or make the mesh with that axis."
             )
-        return workers.shape[axis_name], axis_name, workers
+        return Workers(workers.shape[axis_name], axis_name, workers)
     if not is_whole(workers) or int(workers) < 1:
         raise ValueError(f"workers is {workers!r}: pass a whole number >= 1, or a mesh.")
     if not isinstance(axis_name, str | None):
         raise ValueError(f"axis_name is {axis_name!r}: pass one name, as 'worker'.")
-    return int(workers), axis_of(axis_name, ()), None
+    return Workers(int(workers), axis_of(axis_name, ()), None)
 
 
 def mesh_in_scope() -> Mesh | AbstractMesh:

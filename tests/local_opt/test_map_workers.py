@@ -200,11 +200,11 @@ test_arguments_and_words_that_do_not_fit_are_refused = refuses({
         r"in_specs\[0\]\['x'\]\['y'\] is 'own': pass one of worker, replicated, batch, key",
     ),
     "no word": (
-        lambda: of_trees(({"x": "worker"},)), r"key path in_specs\[0\] .* difference .* is n"
+        lambda: of_trees(({"x": "worker"},)), r"key path in_specs\[0\] .* difference .* is .*n"
     ),
     "no leaf": (
         lambda: of_trees(({"x": "worker", "n": "worker", "m": {"v": "worker"}},)),
-        r"key path in_specs\[0\] .* 3 child keys m n x .* difference on key sets is m",
+        r"key path in_specs\[0\] .* 3 child keys .* difference on key sets is .*m",
     ),
     "another node": (
         lambda: of_trees("worker", collections.OrderedDict(x="worker", n="sum")),
@@ -212,7 +212,7 @@ test_arguments_and_words_that_do_not_fit_are_refused = refuses({
     ),
     "a mean of keys": (
         lambda: mapped({"key": jax.random.split(jax.random.key(0), W)}, out_specs="mean"),
-        r"result\['key'\] is 'mean' in out_specs, and a key has none: say 'worker'",
+        r"result\['key'\] is a key, which has no mean: say 'worker' in out_specs",
     ),
 })  # fmt: skip
 

@@ -63,7 +63,7 @@ test_what_does_not_fit_is_named = refuses({
     ),
     "no rows": (
         lambda: mapped(lambda x: (x, x[0]), X, out_specs=("worker", "batch")),
-        r"result\[1\] is 'batch' and a number, without rows: say 'worker'",
+        r"result\[1\] is 'batch' in out_specs and has no rows: say 'worker'",
     ),
     "uneven": (lambda: local_opt.check_synced(UNEVEN), r"'w'. has the shape .*of one length"),
     **{
