@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 ARRAY = "{x}.to_numpy()"
@@ -117,7 +118,7 @@ def as_numpy(name: str, x: Any) -> np.ndarray:
     """A NumPy array, a JAX array or a tensor as an array of NumPy; ValueError for one that has no
     such, as of random keys, objects, records and texts of variable width."""
     check_container(name, x)
-    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         refuse(name, "an array of random keys", f"jax.random.key_data({name})")
     try:
         array = np.asarray(x)
@@ -158,7 +159,9 @@ def _check_objects(name: str, array: np.ndarray) -> None:
         refuse(name, what, f"np.stack(list({name}))")
     if kinds <= {np.ndarray, list, tuple, dict}:
         refuse(name, what, f"list({name})", " (examples), and pad what has several lengths")
-    of_one = len(kinds) == 1 and issubclass(*kinds, bool | int | float | complex | np.generic)
+    of_one = len(kinds) == 1 and issubclass(
+        next(iter(kinds)), bool | int | float | complex | np.generic
+    )
     if of_one and np.array(array.tolist()).dtype != object:
         refuse(name, what, f"np.array({name}.tolist())")
     if named == {"Timestamp"} or named == {"datetime"}:
@@ -239,8 +242,8 @@ def _lacks(column: Any) -> bool:
     return bool(_null_count(column)) or any(map(_lacks, _inner(column)))
 
 
-def _null_count(column: Any) -> int:
-    count = getattr(column, "null_count", 0)
+def _null_count(column: Any) -> Any:
+    count = getattr(column, "null_count", lambda: 0)
     return count() if callable(count) else count
 
 

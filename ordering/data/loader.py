@@ -155,8 +155,9 @@ def carried_settings() -> Callable[[], contextlib.AbstractContextManager]:
 
     They are the x64 mode, the default device and the precision of products.
     """
-    x64, device = jax.config.jax_enable_x64, jax.config.jax_default_device
-    precision = jax.config.jax_default_matmul_precision
+    config: Any = jax.config
+    x64, device = config.jax_enable_x64, config.jax_default_device
+    precision = config.jax_default_matmul_precision
 
     @contextlib.contextmanager
     def entered():

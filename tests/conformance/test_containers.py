@@ -13,7 +13,7 @@ import pytest
 from tests.conformance import containers
 
 PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "use" / "input.md"
-SOME = ["int64", "text", "pairs"]  # columns, of the readers that take long
+LIBRARIES = "datasets grain h5py pandas polars pyarrow scipy tensorflow xarray zarr".split()
 
 
 def run(readers, chosen):
@@ -43,6 +43,8 @@ def run(readers, chosen):
 def test_as_source():
     faults, count = run([containers.as_source], lambda name: True)
     assert not faults
+    for library in LIBRARIES:
+        pytest.importorskip(library)
     assert count["right"] > 150 and count["converted"] > 450 and count["refused"] < 100
 
 
@@ -51,7 +53,7 @@ def test_readers(reader):
     """They call `as_source`; so one column of a few containers is enough."""
     faults, count = run([reader], lambda name: "dict" not in name and name.endswith(": int64"))
     assert not faults
-    assert sum(count.values()) > 60
+    assert sum(count.values()) > 60  # also those that have no such container here
 
 
 @pytest.mark.slow
