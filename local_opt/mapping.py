@@ -121,7 +121,13 @@ def map_workers(
         # JAX leaves axes of a mesh to the compiler where a program is compiled, and only there.
         several = over.mesh is not None and len(over.mesh.shape) > 1
         alone = several and not any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays))
-        results, arrays = (compiled if alone else run)(inputs, over, arrays)
+        try:
+            call = functools.partial(
+                compiled if alone and hash(inputs) is not None else run, inputs
+            )
+        except TypeError:  # of a leaf that has no hash: compiled for this call
+            call = jax.jit(functools.partial(run, inputs), static_argnums=0)
+        results, arrays = call(over, arrays)
         return results.tree(arrays)
 
     return mapped

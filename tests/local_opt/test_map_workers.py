@@ -355,6 +355,39 @@ def test_a_step_is_traced_once_and_compiled_once(way):
         assert len(traced) == 4, "1 == 1.0 == True, and they are other programs"
 
 
+@by_way
+def test_a_leaf_without_a_hash_passes_through(way):
+    class Setting:
+        __hash__ = None  # as a dataclass has, which is not frozen
+
+    run = local_opt.map_workers(
+        lambda setting, x: (setting, 2 * x), WAYS[way]("worker"), out_specs="worker",
+        in_specs=("replicated", "worker"),
+    )  # fmt: skip
+    setting, x = run(Setting(), ROWS[:4])
+    assert type(setting) is Setting and x.tolist() == [0, 2, 4, 6]
+
+
+def test_sizes_of_an_equinox_module_stay_whole_numbers():
+    eqx = pytest.importorskip("equinox")
+
+    class Cell(eqx.Module):
+        size: int
+        w: Any
+
+        def __call__(self, x):
+            return jnp.zeros(self.size) + self.w * x
+
+    tree = local_opt.replicate({"net": {"cell": Cell(3, jnp.ones(()))}, "step": 0}, W)
+    cell = tree["net"]["cell"]
+    assert cell.size == 3 and type(cell.size) is int and cell.w.shape == (W,)
+    assert tree["step"].tolist() == [0] * W, "a counter of a state is an array"
+    run = local_opt.map_workers(lambda cell, x: cell(x), W, in_specs="worker", out_specs="worker")
+    assert eqx.filter_jit(run)(cell, jnp.arange(4.0)).tolist() == [[w] * 3 for w in range(W)]
+    again = local_opt.map_workers(lambda cell: cell, W, in_specs="worker", out_specs="worker")
+    assert type(eqx.filter_jit(again)(cell).size) is int
+
+
 @by_kind
 def test_equal_starts_are_compiled_once(way):
     over = WAYS[way]("worker")
