@@ -113,7 +113,6 @@ def _scatters():
 
             yield f"at.{how} {mode} to data", lambda t, i, f=write: f(data(i), i, t[:3])
             yield f"at.{how} {mode} of data", lambda t, i, f=write: f(t, i, data(i)[:3])
-    yield "at.apply", lambda t, i: t.at[jnp.arange(3) + i[0]].apply(jnp.sin) * i[0]
     yield "at.divide", lambda t, i: t.at[i].divide(2.0) * i[0]
     yield "at.power", lambda t, i: (1 + t**2).at[i].power(2.0) * i[0]
     for mode in ("fill", "clip", "promise_in_bounds"):
@@ -137,7 +136,7 @@ def rows(only=None) -> dict[str, Row]:
     for makers in (_gathers, _others, _scatters):
         for name, function in makers():
             for places in PLACES:
-                undefined = "promise" in name or name in ("unique", "at.apply")
+                undefined = "promise" in name or name == "unique"
                 label = f"{name}, {places}"
                 if (undefined and places != "inside") or (only and label not in only):
                     continue

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import jax.scipy
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from tests.conformance.gradients import B, Row, each, score
 
@@ -115,6 +116,28 @@ IMAGE, KERNEL = {"x": (1, 5, 5, 3)}, {"w": (3, 3, 3, 4)}
 VECTOR = {"w": (24,)}
 SPD = lambda a: jnp.matmul(a, jnp.swapaxes(a, -1, -2)) + 3 * jnp.eye(a.shape[-1])  # noqa: E731
 SQUARE = {"w": (6, 6), "x": (6, 6)}
+
+
+@jax.custom_vjp
+def doubled(w, x):
+    """A product whose backward pass is not its gradient."""
+    return x.T @ w
+
+
+doubled.defvjp(lambda w, x: (x.T @ w, (w, x)), lambda kept, g: (2 * kept[1] @ g, kept[0] @ g.T))
+
+
+@jax.custom_gradient
+def halved(w):
+    return w, lambda g: g / 2
+
+
+@jax.custom_jvp
+def cubed(x):
+    return x**3
+
+
+cubed.defjvp(lambda primals, tangents: (primals[0] ** 3, 5 * primals[0] ** 2 * tangents[0]))
 
 # f(w, x) of a parameter [8, 5] and data [8, 5], or of the shapes that stand behind it.
 CALLS = {
@@ -338,6 +361,49 @@ CALLS = {
     "lax.while_loop": lambda w, x: w * lax.while_loop(
         lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1])), (0, x))[1],
     "lax.zeta": None,
+    # Transformations
+    "jax.jit": lambda w, x: jax.jit(lambda a: jnp.tanh(x.T @ a))(w),
+    "jax.jit nested": lambda w, x: jax.jit(lambda a, b: jax.jit(jnp.dot)(a.T, b))(w, x),
+    "jax.jit of parameters": lambda w, x: x.T @ jax.jit(jnp.sin)(w),
+    "jax.vmap of parameters": lambda w, x: jax.vmap(jnp.dot)(w, x),
+    "jax.vmap of columns": lambda w, x: jax.vmap(lambda a: x.T @ a, 1)(w),
+    "jax.vmap of data": lambda w, x: jax.vmap(lambda b: jnp.tanh(b @ w.T))(x),
+    "jax.checkpoint": lambda w, x: jax.checkpoint(lambda a, b: jnp.tanh(b.T @ a))(w, x),
+    "jax.checkpoint twice": lambda w, x: jax.checkpoint(lambda a, b: jnp.tanh(b @ a.T @ x))(
+        w, jax.checkpoint(lambda a, b: jnp.tanh(b @ a.T @ x) * jnp.exp(a[0, 0]))(w, x)),
+    "jax.checkpoint dots": lambda w, x: jax.checkpoint(
+        lambda a, b: jnp.tanh(jnp.sin(b.T @ a)),
+        policy=jax.checkpoint_policies.dots_saveable)(w, x),
+    "jax.checkpoint static": lambda w, x: jax.checkpoint(
+        lambda n, a, b: jnp.tanh(b.T @ a) ** n, static_argnums=(0,))(2, w, x),
+    "jax.checkpoint names": lambda w, x: jax.checkpoint(
+        lambda a, b: jnp.sin(checkpoint_name(b.T @ a, "y")),
+        policy=jax.checkpoint_policies.save_only_these_names("y"))(w, x),
+    "jax.checkpoint of parameters": lambda w, x: x.T @ jax.checkpoint(jnp.sin)(w),
+    "jax.custom_vjp": lambda w, x: doubled(w, x),
+    "jax.custom_vjp of parameters": lambda w, x: x @ doubled(w, w),
+    "jax.custom_gradient": lambda w, x: x.T @ halved(w),
+    "jax.custom_jvp": lambda w, x: cubed(x.T @ w),
+    "jax.custom_jvp of parameters": lambda w, x: x.T @ cubed(w),
+    "jax.grad of data": lambda w, x: jax.grad(lambda b: jnp.tanh(b @ w.T).sum())(x),
+    "jax.grad of parameters": lambda w, x: jax.grad(lambda a: jnp.tanh(x @ a.T).sum())(w) * x,
+    "jax.hessian": lambda w, x: jax.hessian(lambda b: jnp.tanh(w.T @ b).sum())(x[:, 0]),
+    "jax.jacobian": lambda w, x: jax.jacobian(lambda b: jnp.tanh(w.T @ b))(x[:, 0]),
+    "jax.jvp": lambda w, x: jax.jvp(lambda a: jnp.sin(x.T @ a), (w,), (w,)),
+    "jax.jvp of data": lambda w, x: jax.jvp(lambda b: jnp.sin(b.T @ w), (x,), (x,)),
+    "jax.linearize": lambda w, x: jax.linearize(lambda b: jnp.sin(b.T @ w), x)[1](x),
+    "jax.vjp": lambda w, x: jax.vjp(lambda b: jnp.sin(b.T @ w), x)[1](jnp.ones((5, 5), x.dtype)),
+    "jax.closure_convert": lambda w, x: jax.closure_convert(lambda b: b.T @ w, x)[0](x, w),
+    "jax.named_call": lambda w, x: jax.named_call(lambda a: x.T @ a, name="product")(w),
+    "jax.debug.callback": lambda w, x: (jax.debug.callback(lambda a: None, w), x.T @ w)[1],
+    "jax.random": lambda w, x: x.T @ (w + jax.random.normal(jax.random.key(0), w.shape)),
+    "jax.penalty": lambda w, x: [x.T @ w, 0.1 * jnp.sum(w**2)],
+    "jax.penalty used twice": lambda w, x: jnp.sum(w**2) * x + jnp.sum(x) * jnp.sum(w**2),
+    "jax.scale": lambda w, x: jnp.exp(w[0, 0]) * (x.T @ w),
+    "jax.normalised": lambda w, x: x.T @ (w / jnp.linalg.norm(w)),
+    "jax.symmetric": lambda w, x: x @ (w.T @ w),
+    "jax.twice": lambda w, x: jnp.tanh(x @ w.T) @ w,
+    "jax.straight through": lambda w, x: x.T @ (w + lax.stop_gradient(jnp.round(w) - w)),
     # jnp
     "jnp.append": lambda w, x: jnp.append(w, x, 0) ** 2,
     "jnp.apply_along_axis": lambda w, x: jnp.apply_along_axis(jnp.cumsum, 0, w * x),
@@ -558,7 +624,7 @@ def rows(only=None) -> dict[str, Row]:
         if call is not None and not (only and name not in only):
             function, shapes = call if isinstance(call, tuple) else (call, {})
             found[name] = _in_domains(name, function, shapes)
-            if "ragged_dot" in name:
+            if "ragged_dot" in name or name == "lax.composite":  # JAX has no rule for vmap
                 found[name] = found[name]._replace(refused="in_turn=True", others=())
     return found
 
