@@ -227,6 +227,7 @@ def read_epochs(
     first = base.init_workers(order, key, like, workers, axis_name=axis_name)
     check_state(first)
     num_units, window = base.check_units(first.current.shape[-1], order.units_per_step)
+    source = source if callable(source) else as_source(source)
     with jax.transfer_guard("allow"):
         place = ReadState(first)
         if state is not None:
@@ -236,7 +237,7 @@ def read_epochs(
         if not callable(source):
             steps = {window, num_units % window or window}  # of an epoch's last step, too
             lead = () if scope.workers is None else (scope.workers,)
-            check_steps(as_source(source), [(*lead, n * unit_size) for n in steps], sharding)
+            check_steps(source, [(*lead, n * unit_size) for n in steps], sharding)
         if scope.mesh is not None and sharding is None and not callable(source):
             sharding = NamedSharding(scope.mesh, PartitionSpec(scope.axis_name))
 
