@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float
 
-from local_opt.mean import averaged, check_scalar
+from local_opt.mean import averaged, check_scalar, moved_from, weighed
 from local_opt.opt_state import wide_zeros
 from syncopate.plans import check_number
 
@@ -17,26 +18,28 @@ class Correction(NamedTuple):
 
     Attributes:
       init: `params -> state`.
-      gradient: `(grads, state, params) -> grads`, before the inner optimizer.
+      gradient: `(grads, state, params, anchor) -> grads`, before the inner optimizer; the anchor
+        are the round's first parameters.
       update: `(updates, state, **extra) -> (updates, state)`, after it, with the step's extra
         arguments.
-      sync: `(state, *, own, mean, new, axis_name, share) -> state`, from the worker's parameters
-        before the sync, the mean of all workers', and the new parameters: the mean, or the outer
-        optimizer's; with the workers' axis, and this worker's weight by the mean weight, or None.
+      counts: `state -> float32[k]`, whole numbers below 2^24 / W to be added up over the workers.
+      sync: `(state, *, change, mean, totals, axis_name, relative_weight) -> state`, from the
+        worker's change in the round, the mean change of all workers and the sums of the counts;
+        with the workers' axis, and this worker's weight by the mean weight, or None.
     """
 
     init: Callable
-    gradient: Callable = lambda grads, state, params: grads
+    gradient: Callable = lambda grads, state, params, anchor: grads
     update: Callable = lambda updates, state, **extra: (updates, state)
-    sync: Callable = lambda state, **found: state
+    counts: Callable = lambda state: ()
+    sync: Callable = lambda state, **results: state
 
 
 class ControlState(NamedTuple):
     """The state of one worker in `scaffold`."""
 
-    against: Any  # c - c_w, float32 or wider; its sum over the workers is zero
-    start: Any  # a, the round's first parameters
-    rates: jax.Array  # float32[], the sum of the rates of the round's steps
+    variate: Any  # c - c_w, float32 or wider; its sum over the workers is zero
+    rates: Float[Array, ""]  # float32, the sum of the rates of the round's steps
 
 
 def scaffold() -> Correction:
@@ -53,8 +56,9 @@ def scaffold() -> Correction:
     mean of the workers moves as without a correction.
 
     Where workers took H_w steps, or other rates, each divides by its own H_w eta, and the mean of
-    (x_w - a) / (H_w eta) is sent, too: as many numbers as the parameters. A worker that took no
-    step keeps its c - c_w.
+    (x_w - a) / (H_w eta) is sent, too: as many numbers as the parameters, and a collective of its
+    own, as only the first one tells whether rates differ. A worker that took no step keeps its
+    c - c_w.
 
     The update is corrected, not the gradient, which gives the right units for every inner
     optimizer: c_w is the mean of a worker's updates per rate. Keep the optimizer state local:
@@ -64,10 +68,10 @@ def scaffold() -> Correction:
     Under weights of a sync, the mean of the c_w has the same weights; a worker with weight zero
     keeps its c - c_w. With weights that change much from sync to sync, other than between zero and
     one number, the corrections of a round do not quite cancel. Each sync adds the rounding of the
-    mean to c, about 6e-8 |x| / (H eta) in float32, for good.
+    mean change to c, about 6e-8 |x_w - a| / (H eta) in float32, for good.
 
     Returns:
-      A `Correction`, for `local_rounds` and `local_steps`, with twice the parameters' numbers.
+      A `Correction`, for `local_rounds` and `local_steps`, with as many numbers as the parameters.
 
     Examples:
       >>> import optax
@@ -83,8 +87,7 @@ def scaffold() -> Correction:
     """
 
     def init(params):
-        start = jax.tree.map(jnp.copy, params)
-        return ControlState(wide_zeros(params), start, jnp.zeros((), jnp.float32))
+        return ControlState(wide_zeros(params), jnp.zeros((), jnp.float32))
 
     def update(updates, state, *, rate=1.0, **extra):
         del extra
@@ -92,40 +95,40 @@ def scaffold() -> Correction:
         eta = jnp.asarray(rate, jnp.float32)
         updates = jax.tree.map(
             lambda u, c: (u.astype(c.dtype) - eta.astype(c.real.dtype) * c).astype(u.dtype),
-            updates, state.against,
+            updates, state.variate,
         )  # fmt: skip
         return updates, state._replace(rates=state.rates + eta)
 
-    def sync(state, *, own, mean, new, axis_name, share):
-        # A round without steps, or with a rate of 0, has moved no worker.
-        moved = state.rates > 0
-        scale = jnp.where(moved, 1 / jnp.where(moved, state.rates, 1), 0)
-        counts = jnp.ones((), bool) if share is None else share != 0
+    return Correction(init, update=update, counts=_bits_of_rates, sync=_new_variate)
 
-        def per_rate(base):
-            wide = lambda x, c: x.astype(c.dtype)  # noqa: E731
-            return jax.tree.map(
-                lambda c, x, b: scale.astype(c.real.dtype) * (wide(x, c) - wide(b, c)),
-                state.against, own, base,
-            )  # fmt: skip
 
-        def even():
-            return per_rate(mean)
+def _bits_of_rates(state: ControlState) -> Float[Array, "33"]:
+    """The bits of a worker's sum of rates, and 1: their sums tell whether all rates are equal."""
+    bits = lax.bitcast_convert_type(state.rates, jnp.uint32) >> jnp.arange(32, dtype=jnp.uint32)
+    return jnp.append(bits & 1, 1).astype(jnp.float32)
 
-        def uneven():
-            found, taken = per_rate(state.start), moved & counts
-            weight = jnp.where(taken, 1.0 if share is None else share, 0)
-            of_all, _ = averaged(found, axis_name, weight)
-            return jax.tree.map(lambda d, m: jnp.where(taken, d - m, 0), found, of_all)
 
-        ends = jnp.where(counts, state.rates, 0), -jnp.where(counts, state.rates, jnp.inf)
-        most, least = lax.pmax(jnp.stack(ends), axis_name)
-        change = lax.cond(most > -least, uneven, even)
-        against = jax.tree.map(jnp.add, state.against, change)
-        start = jax.tree.map(jnp.copy, new)  # both are donated
-        return ControlState(against, start, jnp.zeros_like(state.rates))
+def _new_variate(state, *, change, mean, totals, axis_name, relative_weight):
+    """The state after a sync of `scaffold`."""
+    # A round without steps, or with a rate of 0, has moved no worker.
+    moved = state.rates > 0
+    scale = jnp.where(moved, 1 / jnp.where(moved, state.rates, 1), 0)
+    counts = jnp.ones((), bool) if relative_weight is None else relative_weight != 0
+    per_rate = lambda c, x: scale.astype(c.real.dtype) * x.astype(c.dtype)  # noqa: E731
 
-    return Correction(init, update=update, sync=sync)
+    def even():
+        return jax.tree.map(lambda c, x, m: per_rate(c, x - m), state.variate, change, mean)
+
+    def uneven():
+        each, taken = jax.tree.map(per_rate, state.variate, change), moved & counts
+        weight = jnp.where(taken, 1.0 if relative_weight is None else relative_weight, 0)
+        sent = jax.tree.map(lambda x: weighed(x, weight), each), weight
+        of_all, total = averaged(sent, axis_name, None).mean
+        return jax.tree.map(lambda x, m: jnp.where(taken, x - m / total, 0), each, of_all)
+
+    equal = jnp.all((totals[:-1] == 0) | (totals[:-1] == totals[-1]))
+    more = lax.cond(equal, even, uneven)
+    return ControlState(jax.tree.map(jnp.add, state.variate, more), jnp.zeros_like(state.rates))
 
 
 def recentred(
@@ -154,7 +157,7 @@ def fedprox(strength: float) -> Correction:
       strength: mu, finite and >= 0; 0 changes nothing. Keep rate * (curvature + mu) below 1.
 
     Returns:
-      A `Correction`, for `local_rounds` and `local_steps`, with as many numbers as the parameters.
+      A `Correction`, for `local_rounds` and `local_steps`, without a state.
 
     Raises:
       ValueError: for a strength out of range; from a step without params.
@@ -162,9 +165,8 @@ def fedprox(strength: float) -> Correction:
     Examples:
       >>> import jax.numpy as jnp
       >>> from syncopate import local_opt
-      >>> pull = local_opt.fedprox(0.5)
-      >>> state = pull.init(jnp.array(1.0))
-      >>> float(pull.gradient(jnp.array(0.0), state, jnp.array(3.0)))
+      >>> pull, x, start = local_opt.fedprox(0.5), jnp.array(3.0), jnp.array(1.0)
+      >>> float(pull.gradient(jnp.array(0.0), pull.init(start), x, start))
       1.0
 
     References:
@@ -173,15 +175,13 @@ def fedprox(strength: float) -> Correction:
     """
     check_number("strength", strength, "[0, inf)")
 
-    def gradient(grads, state, params):
+    def gradient(grads, state, params, anchor):
+        del state
         if params is None:
-            raise ValueError("proximal needs the parameters: call update(grads, state, params).")
+            raise ValueError("fedprox needs the parameters: call update(grads, state, params).")
         return jax.tree.map(
-            lambda g, x, a: (g + strength * (x - a)).astype(g.dtype), grads, params, state
-        )
+            lambda g, d: (g.astype(d.dtype) + strength * d).astype(g.dtype),
+            grads, moved_from(anchor, params),
+        )  # fmt: skip
 
-    def sync(state, *, new, **found):
-        del state, found
-        return jax.tree.map(jnp.copy, new)  # both are donated
-
-    return Correction(lambda params: jax.tree.map(jnp.copy, params), gradient=gradient, sync=sync)
+    return Correction(lambda params: (), gradient=gradient)

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PyTree
 
 from local_opt.formats import LANES, Compressor, rows_of
-from local_opt.mean import pieces_of, weighed
+from local_opt.mean import moved_from, pieces_of, weighed
 from local_opt.workers import AxisName, check_kind
 from syncopate import mesh
 from syncopate.workers import AXIS
@@ -27,20 +27,20 @@ def synchronize_changes(
     compressor: Compressor,
     residual: PyTree = (),
     specs: PyTree[P] | None = None,
-    share: Float[Array, ""] | None = None,
+    relative_weight: Float[Array, ""] | None = None,
 ) -> tuple[PyTree, PyTree]:
-    """Adds the workers' mean change to an anchor; the changes are sent in a narrow format.
+    """The workers' mean change from an anchor; the changes are sent in a narrow format.
 
-    c_w = s_w (x_w - a) + f e_w; x <- a + Q(1/W sum_w Q(c_w)); e_w <- what both roundings lost of
-    c_w. s_w = 1, or the share of a worker with weight v_w, W v_w / sum_u v_u.
+    c_w = s_w (x_w - a) + f e_w; d = Q(1/W sum_w Q(c_w)); e_w <- what both roundings lost of c_w.
+    s_w = 1, or of a worker with weight v_w its relative weight, W v_w / sum_u v_u.
 
-    With feedback f = 1 nothing is lost for good: W x + sum_w e_w is as without rounding, also under
+    With feedback f = 1 nothing is lost for good: W d + sum_w e_w is as without rounding, also under
     weights: a worker with weight zero still sends what it has lost of changes that counted. Each
     worker averages one slice of the blocks, with its own changes unrounded, and keeps W times what
     the second rounding loses. With a compressor that `gathers`, every worker averages everything,
     and there is no second rounding. With specs each device exchanges its shards alone.
-    `residual` is `no_residual` at first, and `share` as of `averaged`. Returns x, bitwise equal on
-    all workers, and e_w.
+    `residual` is `no_residual` at first, and the weight as of `averaged`. Returns d, float32 and
+    bitwise equal on all workers, and e_w.
 
     References:
       Tang et al., DoubleSqueeze: Parallel Stochastic Gradient Descent with Double-pass
@@ -51,6 +51,7 @@ def synchronize_changes(
         "compress=None."
     )
     check_kind(tree, jnp.floating, why)
+    tree = jax.tree.map(jnp.asarray, tree)
     leaves, treedef = jax.tree.flatten(tree)
     anchors, residuals = jax.tree.leaves(anchor), jax.tree.leaves(residual)
     if not leaves:
@@ -66,12 +67,12 @@ def synchronize_changes(
     for i, spec in enumerate(of):
         by_axes.setdefault(frozenset(mesh.axes_in(spec)), []).append(i)
 
-    def send(leaves, anchors, residuals, share):
+    def send(leaves, anchors, residuals, weight):
         # Leaves that are whole on all devices of a worker go apart, to be rounded alike on all.
         new, residual = list(leaves), list(residuals)
         for group in by_axes.values():
             args = [[x[i] for i in group if x] for x in (leaves, anchors, residuals)]
-            sent = _sent(compressor, axis_name, share, *args)
+            sent = _sent(compressor, axis_name, weight, *args)
             for all_of, found in zip((new, residual), sent, strict=True):
                 for i, x in zip(group, found, strict=False):
                     all_of[i] = x
@@ -79,13 +80,13 @@ def synchronize_changes(
 
     of_all = of, of, of[: len(residuals)], P()
     send = mesh.over_shards(mesh.axes_of(specs), send, of_all, of_all[1:3])
-    new, residuals = send(leaves, anchors, residuals, share)
+    new, residuals = send(leaves, anchors, residuals, relative_weight)
     kept = jax.tree.unflatten(jax.tree.structure(residual), residuals)
     return jax.tree.unflatten(treedef, new), kept
 
 
-def _sent(compressor, axis_name, share, leaves, anchors, residuals):
-    """Lists of the leaves after the sync, and of what is lost."""
+def _sent(compressor, axis_name, weight, leaves, anchors, residuals):
+    """Lists of the leaves' mean changes, and of what is lost."""
     exchange, done = _gathered if compressor.gathers else _in_halves, []
     parts = 1 if compressor.gathers else lax.axis_size(axis_name)
     changes, means, left = {}, [[] for _ in leaves], [[] for _ in leaves]
@@ -95,8 +96,8 @@ def _sent(compressor, axis_name, share, leaves, anchors, residuals):
         for i, start, _ in group:
             if start == 0:
                 anchors[i] = after(anchors[i])
-                change = _float32(leaves[i]) - _float32(anchors[i])
-                change = change if share is None else weighed(change, share)
+                change = moved_from(anchors[i], leaves[i]).astype(jnp.float32)
+                change = change if weight is None else weighed(change, weight)
                 if compressor.feedback:
                     change += compressor.feedback * residuals[i]
                 changes[i] = change.reshape(-1)
@@ -115,16 +116,11 @@ def _sent(compressor, axis_name, share, leaves, anchors, residuals):
             means[i].append(mean_piece)
             left[i].append(residual_piece)
             if end == leaves[i].size:
-                x, moved = leaves[i], jnp.concatenate(means[i]).reshape(leaves[i].shape)
-                new[i] = (_float32(anchors[i]) + moved).astype(x.dtype)
+                new[i] = jnp.concatenate(means[i]).reshape(leaves[i].shape)
                 if compressor.feedback:
-                    new_residuals[i] = jnp.concatenate(left[i]).reshape(x.shape)
+                    new_residuals[i] = jnp.concatenate(left[i]).reshape(leaves[i].shape)
                 done += [new[i], *new_residuals[i : i + 1]]
     return new, new_residuals
-
-
-def _float32(x):
-    return jnp.asarray(x).astype(jnp.float32)
 
 
 def no_residual(tree: PyTree, compressor: Compressor | None) -> PyTree:
@@ -141,7 +137,7 @@ def _in_halves(compressor, rows, axis_name):
     decode = functools.partial(compressor.decode, r=each)
     slices = rows.reshape(num_workers, each, -1)
     messages = jax.vmap(compressor.encode)(slices)
-    swapped = lax.all_to_all(messages, axis_name, 0, 0) if axis_name != () else messages
+    swapped = _swapped(messages, axis_name)
     received = jax.vmap(decode)(swapped)
     own, rounded = (lax.dynamic_index_in_dim(x, mine, keepdims=False) for x in (slices, messages))
     mean = (jnp.sum(received, axis=0) + own - decode(rounded)) / num_workers  # its own unrounded
@@ -151,6 +147,19 @@ def _in_halves(compressor, rows, axis_name):
     )
     found = lax.all_gather(message, axis_name, tiled=True).reshape(num_workers, *message.shape)
     return jax.vmap(decode)(found).reshape(rows.shape), residual.reshape(rows.shape)
+
+
+def _swapped(messages, axis_name):
+    """Of messages [W, ...] to all workers, those [W, ...] from all."""
+    names, manual = mesh.names_of(axis_name), jax.sharding.get_abstract_mesh().manual_axes
+    if not names or set(names) & set(manual):
+        return lax.all_to_all(messages, axis_name, 0, 0) if names else messages
+    # Under jax.vmap JAX swaps one axis at a time.
+    sizes = [lax.axis_size(name) for name in names]
+    swapped = messages.reshape(*sizes, *messages.shape[1:])
+    for i, name in enumerate(names):
+        swapped = lax.all_to_all(swapped, name, i, i)
+    return swapped.reshape(messages.shape)
 
 
 def _gathered(compressor, rows, axis_name):

@@ -1,7 +1,7 @@
 """The mean over the workers of a tree, inside vmap or shard_map, and the weights of workers."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from syncopate import mesh
 from syncopate.plans import check_number, is_number
 from syncopate.workers import AXIS
 
+LEAST, MOST = 2.0**-40, 2.0**40  # of weights
 JOINED = 2**20  # numbers of an array that is rather copied than sent alone: 4 MB take gloo 5 ms
 
 
@@ -23,14 +24,18 @@ def pmean(tree: PyTree, *, axis_name: AxisName = AXIS, weight: ArrayLike | None 
 
     x <- 1/W sum_w x_w, or with weights v_w, x <- sum_w v_w x_w / sum_w v_w. Sums are taken in
     float32 (float64 leaves in float64), cast back, and bitwise equal on all workers; they must fit
-    that type, |x_w| < 3e38 / W. Integers, booleans and PRNG keys stay this worker's own.
+    that type, v_w |x_w| < 3e38 / W. Integers, booleans and PRNG keys stay this worker's own.
+
+    The mean of equal numbers may be off by a rounding, which comes to rest if it is taken again and
+    again. Where more is made of it, average differences to a value that all workers share: their
+    mean is exactly 0 where nothing differs, as in `local_rounds` with an outer optimizer.
 
     Args:
       tree: this worker's arrays.
       axis_name: the workers' axis or axes, of `jax.vmap` or `jax.shard_map`; None for the only one.
-      weight: v_w >= 0 and finite, one number of this worker, as of its tokens, or a bool; None for
-        equal weights. An array of a worker with weight zero is not read, so it may be NaN. Where
-        all weights are zero, or one is negative or not finite, the mean is NaN.
+      weight: v_w, 0 or in [2^-40, 2^40], one number of this worker, as of its tokens, or a bool;
+        None for equal weights. An array of a worker with weight zero is not read, so it may be NaN.
+        Where all weights are zero, or one is out of range, the mean is NaN.
 
     Returns:
       A tree of the same shapes and dtypes.
@@ -51,28 +56,48 @@ def pmean(tree: PyTree, *, axis_name: AxisName = AXIS, weight: ArrayLike | None 
     """
     check_kind(tree, np.generic, ARRAYS)
     check_own(tree, axis_name, all_of=True)
-    return averaged(tree, axis_name, weight)[0]
+    return averaged(tree, axis_name, weight).mean
 
 
-def averaged(tree: PyTree, axis_name: AxisName, weight: ArrayLike | None) -> tuple:
-    """(the tree's mean, this worker's weight by the mean weight or None): see `pmean`."""
+class Averaged(NamedTuple):
+    """What one collective finds.
+
+    Attributes:
+      mean: of a tree.
+      relative_weight: this worker's weight by the mean weight; None for equal weights.
+      totals: the sums of counts over the workers that count, equal on all.
+    """
+
+    mean: PyTree
+    relative_weight: Float[Array, ""] | None
+    totals: Array
+
+
+def averaged(
+    tree: PyTree, axis_name: AxisName, weight: ArrayLike | None, counts: ArrayLike = ()
+) -> Averaged:
+    """The tree's mean, as of `pmean`, and exact sums of whole numbers below 2^24 / W."""
     if (axis_name := in_scope(axis_name)) != ():  # one worker without an axis
         mesh.axis_size(axis_name)
     leaves, treedef = jax.tree.flatten(tree)
-    leaves, share = [jnp.asarray(x) for x in leaves], None
+    leaves, counts = [jnp.asarray(x) for x in leaves], jnp.asarray(counts, jnp.float32)
     places = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    wide = [leaves[i].astype(wide_type(leaves[i].dtype)) for i in places]
-    if weight is None:
-        means = _means(wide, axis_name)
-    else:
-        weight = scaled(checked_weight(weight), axis_name)
-        # Together, so that processes on CPUs send the weight in the vector of the leaves.
-        *means, total = _means([*(weighed(x, weight) for x in wide), weight], axis_name)
-        means = [m / total.astype(m.real.dtype) for m in means]
-        share = weight / total
+    sent, relative = [leaves[i].astype(wide_type(leaves[i].dtype)) for i in places], None
+    if weight is not None:
+        weight = checked_weight(weight)
+        sent, counts = [weighed(x, weight) for x in sent], jnp.where(weight == 0, 0, counts)
+    # Together, so that processes on CPUs send all in one vector.
+    more = [*([] if weight is None else [weight]), *([counts] if counts.size else [])]
+    means = _means([*sent, *more], axis_name)
+    if counts.size:
+        counts = jnp.round(means.pop() * lax.axis_size(axis_name))
+    if weight is not None:
+        mean_weight = means.pop()
+        means = [m / mean_weight.astype(m.real.dtype) for m in means]
+        relative = weight / mean_weight
     for i, mean in zip(places, means, strict=True):
         leaves[i] = mean.astype(leaves[i].dtype)
-    return jax.tree.unflatten(treedef, leaves), share
+    return Averaged(jax.tree.unflatten(treedef, leaves), relative, counts)
 
 
 def check_own(tree: PyTree, axis_name: AxisName, *, all_of: bool = False) -> None:
@@ -139,32 +164,36 @@ def pieces_of(rows: Array, like: Iterable) -> list[Array]:
 
 
 def checked_weight(weight: Any) -> Float[Array, ""]:
-    """The weight as a floating number; NaN, and so every mean, if it is < 0 or not finite.
+    """The weight as a floating number; NaN, and so every mean, if it is out of range.
 
+    Within the range, a product with it neither overflows nor vanishes for usual numbers, so that
+    one collective is enough: a larger range would have to be scaled by the largest weight of all.
     Raises ValueError for anything but one number, or one out of range that is known in a trace.
     """
     check_scalar("weight", weight, jnp.bool_, jnp.integer, jnp.floating, interval="[0, inf)")
+    if is_number(weight) and weight and not LEAST <= weight <= MOST:
+        raise ValueError(
+            f"weight is {weight!r}: pass 0 or a number from {LEAST:.2g} to {MOST:.2g}, for only "
+            "the ratios of weights count."
+        )
     floating = jnp.issubdtype(jnp.result_type(weight), jnp.floating)
     kind = wide_type(jnp.result_type(weight)) if floating else jnp.result_type(float)
     weight = jnp.asarray(weight, kind)
-    return jnp.where((weight >= 0) & (weight < jnp.inf), weight, jnp.nan)
+    fits = (weight == 0) | ((weight >= LEAST) & (weight <= MOST))
+    return jnp.where(fits, weight, jnp.nan)
 
 
-def scaled(weight: Float[Array, ""], axis_name: Any) -> Float[Array, ""]:
-    """The weight by about the largest of all workers', so that only their ratios count.
+def moved_from(anchor: PyTree, params: PyTree) -> PyTree:
+    """x - a in float32 or wider, exactly 0 where a round that began at `a` has moved nothing.
 
-    The divisor is a power of two, which rounds nothing.
+    An anchor of a wider type is what it was rounded to at the start of the round.
     """
-    kind = jnp.finfo(weight.dtype)
-    high = kind.maxexp - 28  # 2^high weight is infinite for weights of 2^28 and more
-    # Devices take the least numbers for zero, but their bits count them.
-    bits = lax.bitcast_convert_type(weight, jnp.dtype(f"uint{kind.bits}"))
-    least = bits.astype(weight.dtype) * 2.0 ** (high + kind.minexp - kind.nmant)
-    raised = jnp.where(bits < 2**kind.nmant, least, weight * 2.0**high)
-    both = jnp.stack([raised, weight])
-    largest = lax.pmax(both, axis_name)
-    power = lax.reduce_precision(jnp.minimum(largest, kind.max / 4), kind.nexp, 0)
-    return jnp.where(largest[0] < jnp.inf, *(both / power))
+
+    def change(a, x):
+        wide = wide_type(x.dtype)
+        return x.astype(wide) - a.astype(x.dtype).astype(wide)
+
+    return jax.tree.map(change, anchor, params)
 
 
 def weighed(x: Array, weight: Float[Array, ""]) -> Array:

@@ -107,12 +107,14 @@ def checked_policies(sync_opt_state: str | Mapping[str, str]) -> dict[str, str]:
     return dict(policies)
 
 
-def policy_of_leaves(opt_state: optax.OptState, policies: Mapping[str, str]) -> list[str]:
+def policy_of_leaves(
+    opt_state: optax.OptState, policies: Mapping[str, str], params: PyTree
+) -> list[str]:
     """One policy per leaf of the optimizer state, in order."""
-    paths = jax.tree_util.tree_flatten_with_path(opt_state)[0]
-    used, chosen = set(), []
-    for path, leaf in paths:
-        text = "." + jax.tree_util.keystr(path, simple=True, separator=".") + "."
+    paths, used, chosen = jax.tree_util.tree_flatten_with_path(opt_state)[0], set(), []
+    of_params = _types_in(params)
+    fields = [_field_of(path, opt_state, of_params) for path, _ in paths]
+    for text, (_, leaf) in zip(fields, paths, strict=True):
         names = [name for name in policies if not name or f".{name}." in text]
         names.sort(key=len, reverse=True)  # the most specific one
         policy = policies[names[0]] if names else LOCAL
@@ -126,12 +128,74 @@ def policy_of_leaves(opt_state: optax.OptState, policies: Mapping[str, str]) -> 
         chosen.append(policy if floating or (names and names[0]) else LOCAL)
     missing = [name for name in policies if name and name not in used]
     if missing:
-        known = sorted({str(k.name) for path, _ in paths for k in path if hasattr(k, "name")})
+        known = sorted({text.strip(".").rpartition(".")[2] for text in fields} - {""})
         raise ValueError(
             f"sync_opt_state names {missing}, which the optimizer state does not have: use one of "
-            f"{known}."
+            f"its fields {known}."
         )
     return chosen
+
+
+def _nodes(tree, path):
+    """(node, key) along a path, as far as Python can follow it."""
+    kinds = jax.tree_util
+    for key in path:
+        yield tree, key
+        if isinstance(key, kinds.GetAttrKey):
+            tree = getattr(tree, key.name, None)
+        elif isinstance(key, kinds.SequenceKey | kinds.DictKey):
+            tree = tree[key.idx if isinstance(key, kinds.SequenceKey) else key.key]
+        else:
+            return
+
+
+def _types_in(params):
+    """The types of the parameters' nodes, whose fields are no fields of an optimizer's state."""
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    nodes = [node for path in paths for node, _ in _nodes(params, path)]
+    return {*map(type, nodes)} - {dict, list, tuple}
+
+
+def _field_of(path, opt_state, of_params) -> str:
+    """The path of a leaf to its last field of a state, as ".0.mu.", without parameters' names."""
+    names, end = [], 0
+    for node, key in _nodes(opt_state, path):
+        if type(node) in of_params:
+            break
+        names.append(jax.tree_util.keystr((key,), simple=True))
+        end = len(names) if isinstance(key, jax.tree_util.GetAttrKey) else end
+    return ".".join(["", *names[:end], ""])
+
+
+def check_moments(opt_state: optax.OptState, chosen: list[str]) -> None:
+    """Raises ValueError where an update would divide by a second moment of other gradients.
+
+    A worker whose own `nu` is zero, as it has had no gradient, would divide a mean `mu` by nothing.
+    """
+    has_nu = lambda node: "nu" in getattr(node, "_fields", ())  # noqa: E731
+    policies = jax.tree.unflatten(jax.tree.structure(opt_state), chosen)
+    states = jax.tree.leaves(opt_state, is_leaf=has_nu)
+    for state, node in zip(states, jax.tree.leaves(policies, is_leaf=has_nu), strict=True):
+        if not has_nu(state):
+            continue
+        of_nu = {*jax.tree.leaves(node.nu)}
+        for name in state._fields:
+            of = (jax.tree.leaves(getattr(tree, name)) for tree in (state, node))
+            own = {
+                p
+                for x, p in zip(*of, strict=True)
+                if jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+            }
+            needed = {MEAN: {MEAN}, LOCAL: {LOCAL, MEAN}, RESET: {LOCAL, MEAN, RESET}}
+            if isinstance(state, optax.ScaleByRStdDevState):  # whose nu - mu^2 is a variance
+                needed = {policy: {policy} for policy in needed}
+            wrong = [p for p in own if not of_nu <= needed[p]]
+            if wrong:
+                raise ValueError(
+                    f"sync_opt_state leaves {name!r} {wrong[0]!r} and 'nu' {of_nu.pop()!r}, and an "
+                    f"update would divide by a second moment of other gradients than {name!r}: "
+                    f"name both, as {{{name!r}: 'mean', 'nu': 'mean'}}."
+                )
 
 
 def check_survives(state: optax.OptState, chosen: list[str]) -> None:
@@ -183,6 +247,11 @@ def wide_zeros(params: optax.Params) -> optax.Params:
     return jax.tree.map(lambda p: jnp.zeros(p.shape, wide_type(p.dtype)), params)
 
 
+def wide_copy(params: optax.Params) -> optax.Params:
+    """A copy in float32 or wider, with buffers of its own."""
+    return jax.tree.map(lambda p: jnp.array(p, wide_type(p.dtype), copy=True), params)
+
+
 def floating_as(state: PyTree, params: optax.Params, axis_name: AxisName) -> PyTree:
     """The state, its floating leaves typed as varying over the workers' axes if parameters are."""
     over = [mesh.varying_axes(x) for x in jax.tree.leaves(params)]
@@ -221,8 +290,10 @@ def _shapes(tree):
     return [jax.numpy.shape(x) for x in jax.tree.leaves(tree)]
 
 
-def distance(params: optax.Params, mean: optax.Params, specs: PyTree[P] | None) -> Float[Array, ""]:
-    """A worker's relative distance from the mean: |x_w - x_bar| / |x_bar| over all leaves."""
+def distance(
+    own: PyTree, mean: PyTree, params: optax.Params, specs: PyTree[P] | None
+) -> Float[Array, ""]:
+    """A worker's relative distance |x_w - x_bar| / |params| over all leaves; x may be changes."""
 
     def norm(tree):
         sums = {}  # by the axes over which a leaf is split on a worker's devices
@@ -235,5 +306,5 @@ def distance(params: optax.Params, mean: optax.Params, specs: PyTree[P] | None) 
 
     manual = jax.sharding.get_abstract_mesh().manual_axes
     of = jax.tree.leaves(mesh.like(P() if specs is None else specs, params))
-    distance = norm(jax.tree.map(jnp.subtract, params, mean))
-    return distance / jnp.maximum(norm(mean), jnp.finfo(jnp.float32).tiny)
+    distance = norm(jax.tree.map(jnp.subtract, own, mean))
+    return distance / jnp.maximum(norm(params), jnp.finfo(jnp.float32).tiny)

@@ -93,13 +93,14 @@ def resize(
         )
     resized = lambda x: jax.ShapeDtypeStruct((workers, *np.shape(x)[1:]), x.dtype)  # noqa: E731
     check_like("inner", jax.tree.map(resized, state.inner), fresh.inner, "the fresh state")
-    inner = fresh.inner
+    inner, none = fresh.inner, lambda part: type(part) is tuple and not part
     if policy != RESET:
         inner = mean_of(state.inner, workers) if policy == MEAN else of_first(state.inner)
     return LocalState(
         since=of_all(state.since),
         inner=inner,
-        anchor=of_all(state.anchor),
+        # Of local steps alone it is where the round goes on from.
+        anchor=fresh.anchor if none(state.outer) and none(state.residual) else of_all(state.anchor),
         outer=of_all(state.outer),
         residual=mean_of(state.residual, workers),
         drift=mean_of(state.drift, workers),

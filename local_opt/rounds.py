@@ -1,5 +1,6 @@
 """The step and the sync of a round, and local steps as one optax transformation by a plan."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -15,10 +16,10 @@ from local_opt import opt_state as state_lib
 from local_opt.corrections import Correction
 from local_opt.exchange import no_residual, synchronize_changes
 from local_opt.formats import Compressor, check_compressor
-from local_opt.mean import averaged, check_own, check_scalar, if_counted, pmean
+from local_opt.mean import averaged, check_own, check_scalar, if_counted, moved_from, pmean
 from local_opt.opt_state import LOCAL, check_call, check_state, checked
 from local_opt.plans import SyncPlan, check_plan
-from local_opt.workers import AxisName, check_kind, in_scope
+from local_opt.workers import AxisName, check_kind, in_scope, wide_type
 from syncopate import mesh
 from syncopate.plans import is_whole
 from syncopate.workers import AXIS
@@ -32,7 +33,8 @@ class Rounds(NamedTuple):
       update: `(grads, state, params, **extra) -> (updates, state)`, as in optax: one step of this
         worker, without any collective unless `in_step`.
       sync: `(params, state, *, weight=None, **extra) -> (params, state)`, after the round's last
-        step. It overwrites the parameters, which are then bitwise equal on all workers.
+        step. It overwrites the parameters, which are then bitwise equal on all workers; with an
+        outer optimizer, a compressor or a correction if all have started from equal ones.
       in_step: whether every step averages gradients, and the sync does nothing. Parameters and
         state are then equal on all workers, and one copy of them is enough.
       drift: `state -> float32[]`, |x_w - x_bar| / |x_bar| at the last sync, or None if not asked.
@@ -50,7 +52,7 @@ class LocalState(NamedTuple):
 
     since: Int[Array, ""]  # steps since the last sync
     inner: Any
-    anchor: Any = ()  # the parameters after the last sync; () if nothing needs them
+    anchor: Any = ()  # the parameters after the last sync; wide under `outer`; () if not needed
     outer: Any = ()  # state of the outer optimizer, equal on all workers
     residual: Any = ()  # what compression has lost of this worker's changes; () without feedback
     drift: Float[Array, ""] | tuple[()] = ()  # at the last sync; () if it is not measured
@@ -73,6 +75,11 @@ def local_rounds(
     Step: x_w <- x_w + inner(g_w). Sync: x_w <- x_bar = 1/W sum_v x_v, or with an outer optimizer
     x_w <- a + outer(a - x_bar), where a are the parameters after the last sync.
 
+    With an outer optimizer, a compressor or a correction, x_bar = a + 1/W sum_v (x_v - a): what no
+    worker has moved stays to the bit. The anchor a of narrow parameters is float32 under an outer
+    optimizer, whose steps may be smaller than their rounding. Plain averaging, which has no anchor,
+    may be off by a rounding where nothing moves; it comes to rest, at about 1e-6 |x|.
+
     `sync(params, state, weight=v_w)` weighs workers, as by their tokens or steps, as `pmean`
     does, averaged optimizer state alike. A worker with weight zero, as one whose loss is not
     finite, gets the mean as all others do, and keeps what stays local. If all weights are zero, or
@@ -85,8 +92,10 @@ def local_rounds(
         axis in scope; () for one worker, under a plain `jax.jit`.
       sync_opt_state: what a sync does with the optimizer state: "local" (each worker keeps its own,
         as in the papers), "mean" or "reset" (to its first value), for all floating leaves. Or by
-        field name, as {"mu": "mean", "0.nu": "reset"}: the longest matching name counts, and fields
-        without one stay local. Integers, as counts, are only reset by name.
+        the names of fields of optax' states, as {"mu": "mean", "0.nu": "mean"}: the longest
+        matching name counts, and fields without one stay local. Parameters' names match nothing,
+        and a `mu` is not averaged without the `nu` that divides it. Integers, as counts, are only
+        reset by name.
       outer: an optax optimizer that takes a - x_bar as its gradient, and the round's number of
         steps, the weighted mean of the workers', as the extra argument `period`, float32[]; None is
         plain averaging.
@@ -123,10 +132,6 @@ def local_rounds(
       Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models, 2023,
       https://arxiv.org/abs/2311.08105
     """
-    policies = state_lib.checked_policies(sync_opt_state)
-    inner = checked(inner)
-    outer = None if outer is None else checked(outer, "outer")
-    anchored = outer is not None or compress is not None
     check_compressor(compress)
     if not isinstance(correction, Correction | None):
         raise ValueError(f"correction is {correction!r}: pass scaffold() or fedprox(0.1).")
@@ -137,89 +142,149 @@ def local_rounds(
         )
     if not isinstance(drift, bool):
         raise ValueError(f"drift is {drift!r}: pass True to measure it at every sync, or False.")
-    correction = correction or Correction(init=lambda params: ())  # which changes nothing
     mesh.check_specs(specs, axis_name)
-
-    @jax.transfer_guard("allow")
-    def init(params):
-        check_kind(params)
-        no_drift = jnp.zeros((), jnp.float32) if drift else ()
-        state = state_lib.apart(inner.init(params), params)
-        state_lib.check_survives(state, state_lib.policy_of_leaves(state, policies))
-        state = LocalState(
-            since=jnp.zeros((), jnp.int32),
-            inner=state_lib.floating_as(state, params, axis_name),
-            # A copy: one buffer cannot be given away twice.
-            anchor=jax.tree.map(jnp.copy, params) if anchored else (),
-            outer=state_lib.apart(outer.init(params), params) if outer else (),
-            residual=state_lib.floating_as(no_residual(params, compress), params, axis_name),
-            drift=state_lib.floating_as(no_drift, params, axis_name),
-            correction=state_lib.floating_as(correction.init(params), params, axis_name),
+    return rounds_of(
+        Local(
+            checked(inner), axis_name, state_lib.checked_policies(sync_opt_state),
+            None if outer is None else checked(outer, "outer"), compress,
+            correction or Correction(init=lambda params: ()),  # which changes nothing
+            specs, drift, anchored=not (outer is None and compress is None and correction is None),
         )
-        return state_lib.in_place(state, params, specs)
+    )  # fmt: skip
+
+
+class Local(NamedTuple):
+    """The checked options of `local_rounds`.
+
+    With an anchor a sync averages changes from it, and what no worker has moved stays to the bit.
+    """
+
+    inner: optax.GradientTransformationExtraArgs
+    axis_name: AxisName
+    policies: Mapping[str, str]
+    outer: optax.GradientTransformationExtraArgs | None
+    compress: Compressor | None
+    correction: Correction
+    specs: PyTree[PartitionSpec] | None
+    drift: bool
+    anchored: bool
+
+
+def rounds_of(of: Local) -> Rounds:
+    """The pure functions of `local_rounds`."""
+    init = functools.partial(_init, of)
 
     def update(grads, state, params=None, **extra):
         check_call(init, state, params, grads)
-        check_own(grads, axis_name)
-        grads = correction.gradient(grads, state.correction, params)
-        updates, inner_state = inner.update(grads, state.inner, params, **extra)
-        updates, own = correction.update(updates, state.correction, **extra)
-        return updates, state._replace(inner=inner_state, since=state.since + 1, correction=own)
+        check_own(grads, of.axis_name)
+        grads = of.correction.gradient(grads, state.correction, params, state.anchor)
+        updates, inner = of.inner.update(grads, state.inner, params, **extra)
+        updates, correction = of.correction.update(updates, state.correction, **extra)
+        return updates, state._replace(inner=inner, since=state.since + 1, correction=correction)
 
-    def sync(params, state, *, weight=None, **extra):
-        del extra
-        check_call(init, state, params, params)
-        given, axis = (params, state), in_scope(axis_name)
-        mesh.check_specs(specs, axis)
-        check_own(params, axis, all_of=True)
-        chosen = state_lib.policy_of_leaves(state.inner, policies)
-        pairs = zip(jax.tree.leaves(state.inner), chosen, strict=True)
-        fields = [leaf for leaf, policy in pairs if policy == state_lib.MEAN]
-        exact = params if compress is None else ()
-        steps = state.since.astype(jnp.float32) if outer else ()
-        (mean, fields, steps), share = averaged((exact, fields, steps), axis, weight)
-        residual = state.residual
-        if compress is not None:
-            mean, residual = synchronize_changes(
-                params, axis_name=axis, anchor=state.anchor, compressor=compress, residual=residual,
-                specs=specs, share=share,
-            )  # fmt: skip
-        first = lambda: state_lib.apart(inner.init(mean), mean)  # noqa: E731
-        own = if_counted(params, mean, share)
-        # At the start of the next round, after the outer optimizer.
-        new, outer_state = outer_step(outer, state.outer, state.anchor, mean, steps)
-        state = LocalState(
-            since=jnp.zeros_like(state.since),
-            inner=state_lib.placed(state.inner, chosen, fields, first),
-            anchor=jax.tree.map(jnp.copy, new) if anchored else (),
-            outer=outer_state,
-            residual=residual,
-            drift=state_lib.distance(own, mean, specs) if drift else (),
-            correction=correction.sync(
-                state.correction, own=own, mean=mean, new=new, axis_name=axis, share=share
-            ),
-        )
-        return mesh.alike(state_lib.in_place((new, state), params, specs), given)
-
-    return Rounds(init, update, sync, drift=(lambda state: state.drift) if drift else None)
+    sync = functools.partial(_sync, of)
+    return Rounds(init, update, sync, drift=(lambda state: state.drift) if of.drift else None)
 
 
-def outer_step(outer: Any, state: Any, anchor: PyTree, mean: PyTree, period: Any) -> tuple:
-    """(parameters, state) after a round of so many steps: a + outer(a - x_bar), or the mean."""
-    if outer is None:
-        return mean, state
+@jax.transfer_guard("allow")
+def _init(of: Local, params):
+    check_kind(params)
+    state = state_lib.apart(of.inner.init(params), params)
+    chosen = state_lib.policy_of_leaves(state, of.policies, params)
+    state_lib.check_survives(state, chosen)
+    state_lib.check_moments(state, chosen)
+    anchor = state_lib.wide_copy(params) if of.outer else jax.tree.map(jnp.copy, params)
+    typed = lambda tree: state_lib.floating_as(tree, params, of.axis_name)  # noqa: E731
+    state = LocalState(
+        since=jnp.zeros((), jnp.int32),
+        inner=typed(state),
+        anchor=anchor if of.anchored else (),
+        outer=state_lib.apart(of.outer.init(anchor), anchor) if of.outer else (),
+        residual=typed(no_residual(params, of.compress)),
+        drift=typed(jnp.zeros((), jnp.float32) if of.drift else ()),
+        correction=typed(of.correction.init(params)),
+    )
+    return state_lib.in_place(state, params, of.specs)
+
+
+def _sync(of: Local, params, state, *, weight=None, **extra):
+    del extra
+    check_call(functools.partial(_init, of), state, params, params)
+    given, axis = (params, state), in_scope(of.axis_name)
+    mesh.check_specs(of.specs, axis)
+    check_own(params, axis, all_of=True)
+    params = jax.tree.map(jnp.asarray, params)
+    chosen = state_lib.policy_of_leaves(state.inner, of.policies, params)
+    pairs = zip(jax.tree.leaves(state.inner), chosen, strict=True)
+    fields = [leaf for leaf, policy in pairs if policy == state_lib.MEAN]
+    own = moved_from(state.anchor, params) if of.anchored else params
+    steps = state.since.astype(jnp.float32) if of.outer else ()
+    (mean, fields, steps), relative_weight, totals = averaged(
+        (() if of.compress else own, fields, steps), axis, weight,
+        of.correction.counts(state.correction),
+    )  # fmt: skip
+    residual = state.residual
+    if of.compress is not None:
+        mean, residual = synchronize_changes(
+            params, axis_name=axis, anchor=state.anchor, compressor=of.compress,
+            residual=residual, specs=of.specs, relative_weight=relative_weight,
+        )  # fmt: skip
+    own = if_counted(own, mean, relative_weight)
+    anchor, outer = _after_round(of, state, mean, steps)
+    new = jax.tree.map(lambda a, x: a.astype(x.dtype), anchor, params)
+    of_mean = moved_by(state.anchor, mean) if of.anchored else mean
+    state = LocalState(
+        since=jnp.zeros_like(state.since),
+        inner=state_lib.placed(
+            state.inner, chosen, fields, lambda: state_lib.apart(of.inner.init(new), new)
+        ),
+        anchor=jax.tree.map(jnp.copy, anchor) if of.anchored else (),
+        outer=outer,
+        residual=residual,
+        drift=state_lib.distance(own, mean, of_mean, of.specs) if of.drift else (),
+        correction=of.correction.sync(
+            state.correction, change=own, mean=mean, totals=totals, axis_name=axis,
+            relative_weight=relative_weight,
+        ),
+    )  # fmt: skip
+    return mesh.alike(state_lib.in_place((new, state), params, of.specs), given)
+
+
+def moved_by(anchor: PyTree, change: PyTree) -> PyTree:
+    """a + d, added in float32 or wider, in the anchor's type."""
+
+    def moved(a, d):
+        wide = wide_type(a.dtype)
+        return (a.astype(wide) + d.astype(wide)).astype(a.dtype)
+
+    return jax.tree.map(moved, anchor, change)
+
+
+def _after_round(of: Local, state: LocalState, mean: PyTree, period: Any) -> tuple:
+    """(parameters, outer state) after a round of so many steps, from its mean (change)."""
+    if not of.anchored:
+        return mean, ()
+    if of.outer is None:
+        return moved_by(state.anchor, mean), ()
+    outer = of.outer
 
     def step(state, anchor, mean):
-        change = jax.tree.map(jnp.subtract, anchor, mean)
-        updates, state = outer.update(change, state, anchor, period=period)
+        change = jax.tree.map(lambda a, d: -d.astype(a.dtype), anchor, mean)
+        updates, state = outer.update(change, state, anchor, period=_snapped(period))
         return optax.apply_updates(anchor, updates), state
 
     if not jax.sharding.get_abstract_mesh().manual_axes:
-        return step(state, anchor, mean)
+        return step(state.outer, state.anchor, mean)
     # Devices hold arrays [1, ...]. In that shape XLA writes momentum and anchor in place; in the
     # worker's own it computes momentum twice, of copies.
-    rows = jax.tree.map(lambda x: jnp.expand_dims(x, 0), (state, anchor, mean))
+    rows = jax.tree.map(lambda x: jnp.expand_dims(x, 0), (state.outer, state.anchor, mean))
     return jax.tree.map(lambda x: jnp.squeeze(x, 0), jax.vmap(step)(*rows))
+
+
+def _snapped(period):
+    """A mean number of steps; of equal ones that number, without the rounding of the mean."""
+    whole = jnp.round(period)
+    return jnp.where(jnp.abs(period - whole) <= 1e-6 * whole, whole, period)
 
 
 def parallel_rounds(inner: optax.GradientTransformation, *, axis_name: AxisName = AXIS) -> Rounds:
@@ -262,7 +327,7 @@ def parallel_rounds(inner: optax.GradientTransformation, *, axis_name: AxisName 
     def update(grads, state, params=None, *, weight=None, **extra):
         check_call(init, state, params, grads)
         check_own(grads, axis_name)
-        mean, _ = averaged(grads, axis_name, weight)
+        mean = averaged(grads, axis_name, weight).mean
         return inner.update(mean, state, params, **extra)
 
     def sync(params, state, *, weight=None, **extra):

@@ -10,11 +10,12 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int, PyTree
 
+from local_opt.corrections import Correction
 from local_opt.formats import Compressor, check_compressor
 from local_opt.mean import checked_weight, if_counted
-from local_opt.opt_state import check_call, check_state, checked
+from local_opt.opt_state import check_call, check_state, checked, wide_copy
 from local_opt.plans import SyncPlan
-from local_opt.rounds import LocalState, local_rounds
+from local_opt.rounds import Local, LocalState, local_rounds, rounds_of
 from local_opt.workers import AxisName, wide_type
 from syncopate import mesh
 from syncopate.plans import check_number, check_whole, is_whole
@@ -129,10 +130,11 @@ def streaming_rounds(
     # One rounds takes the steps, and each fragment has rounds of its own, whose sync is its start.
     steps = local_rounds(inner, axis_name=axis_name, specs=specs)
 
-    def rounds_of(params, part):
+    def rounds_of_part(params, part):
         own = None if specs is None else _pick(mesh.like(specs, params), part)
-        return local_rounds(
-            optax.identity(), axis_name=axis_name, outer=outer, compress=compress, specs=own
+        nothing = checked(optax.identity()), Correction(init=lambda params: ())
+        return rounds_of(
+            Local(nothing[0], axis_name, {}, outer, compress, nothing[1], own, False, anchored=True)
         )
 
     def part_of(params, state, fragment):
@@ -143,11 +145,11 @@ def streaming_rounds(
     @jax.transfer_guard("allow")
     def init(params):
         whole, parts = steps.init(params), parts_of(params, fragments)
-        own = [rounds_of(params, part).init(_pick(params, part)) for part in parts]
+        own = [rounds_of_part(params, part).init(_pick(params, part)) for part in parts]
         return StreamingState(
             since=jnp.zeros(len(parts), jnp.int32),
             inner=whole.inner,
-            anchor=jax.tree.map(jnp.copy, params),
+            anchor=wide_copy(params) if outer else jax.tree.map(jnp.copy, params),
             outer=tuple(state.outer for state in own),
             residual=tuple(state.residual for state in own),
         )
@@ -163,16 +165,16 @@ def streaming_rounds(
         own = LocalState(
             since=state.since[fragment],
             inner=optax.EmptyState(),
-            anchor=_pick(state.anchor, part) if outer or compress else (),
+            anchor=_pick(state.anchor, part),
             outer=state.outer[fragment],
             residual=state.residual[fragment],
         )
-        new, own = rounds_of(params, part).sync(_pick(params, part), own, weight=weight)
+        _, own = rounds_of_part(params, part).sync(_pick(params, part), own, weight=weight)
         outers, residuals = list(state.outer), list(state.residual)
         outers[fragment], residuals[fragment] = own.outer, own.residual
         return state._replace(
             since=state.since.at[fragment].set(own.since),
-            anchor=_placed(state.anchor, part, new),
+            anchor=_placed(state.anchor, part, own.anchor),
             outer=tuple(outers),
             residual=tuple(residuals),
         )
@@ -181,16 +183,17 @@ def streaming_rounds(
         params, state, *, fragment: int, last: bool = False, weight: ArrayLike | None = None
     ):
         part = part_of(params, state, fragment)
-        new = _pick(state.anchor, part)
+        own = _pick(params, part)
+        new = jax.tree.map(lambda a, x: a.astype(x.dtype), _pick(state.anchor, part), own)
         weight = None if weight is None else checked_weight(weight)
         if mixing and not last:
 
             def mixed(own, common):
-                wide = wide_type(own.dtype)
-                mean = mixing * own.astype(wide) + (1 - mixing) * common.astype(wide)
-                return mean.astype(own.dtype)
+                # From the common one, so that equal numbers stay to the bit.
+                wide = common.astype(wide_type(own.dtype))
+                return (wide + mixing * (own.astype(wide.dtype) - wide)).astype(own.dtype)
 
-            new = jax.tree.map(mixed, if_counted(_pick(params, part), new, weight), new)
+            new = jax.tree.map(mixed, if_counted(own, new, weight), new)
         return mesh.alike(_placed(params, part, jax.tree.map(jnp.copy, new)), params), state
 
     def communicate(params, state, due: Iterable[Event], *, weight: ArrayLike | None = None):

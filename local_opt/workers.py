@@ -23,8 +23,9 @@ TRAINED = "only floating parameters can be trained and averaged. Keep it outside
 def mean_over_workers(tree: PyTree) -> PyTree:
     """One model from W workers: their mean, for evaluation and export.
 
-    x_bar = 1/W sum_w x_w in float32, cast back; leaves that are not floating are worker 0's. NumPy
-    arrays of 64 bits are averaged in NumPy and keep their type.
+    x_bar = x_0 + 1/W sum_w (x_w - x_0) in float32, cast back: the mean of equal numbers is that
+    number. Leaves that are not floating are worker 0's. NumPy arrays of 64 bits are averaged in
+    NumPy and keep their type.
 
     The mean of averages that workers keep of their own parameters is the average of the mean
     parameters, whatever a sync does: averages are linear.
@@ -48,7 +49,8 @@ def mean_over_workers(tree: PyTree) -> PyTree:
     def mean(x):
         floating = jnp.issubdtype(x.dtype, jnp.inexact)
         if _beyond_jax(x):
-            return np.asarray(np.mean(x, axis=0, dtype=x.dtype) if floating else x[0])
+            mean = lambda x: x[0] + np.mean(x - x[0], axis=0, dtype=x.dtype)  # noqa: E731
+            return np.asarray(mean(x) if floating else x[0])
         x = jnp.asarray(x)
         return _mean(x) if floating else first(x)
 
@@ -139,7 +141,10 @@ def _beyond_jax(x):
 @jax.jit
 def _mean(x):
     """Of [W, ...] over the workers, added up in float32."""
-    return (jnp.sum(x.astype(wide_type(x.dtype)), axis=0) / len(x)).astype(x.dtype)
+    wide = x.astype(wide_type(x.dtype))
+    start = first(wide)
+    start = jnp.where(jnp.isfinite(start), start, 0)
+    return (start + jnp.sum(wide - start[None], axis=0) / len(x)).astype(x.dtype)
 
 
 @jax.jit

@@ -153,9 +153,9 @@ def run_given(opt, first, grads, plan=PLAN):
     for t, own in enumerate(grads):
         stacked = jax.tree.map(lambda *x: jnp.stack(x), *own)
         updates, state = step(stacked, state, params)
-        params = optax.apply_updates(params, updates)
+        before, params = params, optax.apply_updates(params, updates)
         if plan.syncs_after(t):
-            local_opt.check_synced(params)
+            local_opt.check_synced(params, before=before)
             found.append(jax.tree.map(lambda x: np.asarray(x[0]), params))
     return found
 

@@ -37,11 +37,12 @@ def send(compressor, changes, lost, run="vmap", anchor=ANCHOR, weights=None):
 
     def one(change, lost, *weight):
         tree = jax.tree.map(jnp.add, anchor, change)
-        _, share = mean.averaged((), "worker", *(weight or [None]))
-        return exchange.synchronize_changes(
+        relative = mean.averaged((), "worker", *(weight or [None])).relative_weight
+        moved, lost = exchange.synchronize_changes(
             tree, axis_name="worker", anchor=anchor, compressor=compressor, residual=lost,
-            share=share,
+            relative_weight=relative,
         )  # fmt: skip
+        return jax.tree.map(jnp.add, anchor, moved), lost
 
     more = () if weights is None else (np.float32(weights),)
     return jax.jit(RUNS[run](one))(changes, lost, *more)

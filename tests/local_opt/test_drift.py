@@ -56,8 +56,8 @@ def test_control_variates_equal_the_paper_line_by_line(run):
     # float32 against float64; differences of parameters over the round's rates lose some digits.
     assert distance(found, expected) < 2e-6
     theirs, mean = controls[-1]
-    assert distance(flat(own.against), mean - theirs) < 1e-4
-    assert np.abs(flat(own.against).sum(axis=0)).max() < 1e-4 * np.abs(flat(own.against)).max()
+    assert distance(flat(own.variate), mean - theirs) < 1e-4
+    assert np.abs(flat(own.variate).sum(axis=0)).max() < 1e-4 * np.abs(flat(own.variate)).max()
     assert own.rates.tolist() == [0] * W
 
 
@@ -76,12 +76,12 @@ def test_the_proximal_term_equals_the_paper():
     plain, _ = run_rounds(corrected(None), PLAN)
     assert distance(plain, expected) > 1e-2
     same, _ = run_rounds(corrected(local_opt.fedprox(0.0)), PLAN)
-    np.testing.assert_array_equal(same, plain)
+    assert distance(same, plain) < 2e-7  # a mean of changes, which rounds otherwise
 
 
 def test_a_pull_needs_the_parameters():
     rounds, x = corrected(local_opt.fedprox(1.0)), jnp.ones(2)
-    with pytest.raises(ValueError, match="proximal needs the parameters: call update"):
+    with pytest.raises(ValueError, match="fedprox needs the parameters: call update"):
         rounds.update(x, rounds.init(x))
 
 
@@ -118,7 +118,7 @@ def uneven(steps, rates, weights, run="vmap", inner=None, **options):
         problem = (np.float32(a) for a in (SHAPES, MIDDLES, count, rates, weight))
         x, state = one(x, state, *problem)
         assert_workers_bitwise_equal(x)
-        found.append((x[0], state.correction.against))
+        found.append((x[0], state.correction.variate))
     return [np.array(part) for part in zip(*found, strict=True)]
 
 

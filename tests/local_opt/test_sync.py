@@ -53,9 +53,9 @@ def adam_round(opt_state):
         ("local", "local", "local", 2),
         ("mean", "mean", "mean", 2),
         ("reset", "reset", "reset", 2),
-        ({"mu": "mean", "nu": "reset"}, "mean", "reset", 2),
+        ({"mu": "mean", "nu": "mean"}, "mean", "mean", 2),
         ({"nu": "reset", "0.nu": "mean"}, "local", "mean", 2),  # the longest name counts
-        ({"nu.w": "reset"}, "local", "reset", 2),
+        ({"mu": "reset"}, "reset", "local", 2),
         ({"count": "reset"}, "local", "local", 0),
     ],
     ids=str,
@@ -82,7 +82,16 @@ test_bad_policies_are_refused = refuses({
     "of a field": (lambda: init({"mu": "sum"}), "sync_opt_state is 'sum' for 'mu': it must be"),
     "field": (
         lambda: init({"trace": "mean", "mu": "mean"}),
-        r"names \['trace'\].*one of \['count', 'mu', 'nu'\]",
+        r"names \['trace'\].*its fields \['count', 'mu', 'nu'\]",
+    ),
+    "a parameter": (lambda: init({"nu.w": "mean"}), r"names \['nu.w'\]"),
+    "mu alone": (lambda: init({"mu": "mean"}), "leaves 'mu' 'mean' and 'nu' 'local'.*name both"),
+    "nu begun anew": (lambda: init({"nu": "reset"}), "leaves 'mu' 'local' and 'nu' 'reset'"),
+    "a variance": (
+        lambda: local_opt.local_rounds(
+            optax.rmsprop(0.1, centered=True), sync_opt_state={"nu": "mean"}
+        ).init(jnp.ones(3)),
+        "leaves 'mu' 'local' and 'nu' 'mean'",
     ),
     "count": (lambda: init({"count": "mean"}), "averages '0.count', which is int32: only floating"),
 })  # fmt: skip
@@ -138,7 +147,10 @@ def test_float64_stays_float64():
 @pytest.mark.parametrize("workers", [2, worker_mesh(2)], ids=["vmap", "mesh"])
 @pytest.mark.parametrize("outer", [None, NESTEROV], ids=["averaging", "DiLoCo"])
 def test_a_sync_holds_the_mean_and_no_copy_of_what_is_donated(optimised, workers, outer):
-    """Beside its arguments: as many bytes as one worker has parameters."""
+    """Beside its arguments: as many bytes as one worker has parameters.
+
+    With an anchor, as many again for each worker's change, of which the mean is taken.
+    """
     rounds = local_opt.local_rounds(SGD, outer=outer)
     params = local_opt.replicate({"a": jnp.ones((128, 96)), "b": jnp.ones((96, 40))}, workers)
     init = local_opt.map_workers(rounds.init, workers, in_specs="worker", out_specs="worker")
@@ -146,13 +158,12 @@ def test_a_sync_holds_the_mean_and_no_copy_of_what_is_donated(optimised, workers
     held = params, jax.jit(init)(params)
     found = jax.jit(sync, donate_argnums=(0, 1)).lower(*held).compile().memory_analysis()
     size = sum(x.nbytes for x in jax.tree.leaves(params)) // 2
-    assert found.temp_size_in_bytes <= 1.01 * size
+    changes = 0 if outer is None else 2 if workers == 2 else 1
+    assert found.temp_size_in_bytes <= (1.01 + changes) * size
     assert found.alias_size_in_bytes == found.argument_size_in_bytes
 
 
-@pytest.mark.parametrize(
-    "weighs,sent", [(False, ["17xf32", "9xf32"]), (True, ["18xf32", "2xf32", "9xf32"])]
-)
+@pytest.mark.parametrize("weighs,sent", [(False, ["17xf32", "9xf32"]), (True, ["18xf32", "9xf32"])])
 def test_processes_on_cpus_send_small_leaves_as_one_vector(weighs, sent, monkeypatch):
     """Of each dtype, with the weight, and as leaf by leaf; a large leaf goes alone."""
     mesh = worker_mesh(W)
