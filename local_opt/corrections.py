@@ -139,11 +139,11 @@ def recentred(
     So its sum, as of the sync with these weights, is zero again. A worker that `is_new` has weight
     0 and begins with zeros, as its first rounds find its c_w.
     """
-    own = jax.tree.map(lambda c: jnp.where(is_new, 0, c), state.against)
-    mean, share = averaged(own, axis_name, weight)
+    own = jax.tree.map(lambda c: jnp.where(is_new, 0, c), state.variate)
+    mean, share, _ = averaged(own, axis_name, weight)
     counts = ~is_new if share is None else share != 0
-    against = jax.tree.map(lambda c, m: jnp.where(counts, c - m, c), own, mean)
-    return state._replace(against=against)
+    variate = jax.tree.map(lambda c, m: jnp.where(counts, c - m, c), own, mean)
+    return state._replace(variate=variate)
 
 
 def fedprox(strength: float) -> Correction:

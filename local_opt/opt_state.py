@@ -139,8 +139,10 @@ def policy_of_leaves(
 def _nodes(tree, path):
     """(node, key) along a path, as far as Python can follow it."""
     kinds = jax.tree_util
-    for key in path:
+    for depth, key in enumerate(path, 1):
         yield tree, key
+        if depth == len(path):  # the leaf itself is not asked for
+            return
         if isinstance(key, kinds.GetAttrKey):
             tree = getattr(tree, key.name, None)
         elif isinstance(key, kinds.SequenceKey | kinds.DictKey):

@@ -428,8 +428,8 @@ def test_control_variates_add_up_to_nothing_over_those_that_live():
             x, state = sync(x, state, weight, new=new if first else None)
         np.testing.assert_allclose(x, optimum, atol=1e-4)
         np.testing.assert_allclose(x, wanted[0], atol=1e-5)
-        np.testing.assert_allclose(state.correction.against, wanted[1], atol=1e-4)
-        np.testing.assert_allclose(state.correction.against.sum(), 0, atol=1e-4)
+        np.testing.assert_allclose(state.correction.variate, wanted[1], atol=1e-4)
+        np.testing.assert_allclose(state.correction.variate.sum(), 0, atol=1e-4)
 
 
 def test_residuals_and_legacy_keys_of_one_that_comes_back_are_its_own():

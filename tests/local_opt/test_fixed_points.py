@@ -11,7 +11,9 @@ from tests.problems import COMPRESSORS, copies, vmap
 
 START = np.random.default_rng(3).normal(size=40).astype(np.float32)
 OUTER = {
-    "adam": optax.adam(1e-2), "lion": optax.lion(1e-2, weight_decay=0.0), "muon": optax.contrib.muon(1e-2),
+    "adam": optax.adam(1e-2),
+    "lion": optax.lion(1e-2, weight_decay=0.0),
+    "muon": optax.contrib.muon(1e-2),
     "momentum": optax.sgd(0.7, momentum=0.9, nesterov=True),
 }  # fmt: skip
 HOW = {
