@@ -35,6 +35,7 @@ def run(values: absl_flags.FlagValues) -> None:
     rates = recipe.learning_rates
     rate = rates[len(rates) // 2] if values.learning_rate is None else values.learning_rate
     recipe = recipe._replace(learning_rates=(rate,))
+    recipe = _without_bounds(values, recipe)
     arm = arm_from_flags(values, "run")
     flags.check_used(values, recipe, [arm])
     _check_survives(values, recipe, arm.rows)
@@ -55,6 +56,12 @@ def run(values: absl_flags.FlagValues) -> None:
         built, plans, begun = _prepared(task, recipe, arm.rows, values, known)
         outcome = _train(task, recipe, arm, built, plans, values, folder, settings, begun, done)
         _finish(outcome, built, plans, folder, values)
+
+
+def _without_bounds(values, recipe):
+    """With --survive a task's own bounds are left out: they add up gradients of all."""
+    by_default = values.survive is not None and values.bound_every is None
+    return recipe._replace(bound_every=0) if by_default else recipe
 
 
 def _check_survives(values, recipe, rows):

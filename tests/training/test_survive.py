@@ -165,6 +165,18 @@ def test_what_needs_all_workers_is_refused(monkeypatch, flags, why):
             one_run._check_survives(values, recipe, rows)
 
 
+def test_bounds_of_a_task_that_nobody_asked_for_are_left_out():
+    from experiments import train
+
+    recipe = mock.Mock(_replace=lambda **fields: fields)
+    for words, found in (
+        (["--survive=5"], {"bound_every": 0}), ([], recipe), (["--bound_every=1"], recipe),
+        (["--survive=5", "--bound_every=1"], recipe),
+    ):  # fmt: skip
+        values = parsed(train, "--task=digits", *words)
+        assert one_run._without_bounds(values, recipe) == found
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("more,close", [
     ([], 1e-5), (["--wire=int8", "--outer=nesterov0.7_0.5", "--optimizer=adamw"], 2e-3),
