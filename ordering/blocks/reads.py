@@ -13,8 +13,8 @@ from ordering.blocks.position import checked, fixed
 from ordering.blocks.split import Blocks
 from ordering.blocks.windows import Windows, batches_of, num_batches, windows
 from ordering.data.batches import Reader, Sizes, epoch_of
-from ordering.data.epochs import check_state
 from ordering.data.loader import prefetch_to_device, spreading
+from ordering.data.place import check_state
 from syncopate import plans
 
 

@@ -1,8 +1,9 @@
 """Reading batches in the sequence of an order, ahead of the steps."""
 
 from ordering.data.datasets import grain_dataset, tf_dataset
-from ordering.data.epochs import Epochs, ReadState, read_epochs
+from ordering.data.epochs import Epochs, read_epochs
 from ordering.data.loader import LoadError, prefetch_to_device
+from ordering.data.place import ReadState
 from ordering.data.sources import Source, as_source, step_indices
 
 __all__ = [

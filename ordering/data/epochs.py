@@ -1,37 +1,23 @@
 """An iterator over all epochs of a source, which keeps the state of the order."""
 
 import functools
-import itertools
-import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
-from jaxtyping import Int, Key, PyTree
+from jaxtyping import Key, PyTree
 
 from ordering import base
 from ordering.base import Ordering, Scope, State
 from ordering.data.batches import Load, Reader, Sizes, epoch_of, of_process
-from ordering.data.loader import check_batches, check_steps, prefetch_to_device, representable
-from ordering.data.sources import as_source, check_units_of, step_indices
-from syncopate import mesh, plans
-
-Count = int | Int[np.ndarray, ""] | Int[jax.Array, ""]
-
-
-class ReadState(NamedTuple):
-    """A place in the data and the order's state there; see `Epochs.state`."""
-
-    order: State  # of all workers
-    epoch: Count = 0
-    units: Count = 0  # of this epoch, that all workers together have read
-    loads: Count = 0  # batches that were read since the run began
-    steps: Count = 0  # as many, or with echoing the uses of all batches
-    uses: Count = 0  # of the batch after these units, which is used again; 0: none is
+from ordering.data.loader import check_steps, prefetch_to_device, representable
+from ordering.data.place import ReadState, check_place, check_state, key_data, restored
+from ordering.data.reading import reading
+from ordering.data.sources import as_source
+from syncopate import plans
 
 
 class Epochs(Reader):
@@ -258,165 +244,3 @@ def _of_processes(sharding, batch):
     """Arrays [W, ...] from the rows of each process's own workers."""
     make = functools.partial(jax.make_array_from_process_local_data, sharding)
     return jax.tree.map(lambda x: make(np.asarray(x)), representable(batch))
-
-
-def reading(
-    source: Any, order: Ordering, scope: Scope, num_units: int, unit_size: int
-) -> Callable[[np.ndarray, int, int], Iterable]:
-    """`(orders, first step, epoch) -> batches` of this process's workers."""
-    unit_size = plans.check_whole("unit_size", unit_size, 1)
-    workers, window = scope.workers or 1, order.units_per_step
-    total = order.total if order.is_global and order.total else workers * num_units
-    owned = _workers_of_process(scope)
-    first = 0 if order.is_global else num_units * owned[:, None]  # of each worker's own units
-
-    def pipeline(orders, first_step, epoch):
-        orders = np.atleast_2d(orders) + first
-        indices, size = step_indices(
-            orders, num_units=num_units, units_per_step=window, unit_size=unit_size, total=total
-        )
-        sizes = [min(size, indices.size - i) for i in range(0, indices.size, size)]
-        found = source(indices, first_step, epoch)
-        check_batches("batches", found)
-        return _in_full(found, sizes)
-
-    if callable(source):
-        plans.check_function("source", source, "indices", "first_step", "epoch")
-        return pipeline
-    examples = as_source(source)
-    if not 0 <= len(examples) - total * unit_size < workers * window * unit_size:
-        raise ValueError(
-            f"the source has {len(examples)} examples, and the orders name {total} units of "
-            f"{unit_size}: make orders for all of them, pass a source of the examples of all "
-            "workers, or another unit_size; leave out of the source what is not to be read."
-        )
-
-    def batches(orders, first_step, epoch):
-        if order.is_global:
-            check_units_of(orders.reshape(-1), total)
-        else:
-            check_units_of(orders, num_units)
-        rows = np.atleast_2d(orders)
-        for start in range(0, rows.shape[1], window):
-            units = rows[:, start : start + window].astype(np.int64) + first
-            indices = units[..., None] * unit_size + np.arange(unit_size)
-            batch = examples[indices.reshape(-1)]
-            shape = indices.shape[:1] if orders.ndim == 2 else ()
-            yield jax.tree.map(lambda x: x.reshape(*shape, -1, *x.shape[1:]), batch)  # noqa: B023
-
-    return batches
-
-
-def _workers_of_process(scope: Scope) -> np.ndarray:
-    """The numbers of the workers whose devices belong to this process."""
-    if scope.mesh is None:
-        return np.arange(scope.workers or 1)
-    axis, process = scope.mesh.axis_names.index(scope.axis_name), jax.process_index()
-    devices = np.ndenumerate(scope.mesh.devices)
-    return np.unique([at[axis] for at, device in devices if device.process_index == process])
-
-
-def _in_full(batches: Iterable, sizes: Sequence[int]) -> Iterator:
-    """The batches; ValueError for others than one per step, which would lose examples."""
-    batches, more = iter(batches), object()
-    for number, size in enumerate(sizes):
-        batch = next(batches, more)
-        if batch is more:
-            return
-        shapes = {np.shape(leaf) for leaf in jax.tree.leaves(batch)}
-        if not any(size in itertools.accumulate(shape, operator.mul) for shape in shapes):
-            raise ValueError(
-                f"the source gave a batch of shapes {shapes} for a step of {size} examples: give "
-                "one batch per step, with all of its examples."
-            )
-        if number + 1 == len(sizes) and next(batches, more) is not more:
-            raise ValueError(
-                f"the source gave more than {len(sizes)} batches for as many steps: give one batch "
-                "per step, with all of its examples."
-            )
-        yield batch
-
-
-def check_state(state: State) -> None:
-    """Raises ValueError unless a state has what a reader looks at."""
-    missing = [name for name in ("current", "next", "left") if not hasattr(state, name)]
-    if missing:
-        raise ValueError(
-            f"the order's state, a {type(state).__name__}, has no {' and no '.join(missing)}: give "
-            "it all that ordering.Ordering names; where nothing of the next order is known, a copy "
-            "of current as next and zero as left."
-        )
-
-
-def check_place(place: ReadState, num_units: int, workers: int, window: int) -> None:
-    """Raises ValueError for a place that is none of the order's, or from which no step begins."""
-    unit, rest = divmod(int(place.units), workers)
-    if rest or not 0 <= unit <= num_units:
-        raise ValueError(
-            f"{int(place.units)} units of the epoch were read, and {workers} workers have "
-            f"{num_units} units each: pass a state of this order, after another number of workers "
-            "with the order that ordering.resize made."
-        )
-    aligned = (num_units - unit) % window in (0, num_units % window)
-    if hasattr(place.order, "position") and not aligned:
-        raise ValueError(
-            f"{unit} of {num_units} units were read, which leaves no whole steps of {window} units "
-            "for the order to observe: go on with another units_per_step until the epoch ends."
-        )
-
-
-def restored(like: ReadState, saved: PyTree) -> ReadState:
-    """`saved` in the structure, types and places of `like`; ValueError if it has other arrays."""
-    advice = "pass what Epochs.state gave of an order with the same arguments, units and workers."
-
-    def pick(path, leaf):
-        found = saved
-        for part in path:
-            name = getattr(part, "name", getattr(part, "key", getattr(part, "idx", None)))
-            try:
-                found = _part(found, name)
-            except (KeyError, IndexError, AttributeError, TypeError):
-                where = jax.tree_util.keystr(path)
-                raise ValueError(f"state has no {where}: {advice}") from None
-        data, found = key_data(leaf), key_data(found)
-        if np.shape(found) != np.shape(data):
-            where = jax.tree_util.keystr(path)
-            raise ValueError(
-                f"state{where} has the shape {np.shape(found)}, and the order's {np.shape(data)}: "
-                f"{advice}"
-            )
-        return _placed(found, leaf)
-
-    found = jax.tree_util.tree_map_with_path(pick, like)
-    if len(jax.tree.leaves(saved)) != len(jax.tree.leaves(like)):
-        raise ValueError(f"state has arrays that this order does not have: {advice}")
-    return found
-
-
-def _part(tree, name):
-    """An item or field, by its name or place, of a tree or of what a checkpoint made of it."""
-    if isinstance(tree, Mapping):
-        return tree[name] if name in tree else tree[str(name)]
-    if isinstance(name, str) and hasattr(tree, name):
-        return getattr(tree, name)
-    return tree[name]
-
-
-def key_data(x: Any) -> Any:
-    """The uint32 data of typed keys; other arrays as they are."""
-    return jax.random.key_data(x) if isinstance(x, jax.Array) and mesh.is_key(x) else x
-
-
-def _placed(x, like):
-    """A copy of an array, typed as `like` and where it is."""
-    if not isinstance(like, jax.Array):
-        return np.asarray(x)
-    if mesh.is_key(like):
-        data = _placed(key_data(x), jax.random.key_data(like))
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(like))
-    if not like.committed:
-        return jnp.array(x, like.dtype)
-    if isinstance(x, jax.Array) and x.is_fully_addressable == like.is_fully_addressable:
-        return jnp.copy(jax.device_put(x.astype(like.dtype), like.sharding))
-    x = np.asarray(x, like.dtype)
-    return jax.make_array_from_callback(x.shape, like.sharding, lambda index: x[index])

@@ -8,8 +8,9 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ordering.base import State
-from ordering.data.epochs import Epochs, ReadState
+from ordering.data.epochs import Epochs
 from ordering.data.loader import LoadError, check_batches, on_device, said
+from ordering.data.place import ReadState
 from ordering.echo.plans import EchoPlan, Factor, Measured
 from syncopate import plans
 from syncopate.unstable import multihost_utils

@@ -1,0 +1,110 @@
+"""A place in the data with the state of an order there, as checkpoints keep it."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int, PyTree
+
+from ordering.base import State
+from syncopate import mesh
+
+Count = int | Int[np.ndarray, ""] | Int[jax.Array, ""]
+
+
+class ReadState(NamedTuple):
+    """A place in the data and the order's state there; see `Epochs.state`."""
+
+    order: State  # of all workers
+    epoch: Count = 0
+    units: Count = 0  # of this epoch, that all workers together have read
+    loads: Count = 0  # batches that were read since the run began
+    steps: Count = 0  # as many, or with echoing the uses of all batches
+    uses: Count = 0  # of the batch after these units, which is used again; 0: none is
+
+
+def check_state(state: State) -> None:
+    """Raises ValueError unless a state has what a reader looks at."""
+    missing = [name for name in ("current", "next", "left") if not hasattr(state, name)]
+    if missing:
+        raise ValueError(
+            f"the order's state, a {type(state).__name__}, has no {' and no '.join(missing)}: give "
+            "it all that ordering.Ordering names; where nothing of the next order is known, a copy "
+            "of current as next and zero as left."
+        )
+
+
+def check_place(place: ReadState, num_units: int, workers: int, window: int) -> None:
+    """Raises ValueError for a place that is none of the order's, or from which no step begins."""
+    unit, rest = divmod(int(place.units), workers)
+    if rest or not 0 <= unit <= num_units:
+        raise ValueError(
+            f"{int(place.units)} units of the epoch were read, and {workers} workers have "
+            f"{num_units} units each: pass a state of this order, after another number of workers "
+            "with the order that ordering.resize made."
+        )
+    aligned = (num_units - unit) % window in (0, num_units % window)
+    if hasattr(place.order, "position") and not aligned:
+        raise ValueError(
+            f"{unit} of {num_units} units were read, which leaves no whole steps of {window} units "
+            "for the order to observe: go on with another units_per_step until the epoch ends."
+        )
+
+
+def restored(like: ReadState, saved: PyTree) -> ReadState:
+    """`saved` in the structure, types and places of `like`; ValueError if it has other arrays."""
+    advice = "pass what Epochs.state gave of an order with the same arguments, units and workers."
+
+    def pick(path, leaf):
+        found = saved
+        for part in path:
+            name = getattr(part, "name", getattr(part, "key", getattr(part, "idx", None)))
+            try:
+                found = _part(found, name)
+            except (KeyError, IndexError, AttributeError, TypeError):
+                where = jax.tree_util.keystr(path)
+                raise ValueError(f"state has no {where}: {advice}") from None
+        data, found = key_data(leaf), key_data(found)
+        if np.shape(found) != np.shape(data):
+            where = jax.tree_util.keystr(path)
+            raise ValueError(
+                f"state{where} has the shape {np.shape(found)}, and the order's {np.shape(data)}: "
+                f"{advice}"
+            )
+        return _placed(found, leaf)
+
+    found = jax.tree_util.tree_map_with_path(pick, like)
+    if len(jax.tree.leaves(saved)) != len(jax.tree.leaves(like)):
+        raise ValueError(f"state has arrays that this order does not have: {advice}")
+    return found
+
+
+def _part(tree, name):
+    """An item or field, by its name or place, of a tree or of what a checkpoint made of it."""
+    if isinstance(tree, Mapping):
+        return tree[name] if name in tree else tree[str(name)]
+    if isinstance(name, str) and hasattr(tree, name):
+        return getattr(tree, name)
+    return tree[name]
+
+
+def key_data(x: Any) -> Any:
+    """The uint32 data of typed keys; other arrays as they are."""
+    return jax.random.key_data(x) if isinstance(x, jax.Array) and mesh.is_key(x) else x
+
+
+def _placed(x, like):
+    """A copy of an array, typed as `like` and where it is."""
+    if not isinstance(like, jax.Array):
+        return np.asarray(x)
+    if mesh.is_key(like):
+        data = _placed(key_data(x), jax.random.key_data(like))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(like))
+    if not like.committed:
+        return jnp.array(x, like.dtype)
+    if isinstance(x, jax.Array) and x.is_fully_addressable == like.is_fully_addressable:
+        return jnp.copy(jax.device_put(x.astype(like.dtype), like.sharding))
+    x = np.asarray(x, like.dtype)
+    return jax.make_array_from_callback(x.shape, like.sharding, lambda index: x[index])
