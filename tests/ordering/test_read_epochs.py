@@ -361,6 +361,19 @@ def test_equal_readers_compile_once():
     assert of_all.next_epoch._cache_size() == 1
 
 
+def test_the_next_order_takes_over_the_memory_of_the_last():
+    reads = reads_of("grab", size=13)
+    states = []
+    for _ in range(2):
+        rows = next(reads)[1]
+        states.append(reads.order_state)
+        reads.observe(rows)
+        states.append(reads.order_state)
+    next(reads)
+    for state in states:
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves((state.mean, state.total)))
+
+
 def reads_with(name="random_reshuffling", state=lambda: None, **options):
     return lambda: next(reads_of(name, state=state(), **options))
 
