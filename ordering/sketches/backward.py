@@ -215,7 +215,7 @@ def _warn_of_copies(leaves, units):
             "times as many numbers as all parameters, and a step takes longer accordingly. Use "
             "them in products, convolutions or look-ups with data, or pass in what is made of "
             "them by jax.lax.stop_gradient; ordering.sketch_plan lists all uses.",
-            stacklevel=4,
+            stacklevel=3,
         )
 
 

@@ -46,8 +46,8 @@ class Use(NamedTuple):
     apply: Callable[..., Array]
     plain: Callable[..., Array]  # the same, as JAX differentiates it outside of vmap
     # (signs of the rows, sums p, groups m, *data) -> float32[T, p, m], grouped sums of x
-    sums: Callable[..., Array] | None = None
-    columns: Callable[..., Array] | None = None  # (dy, *data) -> [T, N]
+    sums: Any = None
+    columns: Any = None  # (dy, *data) -> [T, N]
     precision: Any = None  # of products that make sketches
 
 
