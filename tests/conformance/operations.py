@@ -330,9 +330,7 @@ CALLS = {
                 **({"unique_indices": True} if name in ("mul",) else {})), {"w": (4, 5)})
         for name in ("add", "sub", "mul", "min", "max")
     },
-    "lax.scatter_apply": lambda w, x: lax.scatter_apply(
-        w * x, I[:, None], jnp.sin, lax.ScatterDimensionNumbers((1,), (0,), (0,)),
-        update_shape=(4, 5), unique_indices=True),
+    "lax.scatter_apply": None,
     "lax.select": lambda w, x: lax.select(x > 0.5, w, x),
     "lax.select of parameters": lambda w, x: x * lax.select(w > 0.5, w, 2 * w),
     "lax.select_n": lambda w, x: lax.select_n(jnp.int32(x > 0.5), w, w * x),

