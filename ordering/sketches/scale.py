@@ -51,7 +51,8 @@ def second_moment_scale(
 
     Args:
       opt_state: of any optax optimizer, also chained, masked or partitioned, that has one second
-        moment `nu` for every parameter.
+        moment `nu` for every parameter and divides by its root. Not of Adamax, whose `nu` is a
+        largest gradient and whose state has Adam's type.
       params: the parameters; shapes are enough.
       leaves: from `sketch_plan`; parameters that are "sketched" then get `Factors`.
       axis_name: the workers' axis, for states that are the workers' own: v is then the mean over
@@ -147,6 +148,7 @@ def _moments(opt_state, params) -> list[Array]:
     check_params(params)
     if not trees.tree_size(params):
         raise ValueError(f"params holds no numbers ({params!r}): pass the model's parameters.")
+    _check_divides(opt_state)
     found, moments = {}, []
     of_states = lambda path, _: isinstance(path[-1], optax.tree_utils.NamedTupleKey)  # noqa: E731
     for _, moment in optax.tree_utils.tree_get_all_with_path(opt_state, "nu", of_states):
@@ -163,6 +165,23 @@ def _moments(opt_state, params) -> list[Array]:
             )
         moments.append(trees.as_float32(found[path][0]))
     return moments
+
+
+def _check_divides(opt_state) -> None:
+    """Raises ValueError for a state whose `nu` is not what its update divides by.
+
+    SM3's is a sum along every axis, AMSGrad divides by the largest so far, and a centred RMSProp by
+    nu - mu^2.
+    """
+    others = optax.ScaleBySM3State, optax.ScaleByAmsgradState, optax.ScaleByRStdDevState
+    for node in jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, others)):
+        if isinstance(node, others):
+            raise ValueError(
+                f"opt_state has a {type(node).__name__}, whose update does not divide by the root "
+                "of its nu: keep a second moment beside the optimizer: moment = "
+                "optax.scale_by_rms(), in every step _, state = moment.update(mean_gradient, "
+                "state), and pass that state."
+            )
 
 
 def _check_leaves(leaves, moments):

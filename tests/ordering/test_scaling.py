@@ -157,3 +157,14 @@ def test_a_scale_that_does_not_fit_is_refused():
         gradients(w, batch, key=jax.random.clone(KEY), scale=w)
     with pytest.raises(ValueError, match="scale is real.60. and in one gradient real.60, 40."):
         gradients(w, batch, key=jax.random.clone(KEY), scale=w[:, 0])
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [optax.amsgrad(0.1), optax.sm3(0.1), optax.rmsprop(0.1, centered=True), optax.chain(
+        optax.clip(1.0), optax.amsgrad(0.1))],
+    ids=["amsgrad", "sm3", "centred", "chained"],
+)  # fmt: skip
+def test_optimizers_that_divide_by_something_else_are_refused(optimizer):
+    with pytest.raises(ValueError, match="whose update does not divide by the root of its nu"):
+        ordering.second_moment_scale(optimizer.init(PARAMS), PARAMS)
