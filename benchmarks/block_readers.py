@@ -73,10 +73,10 @@ def tokens(place, saved):
 def _of_blocks(place, saved, parts, decode):
     is_bytes = "record" in place.folder.name.lower()
     split = ordering.blocks.split(parts, unit_size=place.block, decode=decode if is_bytes else None)
-    state = _random_order(len(split)) if saved is None else saved["orders"]
+    order = ordering.random_reshuffling(len(split), units_per_step=place.window)
     reads = ordering.blocks.read_blocks(
-        split, lambda: state, window=place.window, batch_size=BATCH, readers=place.readers,
-        num_epochs=1, position=saved,
+        split, order, jax.random.key(0), batch_size=BATCH, readers=place.readers, num_epochs=1,
+        state=saved,
     )  # fmt: skip
 
     def batches():
@@ -85,7 +85,7 @@ def _of_blocks(place, saved, parts, decode):
                 (records,), kept = map(np.asarray, jax.tree.leaves(records)), places != -1
                 yield records if kept.all() else records[np.asarray(kept)]
 
-    return Reader(batches(), reads.position)
+    return Reader(batches(), reads.state)
 
 
 def mapped(place, saved):

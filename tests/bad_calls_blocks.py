@@ -49,30 +49,31 @@ def dealt(workers):
     return order, jax.vmap(order.init, (0, None), axis_name="worker")(keys, None)
 
 
-(_, STATE), (ORDER, FRESH) = dealt(2), dealt(1)
+(ORDER, STATE), (OF_ONE, FRESH) = dealt(2), dealt(1)
 SINGLE = ordering.random_reshuffling(6)
 SINGLE_STATE = SINGLE.init(KEY, None)
-NO_STATES = [STATE, None, 3, "text", THING, lambda: None, lambda: 3, lambda s: s, lambda: ORDER,
-             lambda: SINGLE_STATE._replace(current=np.arange(5))]  # fmt: skip
+NO_ORDERS = [None, 3, "text", THING, STATE, lambda: ORDER, ordering.global_reshuffling,
+             ordering.global_reshuffling(5)]  # fmt: skip
 
 
-def read(blocks_=BLOCKS, live=lambda: STATE, **args):
-    with blocks.read_blocks(blocks_, live, **{"window": 2, "batch_size": 2} | args) as reads:
+def read(blocks_=BLOCKS, order=ORDER, key=KEY, **args):
+    given = {"window": 2, "batch_size": 2, "workers": 2} | args
+    with blocks.read_blocks(blocks_, order, key, **given) as reads:
         return next(reads)
 
 
-with blocks.read_blocks(BLOCKS, lambda: STATE, window=2, batch_size=2) as first:
+with blocks.read_blocks(BLOCKS, ORDER, KEY, window=2, batch_size=2, workers=2) as first:
     next(first), next(first)  # a window
-    POSITION = first.position()
+    POSITION = first.state()
 CHANGES = [
-    {"step": np.array(99)}, {"step": -1}, {"epoch": "a"}, {"seed": np.arange(4)}, {"epoch": -1},
-    {"files": POSITION["files"] + 1}, {"step": THING}, {"step": 0.5},
-    {"step": [1, 2]}, {"more": 3}, {"files": None}, {"orders": {}}, {"orders": FRESH},
+    {"units": np.array(99)}, {"units": -1}, {"epoch": "a"}, {"seed": np.arange(4)}, {"epoch": -1},
+    {"files": POSITION.files + 1}, {"batch": THING}, {"batch": 0.5}, {"filter": np.array(3)},
+    {"batch": [1, 2]}, {"files": None}, {"order": {}}, {"order": FRESH}, {"unit_size": 3},
 ]  # fmt: skip
 NO_POSITIONS = [
-    3, "text", THING, {}, (), tuple(POSITION), STATE,
-    {name: value for name, value in POSITION.items() if name != "step"},
-    *(POSITION | change for change in CHANGES),
+    3, "text", THING, {}, STATE, POSITION._asdict() | {"batch": None},
+    {name: value for name, value in POSITION._asdict().items() if name != "units"},
+    *(POSITION._replace(**change) for change in CHANGES),
 ]  # fmt: skip
 SUMS = {"w": jnp.zeros((2, 3))}
 ROWS = {"w": jnp.ones((3, 3))}
@@ -95,13 +96,15 @@ CALLS = {
         multiple_of=Arg(2, whole()), keep=Arg(KEPT, NO_FILTERS),
         decode=Arg(None, [3, "text", THING, lambda: 0, lambda a, b: a])),
     "read_blocks": call(
-        read, blocks_=Arg(BLOCKS, NO_BLOCKS), live=Arg(lambda: STATE, NO_STATES), window=WINDOW,
-        batch_size=2, seed=0, num_epochs=Arg(2, but_none(whole(0))), readers=Arg(2, whole()),
-        position=Arg(POSITION, NO_POSITIONS), depth=2, timeout=30.0),
+        read, blocks_=Arg(BLOCKS, NO_BLOCKS), order=Arg(ORDER, NO_ORDERS),
+        key=Arg(KEY, [None, 3, "text", THING, jax.random.split(KEY, 2)]), window=WINDOW,
+        workers=Arg(2, [0, -1, 0.5, "text", THING, 3]), batch_size=2, seed=0,
+        num_epochs=Arg(2, but_none(whole(0))), readers=Arg(2, whole()),
+        state=Arg(POSITION, NO_POSITIONS), depth=2, timeout=30.0),
     "resize": call(
-        blocks.resize, position=Arg(POSITION, NO_POSITIONS[:8]),
+        blocks.resize, state=Arg(POSITION, [3, "text", THING, {}, STATE]),
         fresh=Arg(FRESH, [None, 3, THING, SINGLE_STATE, {}, POSITION, dealt(3)[1]]),
-        order=Arg(ORDER, [None, 3, THING, STATE, ordering.global_reshuffling, PAIRS])),
+        order=Arg(OF_ONE, [None, 3, THING, STATE, ordering.global_reshuffling, PAIRS])),
     "add_gradients": call(
         blocks.add_gradients, sums=Arg(SUMS, [None, 3, THING, X, {"v": ROWS["w"]}, {}, BLOCKS]),
         gradients=Arg(ROWS, [None, 3, THING, X, jnp.ones(3), {"v": ROWS["w"]}]),

@@ -11,7 +11,7 @@ import ordering
 from ordering.blocks.reads import read_blocks
 from ordering.blocks.sources import Part
 from tests import reference_blocks
-from tests.tables import vmap_workers, whole_numbers
+from tests.tables import whole_numbers
 
 
 class Numbers:
@@ -56,13 +56,29 @@ class Given(NamedTuple):
     epoch: np.ndarray
 
 
-def given_states(orders, known):
-    """A state for each epoch from orders [epochs + 1, ..., M]."""
-    left, pairs = np.broadcast_to(known, orders.shape[1:-1]), zip(orders, orders[1:], strict=False)
-    return [
-        Given(*map(np.asarray, pair), left, np.full_like(left, epoch))
-        for epoch, pair in enumerate(pairs)
-    ]
+def given_order(orders, known, window):
+    """An order that is given for all epochs, [epochs + 1, W, M] or [epochs + 1, M], of which a
+    part of the next one is known."""
+    orders = np.asarray(orders, np.int32)
+    return _given_order(orders.tobytes(), orders.shape, known, window)
+
+
+@functools.lru_cache(64)  # for what is compiled
+def _given_order(numbers, shape, known, window):
+    orders = np.frombuffer(numbers, np.int32).reshape(shape)
+
+    def at(epoch):
+        rows = orders[epoch] if isinstance(epoch, int) else jnp.asarray(orders)[epoch]
+        following = jnp.asarray(orders)[jnp.minimum(epoch + 1, len(orders) - 1)]
+        if orders.ndim == 3:
+            worker = jax.lax.axis_index("worker")
+            rows, following = jnp.asarray(rows)[worker], following[worker]
+        return Given(jnp.asarray(rows), following, jnp.int32(known), jnp.int32(epoch))
+
+    return ordering.Ordering(
+        lambda key, like: at(0), lambda state, rows: state, lambda state: at(state.epoch + 1),
+        units_per_step=window, is_global=True,
+    )  # fmt: skip
 
 
 class Case(NamedTuple):
@@ -104,40 +120,20 @@ class Case(NamedTuple):
         total = np.arange(sum(self.sizes))
         return (total if self.kept is None else total[self.kept]).tolist()
 
-    def read(self, position=None, *, rows=slice(None), after=lambda reads: None, **options):
-        """The batches from a position on, of the workers `rows` of a host."""
-        states = given_states(self.orders, self.known)
-        if self.orders.ndim == 3:
-            states = [Given(*(x[rows] for x in state)) for state in states]
-        last = len(states) - 1
-        at = 0 if position is None else min(int(position["epoch"]), last)
-        found = []
-        options = {"num_epochs": len(states), "position": position} | self.settings | options
-        with read_blocks(self.blocks(), lambda: states[at], **options) as reads:
+    def read(self, state=None, *, after=lambda reads: None, **options):
+        """The batches from a state on."""
+        found, given = [], dict(self.settings)
+        order = given_order(self.orders, self.known, given.pop("window"))
+        workers = self.orders.shape[1] if self.orders.ndim == 3 else None
+        options = {"num_epochs": len(self.orders) - 1, "workers": workers} | given | options
+        with read_blocks(self.blocks(), order, KEY, state=state, **options) as reads:
             for batch in reads:
                 found.append(as_lists(batch))
-                if reads.epoch_ended:
-                    at = min(at + 1, last)
                 after(reads)
         return found
 
 
-def on_hosts(case, hosts, position=None, **options):
-    """The batches of all workers, of which each host reads its own."""
-    workers = case.orders.shape[1]
-    size = workers // hosts
-    read = [
-        case.read(position, rows=slice(h * size, (h + 1) * size), **options) for h in range(hosts)
-    ]
-    return [sum(lanes, []) for lanes in zip(*read, strict=True)]
-
-
-def rows_of(state, first, count):
-    """The states of some workers, as a host has them."""
-    return jax.tree.map(lambda x: x[first : first + count], state)
-
-
-ENTRIES = 3
+KEY, ENTRIES = jax.random.key(0), 3
 
 
 def vectors_of(units):
@@ -147,17 +143,9 @@ def vectors_of(units):
 
 @functools.cache
 def dealt_of(name, workers, units, window):
-    """(the order, its first states, observe of a window's units, next_epoch) of all workers."""
+    """An order that deals blocks to all workers."""
     if name == "global_reshuffling":
-        order = ordering.global_reshuffling(units)
+        order = ordering.global_reshuffling(units, units_per_step=window)
     else:
         order = ordering.global_order(ordering.cd_grab(units, units_per_step=window), units)
-
-    def observe(state, gradients):
-        return order.observe(state, gradients)
-
-    order = order._replace(next_epoch=jax.jit(order.next_epoch))  # `resize` calls it as it is
-    keys = jax.random.split(jax.random.key(workers), workers)
-    first = vmap_workers(lambda key: order.init(key, jnp.zeros(ENTRIES)))(keys)
-    observing = vmap_workers(observe) if name != "global_reshuffling" else None
-    return order, first, observing, vmap_workers(order.next_epoch)
+    return order._replace(next_epoch=jax.jit(order.next_epoch))  # `resize` calls it as it is

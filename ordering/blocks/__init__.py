@@ -1,13 +1,16 @@
 """Orders over blocks of consecutive records, for data that are too large to shuffle."""
 
 from ordering.blocks.files import files
-from ordering.blocks.position import resize
-from ordering.blocks.reads import read_blocks
-from ordering.blocks.split import split
+from ordering.blocks.position import BlockState, resize
+from ordering.blocks.reads import BlockEpochs, read_blocks
+from ordering.blocks.split import Blocks, split
 from ordering.blocks.sums import add_gradients
 from ordering.blocks.text import tokens
 
 __all__ = [
+    "BlockEpochs",
+    "BlockState",
+    "Blocks",
     "add_gradients",
     "files",
     "read_blocks",

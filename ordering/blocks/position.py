@@ -1,176 +1,160 @@
-"""Where a run stands in its data, also for another number of workers."""
+"""Where a run stands in its blocks, also for another number of workers."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Int, PyTree
 
 from ordering.base import Ordering, State
 from ordering.blocks.split import Blocks
+from ordering.data.place import part_of
 from ordering.global_order import DealtShuffleState, DealtState
 from ordering.resize import resize as resize_order
 from syncopate import plans
 
-SIZES = {
-    "unit_size": "records in a block",
-    "window": "blocks in a window",
-    "batch_size": "records in a batch",
-    "seed": "the seed",
-    "filter": "the digest of split's filter, 0 without keep=",
-}
-PLACE = ("epoch", "step", "files")
+
+class BlockState(NamedTuple):
+    """A place in the blocks and the order's state there; see `BlockEpochs.state`."""
+
+    order: State  # of all workers
+    epoch: Int[ArrayLike, ""]
+    units: Int[ArrayLike, ""]  # of this epoch, in windows that all workers together have read
+    loads: Int[ArrayLike, ""]  # batches that were read since the run began
+    steps: Int[ArrayLike, ""]  # as many, or with echoing the uses of all batches
+    uses: Int[ArrayLike, ""]  # of the next batch, which is used again; 0: none is
+    batch: Int[ArrayLike, ""]  # batches of the next window that were read
+    summed: Int[ArrayLike, ""]  # of these, those whose gradients are in
+    sums: PyTree  # of the window's blocks
+    window: Int[ArrayLike, ""]  # K
+    batch_size: Int[ArrayLike, ""]  # b
+    seed: Int[ArrayLike, ""]
+    unit_size: Int[ArrayLike, ""]  # S
+    filter: Int[ArrayLike, ""]  # digest of what `keep` keeps, 0 without it
+    files: Int[ArrayLike, "F 3"]  # number of records and digest of each
 
 
-def fixed(blocks: Blocks, **sizes: int) -> dict[str, Any]:
-    """What is the same in all positions of a run: its sizes and files."""
-    sizes |= {"unit_size": blocks.unit_size, "filter": blocks.filter_digest}
-    found: dict[str, Any] = {name: np.array(size, np.int64) for name, size in sizes.items()}
-    return found | {"files": blocks.digests}
-
-
-def checked(
-    position: dict[str, Any], own: dict[str, Any], blocks: Blocks, steps: int, current: np.ndarray
-) -> tuple[int, int]:
-    """Its epoch and step; ValueError if it is not one of these blocks, sizes and orders."""
-    check_form(position)
-    found = {name: np.asarray(position[name]) for name in (*SIZES, *PLACE)}
-    for name, what in SIZES.items():
-        if found[name] != own[name]:
-            raise ValueError(
-                f"{what}: the position was saved with {found[name]}, now it is {own[name]}."
-            )
-    files, digests = found["files"], own["files"]
-    if len(files) != len(digests):
+def check(saved: Any, own: BlockState, blocks: Blocks) -> dict[str, Any]:
+    """The parts of a saved state; ValueError if it is not one of these blocks and sizes."""
+    try:
+        found = {name: part_of(saved, name) for name in BlockState._fields}
+    except (KeyError, IndexError, AttributeError, TypeError):
         raise ValueError(
-            f"the position was saved with {len(files)} files, now there are "
-            f"{len(digests)}: pass the same files in the same sequence."
+            f"state is a {type(saved).__name__}: pass what BlockEpochs.state gave."
+        ) from None
+    for name in BlockState._fields[1:]:
+        if name != "sums":
+            array, kind = plans.as_array(found[name])
+            fits = array.shape[1:] == (3,) if name == "files" else array.ndim == 0
+            if not fits or array.dtype.kind not in "iu" or (array < 0).any():
+                raise ValueError(f"state has {kind} as {name!r}: pass it as it was saved.")
+            found[name] = array
+    _check_files(found["files"], own.files, blocks)
+    if found["filter"] != own.filter:
+        was, now = ("with a filter" if x else "without" for x in (found["filter"], own.filter))
+        now = "with another" if found["filter"] and own.filter else now
+        raise ValueError(
+            f"the state was saved {was} keep= of split, and these blocks are {now}: pass the same "
+            "keep."
         )
-    for part, saved, given in zip(blocks.parts, files, digests, strict=True):
+    names = {"unit_size": "records in a block", "seed": "the seed"}
+    inside = found["batch"] or found["summed"] or found["uses"]
+    if inside:  # of a window
+        names |= {"window": "blocks in a window", "batch_size": "records in a batch"}
+    for name, what in names.items():
+        if found[name] != getattr(own, name):
+            where = ", inside a window" if name in ("window", "batch_size") else ""
+            raise ValueError(
+                f"{what}: the state was saved with {found[name]}{where}, now it is "
+                f"{getattr(own, name)}."
+            )
+    if not inside:
+        found["sums"] = own.sums  # zeros
+    return found
+
+
+def _check_files(files, own, blocks):
+    if len(files) != len(own):
+        raise ValueError(
+            f"the state was saved with {len(files)} files, now there are {len(own)}: pass the same "
+            "files in the same sequence."
+        )
+    for part, saved, given in zip(blocks.parts, files, own, strict=True):
         if (saved != given).any():
             raise ValueError(
-                f"{part.name} is not the file with which the position was saved: it has {given[0]} "
+                f"{part.name} is not the file with which the state was saved: it has {given[0]} "
                 f"records, and had {saved[0]}, or its bytes differ. Restore the file, or begin "
-                "anew without a position."
+                "anew without a state."
             )
-    if not 0 <= found["step"] < steps or found["epoch"] < 0:
-        raise ValueError(
-            f"step {found['step']} of epoch {found['epoch']} is not one of an epoch of "
-            f"{steps} steps: pass the position unchanged."
-        )
-    _check_orders(position["orders"], current)
-    return int(found["epoch"]), int(found["step"])
-
-
-def check_form(position: Any) -> None:
-    """Raises ValueError unless it has the names and the kinds of values of a position."""
-    if not isinstance(position, dict) or {*position} != {*SIZES, *PLACE, "orders"}:
-        names = f" of {sorted(map(str, position))}" if isinstance(position, dict) else ""
-        raise ValueError(
-            f"position is a {type(position).__name__}{names}: pass what position() of read_blocks "
-            "gave."
-        )
-    for name in (*SIZES, *PLACE):
-        array, kind = plans.as_array(position[name])
-        fits = array.shape[1:] == (3,) if name == "files" else array.ndim == 0
-        if not fits or array.dtype.kind not in "iu":
-            raise ValueError(f"position has {kind} as {name!r}: pass it as it was saved.")
-
-
-def _check_orders(orders, current):
-    """Raises ValueError unless the orders that are read, of this host, are among the saved ones."""
-    if isinstance(orders, dict):
-        raise ValueError(
-            "the position's orders are a dict of a checkpoint: make them a state of the order, by "
-            "flax.serialization.from_state_dict(state, orders)."
-        )
-    saved = getattr(orders, "current", None)
-    if saved is None or not getattr(saved, "is_fully_addressable", True):
-        return
-    rows, known = (np.atleast_2d(np.asarray(x, np.int32)) for x in (current, saved))
-    if not {row.tobytes() for row in rows} <= {row.tobytes() for row in known}:
-        raise ValueError(
-            f"live gives other orders, of shape {current.shape}, than the position holds, of shape "
-            f"{saved.shape}: begin with position['orders'] as the state, or its rows of this "
-            "host's workers; for another number of workers, resize the position first."
-        )
 
 
 def resize(
-    position: dict[str, Any], fresh: State, order: Ordering, *, axis_name: str = "worker"
-) -> dict[str, Any]:
-    """The position for another number of workers: each record is still visited once per epoch.
+    state: BlockState, fresh: State, order: Ordering, *, axis_name: str = "worker"
+) -> BlockState:
+    """The state for another number of workers: each record is still visited once per epoch.
 
-    The blocks of each window of all W workers are shared by the W' new workers. What the order has
+    The blocks that are left of the epoch are shared by the W' new workers. What the order has
     observed of this epoch is dropped, so that the next epoch has the same order again, or a new one
     of a shuffle; from then on it observes as before.
 
     Args:
-      position: of all W workers, saved where `window_ended`, with orders that deal blocks
+      state: of all W workers, saved where `window_ended`, with an order that deals blocks
         (`global_order`, `global_reshuffling`).
       fresh: a first state of `order` for W' workers with M' = W M / W' units each.
       order: the order for W' workers, with windows of K' = W K / W' blocks.
       axis_name: the workers' axis, by which `order` was made.
 
     Returns:
-      The position for W' workers, for `read_blocks(window=K', batch_size=W b / W')`.
+      The state for W' workers, for `read_blocks(state=)`; batches of W b / W' records are as large
+      for all workers together.
 
     Raises:
-      ValueError: for orders with fixed shards, numbers that do not divide, or a position inside a
+      ValueError: for orders with fixed shards, numbers that do not divide, or a state inside a
         window.
 
     Examples:
       >>> import jax, numpy as np
       >>> from syncopate import ordering
-      >>> blocks = ordering.blocks.split(np.arange(16), unit_size=2)
-      >>> def orders_of(workers):
-      ...     order = ordering.global_reshuffling(8 // workers)
-      ...     keys = jax.random.split(jax.random.key(0), workers)
-      ...     return order, jax.vmap(order.init, (0, None), axis_name="worker")(keys, None)
-      >>> (_, two), (order, four) = orders_of(2), orders_of(4)
-      >>> reads = ordering.blocks.read_blocks(blocks, lambda: two, window=2, batch_size=4)
+      >>> blocks, key = ordering.blocks.split(np.arange(16), unit_size=2), jax.random.key(0)
+      >>> def order_of(workers):
+      ...     return ordering.global_reshuffling(8 // workers, units_per_step=4 // workers)
+      >>> reads = ordering.blocks.read_blocks(blocks, order_of(2), key, workers=2, batch_size=4)
       >>> before = next(reads)[0].ravel().tolist()
-      >>> position = ordering.blocks.resize(reads.position(), four, order)
-      >>> state = position["orders"]
+      >>> fresh = ordering.init_workers(order_of(4), key, workers=4)
+      >>> state = ordering.blocks.resize(reads.state(), fresh, order_of(4))
       >>> reads = ordering.blocks.read_blocks(
-      ...     blocks, lambda: state, window=1, batch_size=2, num_epochs=1, position=position
+      ...     blocks, order_of(4), key, workers=4, batch_size=2, num_epochs=1, state=state
       ... )
       >>> after = [i for records, _ in reads for i in records.ravel().tolist()]
       >>> sorted(before + after) == list(range(16))
       True
     """
-    check_form(position)
-    state = position["orders"]
-    if not isinstance(state, DealtState | DealtShuffleState) or np.ndim(state.current) != 2:
+    if not isinstance(state, BlockState):
+        raise ValueError(f"state is a {type(state).__name__}: pass what BlockEpochs.state gave.")
+    orders = state.order
+    if not isinstance(orders, DealtState | DealtShuffleState) or np.ndim(orders.current) != 2:
         raise ValueError(
-            f"the position's orders are a {type(state).__name__}: pass those of all workers, of an "
+            f"the state's order is a {type(orders).__name__}: pass that of all workers, of an "
             "order that deals blocks, as global_order or global_reshuffling."
         )
-    if type(fresh) is not type(state) or np.ndim(fresh.current) != 2:
+    if type(fresh) is not type(orders) or np.ndim(fresh.current) != 2:
         raise ValueError(
-            f"fresh is a {type(fresh).__name__} and the position's orders are a "
-            f"{type(state).__name__}: pass the first state of all new workers of the same order."
+            f"fresh is a {type(fresh).__name__} and the state's order a {type(orders).__name__}: "
+            "pass the first state of all new workers of the same order."
         )
-    old, new = len(state.current), len(fresh.current)
-    unit_size, window, batch_size, step = (
-        int(position[name]) for name in ("unit_size", "window", "batch_size", "step")
-    )
-    if old * window % new or old * batch_size % new:
+    old, new = len(orders.current), len(fresh.current)
+    window, units = int(state.window), int(state.units)
+    if old * window % new or units % new:
         raise ValueError(
-            f"fresh has {new} workers, who cannot share the windows of {old}, of {window} blocks "
-            f"and batches of {batch_size}: pass a number that divides {old * window} and "
-            f"{old * batch_size}."
+            f"fresh has {new} workers, who cannot share the windows of {old}, of {window} blocks: "
+            f"pass a number that divides {old * window}."
         )
-    ended, rest = divmod(step, -(-window * unit_size // batch_size))
-    if rest:
+    if state.batch or state.summed or state.uses:
         raise ValueError(
-            f"the position is that of step {step}, inside a window: go on with {old} workers until "
-            "window_ended, and resize the position that is saved there."
+            f"the state is that of batch {state.batch} of a window: go on with {old} workers until "
+            "window_ended, and resize the state that is saved there."
         )
-    after = old * window // new
     resized, _ = resize_order(
-        state, fresh, order, units_per_step=window, visited=ended * after, axis_name=axis_name
+        orders, fresh, order, units_per_step=window, visited=units // new, axis_name=axis_name
     )
-    return position | {
-        "orders": resized,
-        "window": np.array(after, np.int64),
-        "batch_size": np.array(old * batch_size // new, np.int64),
-    }
+    return state._replace(order=resized, sums=())

@@ -1,192 +1,295 @@
-"""An iterator over all epochs of blocks, which reads ahead and tells its position."""
+"""An iterator over all epochs of blocks, which keeps the state of the order."""
 
+import functools
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Key, PyTree
 
-from ordering.base import Ordering, State, scope_of
-from ordering.blocks.position import checked, fixed
+from ordering import base
+from ordering.base import Ordering, State
+from ordering.blocks import position
+from ordering.blocks.position import BlockState
 from ordering.blocks.split import Blocks
-from ordering.blocks.windows import Windows, batches_of, num_batches, windows
-from ordering.data.batches import Reader, Sizes, epoch_of
-from ordering.data.loader import prefetch_to_device, spreading
-from ordering.data.place import check_state
+from ordering.blocks.sums import add_gradients
+from ordering.blocks.windows import Windows, batches_of, num_batches
+from ordering.data.batches import Sizes
+from ordering.data.epochs import Epochs, on_devices
+from ordering.data.loader import spreading
+from ordering.data.place import ReadState, check_place, check_state, key_data, restored
+from ordering.data.reading import workers_of_process
+from ordering.data.sources import check_units_of
 from syncopate import plans
 
 
-class BlockEpochs(Reader):
-    """What `read_blocks` returns: batches of all epochs, and where their windows end.
+class BlockEpochs(Epochs):
+    """Batches of all epochs of blocks; see `read_blocks`. As `Epochs`, with windows.
 
     Attributes:
       window_ended: whether the last batch was the last of its window.
       window_units: the number of blocks in the window of the last batch.
     """
 
-    def __init__(self, fixed, load, sizes, live, first_epoch, **place: Any):
-        super().__init__(load, sizes, **place)
-        self._fixed, self._live, self._first_epoch = fixed, live, first_epoch
-        self._followed = -1  # the last epoch whose end `after` has seen
+    def __init__(self, load: Any, sizes: Sizes, order: Ordering, scope: base.Scope,
+                 own: BlockState, num_epochs: int | None):  # fmt: skip
+        place = ReadState(*own[:6])
+        super().__init__(
+            load, sizes, order, scope, place, num_epochs, sizes.batches, int(own.batch)
+        )
+        self._own, self._sums, self._summed = own, own.sums, int(own.summed)
+        self._sums_rows = self._summed > 0  # whether `observe` is called
+        self._add = _adding(scope)
+        self._places, self._last = None, self._place()
 
-    def live(self) -> State:
-        return self._live()
-
-    @property
-    def step(self) -> int:
-        """Position of the next batch; at an epoch's end the number of its steps."""
-        return self._batches.step
-
-    @property
-    def load(self) -> int:
-        """Number of the next batch over all epochs."""
-        return self.epoch * self._batches.steps + self.step
-
-    def after(self, order: Ordering, orders: State, *, axis_name: str | None = None) -> State:
-        """The orders after a step: once at the end of an epoch those of the next, else the same."""
-        if not self.epoch_ended or self._followed == self.epoch:
-            return orders
-        self._followed = self.epoch
-        workers = None if orders.current.ndim == 1 else len(orders.current)
-        scope = scope_of(workers, axis_name)
-        with jax.transfer_guard("allow"):
-            return jax.jit(scope.map(order.next_epoch))(orders)
-
-    def check_order(self, *found: np.ndarray, epoch: int | None = None) -> None:
-        epoch = self.epoch if epoch is None else epoch
-        for orders_in in found:
-            if (orders_in := np.unique(orders_in) - self._first_epoch).tolist() != [epoch]:
-                raise ValueError(
-                    f"epoch {epoch - 1} has been read, and the state has the order of epoch "
-                    f"{', '.join(map(str, orders_in))}: call orders = reads.after(order, orders) "
-                    "after every step, and next_epoch nowhere else."
-                )
+    def _place(self) -> tuple[int, int, int, int]:
+        """(epoch, unit of the window, batches of it, loads) of the next batch."""
+        now = self._batches
+        return now.epoch, now.unit, 0 if now.ended else now.step % self._sizes.batches, now.loads
 
     @property
     def window_ended(self) -> bool:
-        return self.epoch_ended or bool(self.step) and self.step % self._sizes.batches == 0
+        return self._places is not None and not self._place()[2]
 
     @property
     def window_units(self) -> int:
-        before = max(self.step - 1, 0) // self._sizes.batches * self._sizes.window
-        return min(self._sizes.window, self._sizes.num_units - before)
+        return min(self._sizes.window, self._sizes.num_units - self._last[1])
 
-    def position(self, orders: State | None = None) -> dict[str, Any]:
-        """The position of the next batch, to be saved beside the parameters.
+    def observe(self, rows: PyTree) -> None:
+        """Adds the gradients of the last batch's records to those of their blocks.
 
-        Call it after `after`.
+        As a window ends the order observes its blocks.
 
         Args:
-          orders: the state of the order of all workers, if `live` gives those of this host.
+          rows: as `per_example_grads` or `sketched_grads` gave them, leaves [b, ...]; of several
+            workers [W, b, ...].
+
+        Raises:
+          ValueError: if the batch, or another one of its window, has not been observed once.
+        """
+        if not self._observes:
+            return
+        if self.observed or self._summed != self._last[2]:
+            raise ValueError(
+                f"observe was called {self._summed} times in a window of which {self._last[2] + 1} "
+                "batches were read: call it once after each step."
+            )
+        self._sums_rows = True
+        with jax.transfer_guard("allow"):
+            self._sums, ended = self._add(self._sums, rows, self._places), self.window_ended
+            self._summed, self.observed = self._summed + 1, True
+            if ended:
+                axis, count = self.order_state.current.ndim - 1, self.window_units
+                of_window = lambda x: jax.lax.slice_in_dim(x, 0, count, axis=axis)  # noqa: E731
+                sums = jax.tree.map(of_window, self._sums)
+                self.advance(self._order_of_all.observe(self.order_state, sums))
+
+    def advance(self, order_state: State) -> None:
+        """Takes the state over from a step that added the gradients by itself (`add_gradients`).
+
+        Call it where `window_ended`.
+
+        Args:
+          order_state: what `order.observe` made of `order_state` and the sums of the window.
+
+        Raises:
+          ValueError: for a state of another order, or inside a window.
+        """
+        if not self.window_ended:
+            raise ValueError("advance was called inside a window: call it where window_ended.")
+        super().advance(order_state)
+        self._summed, self._sums = 0, jax.tree.map(jnp.zeros_like, self._sums)
+
+    def state(self) -> BlockState:
+        """Where to go on: `read_blocks(..., state=)` of the same order reads on from there.
+
+        A batch that has not been observed yet is read again. Where a step adds the gradients by
+        itself, save its sums, too, or save where `window_ended`.
 
         Returns:
-          A dict of arrays: "orders", the newest state of the order; "epoch" and "step" of the next
-          batch; "unit_size", "window", "batch_size", "seed", "filter", a digest of what `keep`
-          keeps; and "files", the number of records and the digest of each.
+          A tree of arrays of its own: the order's state, the place, the sums of the window's
+          blocks, the sizes, and what tells files and filters apart.
         """
-        epoch, step = divmod(self.load, self._batches.steps)
-        orders = self._live() if orders is None else orders
-        if self._num_epochs is None or epoch < self._num_epochs:
-            with jax.transfer_guard("allow"):
-                self.check_order(*epoch_of(orders), epoch=epoch)
-        return self._fixed | {
-            "orders": orders, "epoch": np.array(epoch), "step": np.array(step)
-        }  # fmt: skip
+        return self.state_at(self.steps - self._is_left(), 0)
+
+    def state_at(self, steps: int, uses: int) -> BlockState:
+        again = (uses or self._is_left()) and self._last[0] == self.epoch
+        epoch, unit, batch, loads = self._last if again else self._place()
+        with jax.transfer_guard("allow"):
+            copied = lambda x: jnp.copy(key_data(x))  # noqa: E731
+            order, sums = jax.tree.map(copied, (self.order_state, self._sums))
+        units = unit * (self._scope.workers or 1)
+        counts = map(np.asarray, (epoch, units, loads, steps, uses, batch, self._summed))
+        return BlockState(order, *counts, sums, *self._own[9:])
+
+    def _is_left(self):
+        """Whether the last batch is still to be observed, so that it is read again."""
+        waits = self._observes and not self.observed
+        return waits and (self._sums_rows or self.window_ended)
+
+    def check_step(self) -> None:
+        if not self.observed and (self._summed or self.window_ended):
+            super().check_step()
+
+    def __next__(self) -> PyTree[jax.Array]:
+        self.wait()
+        last = self._place()
+        batch = super().__next__()
+        self._last, self._places = last, batch[1]
+        return batch
+
+
+@functools.lru_cache(64)
+def _adding(scope: base.Scope) -> Callable:
+    """`add_gradients` of all workers, compiled."""
+    return jax.jit(scope.map(add_gradients), donate_argnums=0)
 
 
 def read_blocks(
     blocks: Blocks,
-    live: Callable[[], State],
+    order: Ordering,
+    key: Key[jax.Array, ""],
     *,
-    window: int,
     batch_size: int,
+    like: PyTree = None,
+    workers: int | Mesh | None = None,
+    axis_name: str | None = None,
+    window: int | None = None,
     seed: int = 0,
     num_epochs: int | None = None,
-    position: dict[str, Any] | None = None,
+    state: BlockState | PyTree | None = None,
     readers: int | Callable[[Windows], Iterable] = 4,
     depth: int = 2,
     timeout: float | None = None,
     sharding: jax.sharding.Sharding | PyTree | None = None,
 ) -> BlockEpochs:
-    """Batches of one epoch of blocks after the other, read ahead across the boundaries.
+    """Batches of one epoch of blocks after the other, in an order that the iterator keeps.
 
     A window is K blocks that follow each other in a worker's order. It is read by K requests while
     the window before it is used; its records are shuffled, and cut into T = ceil(K S / b) batches.
     Up to three windows are in memory. All batches follow from the orders, the seed and the
-    position: not from the number of readers, nor from the hosts that share the workers.
+    position: not from the number of readers, nor from the processes that share the workers.
+
+    Call `reads.observe(rows)` after every step, with the gradients of its records; as a window ends
+    the order observes the sums of its blocks. An order that looks at no gradients needs no call.
 
     Args:
       blocks: of `split`.
-      live: returns the newest state of the orders, which name blocks of all workers
-        (`global_order`, `global_reshuffling`, any order of a single worker): of one worker, or of
-        those of this host.
-      window: K >= 1, blocks in a window; `units_per_step` of the order.
-      batch_size: b >= 1, records of a worker in a batch.
-      seed: >= 0, for the shuffles within windows.
-      num_epochs: number of epochs; None for no end.
-      position: where to go on, as `BlockEpochs.position` gave it; the beginning if None.
-      readers: >= 1, threads that read blocks; or a function `windows -> iterable of windows`, which
-        reads them by another loader, as Grain or PyTorch, in their sequence.
-      depth, timeout, sharding: as in `ordering.data.prefetch_to_device`.
+      order: of blocks, one unit for each: of all workers (`global_order`, `global_reshuffling`), or
+        of a worker's own.
+      key: one key, of the first order.
+      batch_size: b >= 1, records per worker and step.
+      like, workers, axis_name: as in `init_workers`.
+      window: K >= 1, blocks in a window; None for the order's `units_per_step`, which it has to be
+        if the order observes gradients.
+      seed: of the shuffles in windows.
+      num_epochs: number of epochs of the whole run; None for no end.
+      state: where to go on, as `BlockEpochs.state` gave it, or in the dicts and lists that a
+        checkpoint makes of it. Where a window had ended, batch_size may be another.
+      readers: threads that read blocks; or a function that reads the windows of an epoch, a
+        sequence, by another loader: `windows -> iterable`.
+      depth, timeout: as in `prefetch_to_device`.
+      sharding: as there; None for the default device, and with a mesh for its workers' devices.
 
     Returns:
-      An iterator of `(records, places)` on the device, leaves [W, b, ...], or [b, ...] of one
-      worker. `places` holds for each record the place of its unit in the window, 0 .. K - 1. It is
-      -1 for a record that only fills a batch, where a window has fewer than K S records: leave it
-      out of the loss. After the step of a batch look at `window_ended`, where sums of the blocks'
-      gradients are complete, and then call `orders = reads.after(order, orders)`. `position()` is
-      what to save.
+      A `BlockEpochs` iterator of `(records, places)` on the device, leaves [W, b, ...], or
+      [b, ...] of one worker. `places` holds for each record the place of its unit in the window,
+      0 .. K - 1. It is -1 for a record that only fills a batch, where a window has fewer than K S
+      records: leave it out of the loss. `state()` is what to save.
 
     Raises:
-      ValueError: for sizes that do not fit; for a position of other files, which it names.
+      ValueError: for sizes that do not fit; for a state of other files, which it names; from
+        `next`, if the last batch was not observed.
       LoadError: from `next`, if a block cannot be read.
 
     Examples:
       >>> import jax, numpy as np
       >>> from syncopate import ordering
       >>> blocks = ordering.blocks.split(np.arange(12), unit_size=3)
-      >>> order = ordering.random_reshuffling(len(blocks))
-      >>> state = order.init(jax.random.key(0), None)
+      >>> order = ordering.random_reshuffling(len(blocks), units_per_step=2)
       >>> reads = ordering.blocks.read_blocks(
-      ...     blocks, lambda: state, window=2, batch_size=3, num_epochs=1
+      ...     blocks, order, jax.random.key(0), batch_size=3, num_epochs=1
       ... )
       >>> sorted(int(i) for records, _ in reads for i in records) == list(range(12))
       True
     """
+    if not isinstance(blocks, Blocks):
+        raise ValueError(f"blocks is a {type(blocks).__name__}: pass what split returns.")
     if num_epochs is not None:
         plans.check_whole("num_epochs", num_epochs, 0)
-    plans.check_function("live", live)
-    state = live()
-    check_state(state)
-    with jax.transfer_guard("allow"):
-        current = np.asarray(state.current)
-    num_units = current.shape[-1]
-    settings: dict[str, Any] = {"window": window, "batch_size": batch_size, "seed": seed}
-    words = settings | {"num_units": num_units}
-    whole = windows(blocks, current, epoch=0, **words)  # refuses wrong sizes
-    window, batch_size = whole.window, whole.batch_size
+    batch_size = plans.check_whole("batch_size", batch_size, 1)
+    seed = plans.check_whole("seed", seed, 0, 2**31 - 1)  # which arrays of JAX hold
+    base.check_order(order)
+    scope = base.scope_of(workers, axis_name)
+    first = base.init_workers(order, key, like, workers, axis_name=axis_name)
+    check_state(first)
+    num_units = first.current.shape[-1]
+    _check_units(blocks, order, scope, num_units)
+    window = _window_of(order, first, window, num_units)
     batches, last = (num_batches(blocks, n, batch_size) for n in (window, num_units % window))
-    steps = num_units // window * batches + last
-    own, epoch, step = fixed(blocks, **settings), 0, 0
-    if position is not None:
-        epoch, step = checked(position, own, blocks, steps, current)
-    read = _reading(readers)
+    with jax.transfer_guard("allow"):
+        shape = (*first.current.shape[:-1], window)
+        sums = jax.tree.map(lambda x: jnp.zeros((*shape, *jnp.shape(x)), jnp.float32), like)
+        zeros = [np.asarray(0) for _ in range(7)]
+        sizes = (window, batch_size, seed, blocks.unit_size, blocks.filter_digest)
+        own = BlockState(first, *zeros, sums, *map(np.asarray, sizes), blocks.digests)
+        if state is not None:
+            found = restored(own, position.check(state, own, blocks))
+            check_place(found, num_units, scope.workers or 1, window)
+            own = own._replace(**dict(zip(BlockState._fields[:9], found, strict=False)))
+        load = _loading(blocks, order, scope, own, num_units, batches, _reading(readers))
+        if scope.mesh is not None and sharding is None:
+            sharding = NamedSharding(scope.mesh, PartitionSpec(scope.axis_name))
+    options = {"sharding": sharding, "depth": depth, "timeout": timeout}
 
-    def load(orders, first_step, epoch, number):
-        found = read(windows(blocks, orders, epoch=epoch, **words))
-        return prefetch_to_device(
-            batches_of(found, first_step % batches), depth=depth, timeout=timeout,
-            sharding=sharding, first_load=number,
-        )  # fmt: skip
+    def on_device(orders, first_step, epoch, number):
+        return on_devices(load(orders, first_step, epoch), first_load=number, **options)
 
-    first_epoch = min((int(np.min(x)) for x in epoch_of(state)), default=0) - epoch
-    return BlockEpochs(
-        own, load, Sizes(num_units, window, batches, last), live, first_epoch, epoch=epoch,
-        unit=step // batches * window, skip=step % batches, loads=epoch * steps + step,
-        num_epochs=num_epochs, ahead=batches,
-    )  # fmt: skip
+    sizes = Sizes(num_units, window, batches, last)
+    return BlockEpochs(on_device, sizes, order, scope, own, num_epochs)
+
+
+def _check_units(blocks, order, scope, num_units):
+    total = order.total if order.is_global and order.total else num_units * (scope.workers or 1)
+    if total != len(blocks):
+        raise ValueError(
+            f"the order names {total} units, and there are {len(blocks)} blocks: make one for as "
+            "many, of several workers with len(blocks) / W units each (split(multiple_of=W))."
+        )
+
+
+def _window_of(order, first, window, num_units):
+    if window is None:
+        return plans.check_whole("the order's units_per_step", order.units_per_step, 1, num_units)
+    window = plans.check_whole("window", window, 1, num_units)
+    if window != order.units_per_step and hasattr(first, "position"):
+        raise ValueError(
+            f"window is {window}, and the order observes {order.units_per_step} units at once: "
+            f"make it with units_per_step={window}."
+        )
+    return window
+
+
+def _loading(blocks, order, scope, own, num_units, batches, read):
+    """`(orders, first step, epoch) -> batches` of this process's workers."""
+    total = len(blocks)
+    first = 0 if order.is_global else num_units * workers_of_process(scope)[:, None]
+    sizes = int(own.window), int(own.batch_size)
+
+    def load(orders, first_step, epoch):
+        if order.is_global:
+            check_units_of(orders.reshape(-1), total)
+        else:
+            check_units_of(orders, num_units)
+        units, axes = np.atleast_2d(orders) + first, (*orders.shape[:-1], sizes[1])
+        found = read(Windows(blocks, units, sizes, (int(own.seed), epoch), axes))
+        return batches_of(found, first_step % batches)
+
+    return load
 
 
 def _reading(readers: int | Callable) -> Callable[[Windows], Iterable]:

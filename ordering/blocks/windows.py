@@ -7,13 +7,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.typing import ArrayLike
 from jaxtyping import Int, PyTree
 
 from ordering.blocks.split import Blocks
 from ordering.data.loader import check_batches
-from ordering.data.sources import never_ends, step_indices
-from syncopate import plans
+from ordering.data.sources import never_ends
 
 ALIGNED = 64  # bytes
 TOGETHER = 256  # records of small blocks that a thread reads at once,
@@ -143,29 +141,6 @@ def permutation(seeds: tuple[int, ...], size: int) -> Int[np.ndarray, "n"]:
     return np.argsort(
         np.random.Philox(np.random.SeedSequence(seeds)).random_raw(size), kind="stable"
     )
-
-
-def windows(
-    blocks: Blocks, orders: Int[ArrayLike, "*W M"], *, window: int, batch_size: int, epoch: int,
-    seed: int, num_units: int,
-) -> Windows:  # fmt: skip
-    """One epoch of blocks in the sequence of their orders, or of slices of them that start at a
-    window; the arguments are as of `read_blocks`, which hands their errors on."""
-    if not isinstance(blocks, Blocks):
-        raise ValueError(f"blocks is a {type(blocks).__name__}: pass what split returns.")
-    batch_size = plans.check_whole("batch_size", batch_size, 1)
-    seed = plans.check_whole("seed", seed, 0, 2**63 - 1)  # a position holds it in 64 bits
-    window = plans.check_whole("window", window, 1, num_units)
-    if np.ndim(orders) == 1 and num_units != len(blocks):  # rows may be those of some workers
-        raise ValueError(
-            f"the order names {num_units} units, and there are {len(blocks)} blocks: make one for "
-            "as many, or pass int[W, M] of an order that deals them to W workers."
-        )
-    indices, _ = step_indices(orders, units_per_step=1, num_units=num_units, total=len(blocks))
-    workers = np.shape(orders)[0] if np.ndim(orders) == 2 else 1
-    axes = (workers, batch_size) if np.ndim(orders) == 2 else (batch_size,)
-    units = indices.reshape(-1, workers).T
-    return Windows(blocks, units, (window, batch_size), (seed, epoch), axes)
 
 
 def batches_of(loaded: Iterable, first_batch: int) -> Iterator[tuple[PyTree, Any]]:

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jaxtyping import Key, PyTree
 from ordering import base
 from ordering.base import Ordering, Scope, State
 from ordering.data.batches import Load, Reader, Sizes, epoch_of, of_process
-from ordering.data.loader import check_steps, prefetch_to_device, representable
+from ordering.data.loader import Loader, check_steps, prefetch_to_device, representable
 from ordering.data.place import ReadState, check_place, check_state, key_data, restored
 from ordering.data.reading import reading
 from ordering.data.sources import as_source
@@ -33,12 +34,13 @@ class Epochs(Reader):
     """
 
     def __init__(self, load: Load, sizes: Sizes, order: Ordering, scope: Scope, state: ReadState,
-                 num_epochs: int | None, ahead: int):  # fmt: skip
+                 num_epochs: int | None, ahead: int, skip: int = 0):  # fmt: skip
         epoch, units, loads, self.steps, self.uses = map(int, state[1:])
         unit = units // (scope.workers or 1)
         super().__init__(
-            load, sizes, epoch=epoch, unit=unit, loads=loads, num_epochs=num_epochs, ahead=ahead
-        )
+            load, sizes, epoch=epoch, unit=unit, skip=skip, loads=loads, num_epochs=num_epochs,
+            ahead=ahead,
+        )  # fmt: skip
         self.order_state, self._scope = state.order, scope
         self._order_of_all = base.compiled(order, scope)
         self._observes = hasattr(state.order, "position")  # each step, or the next is refused
@@ -229,15 +231,16 @@ def read_epochs(
 
     def load(orders, first_step, epoch, number):
         batches = read(orders, first_step, epoch)
-        if getattr(sharding, "is_fully_addressable", True):
-            options = {"sharding": sharding}
-        else:
-            batches, options = map(functools.partial(_of_processes, sharding), batches), {}
-        return prefetch_to_device(
-            batches, depth=depth, timeout=timeout, first_load=number, **options
-        )
+        return on_devices(batches, sharding, depth=depth, timeout=timeout, first_load=number)
 
     return Epochs(load, Sizes(num_units, window), order, scope, place, num_epochs, ahead)
+
+
+def on_devices(batches: Iterable, sharding: Any, **options: Any) -> Loader:
+    """`prefetch_to_device`, also over the devices of several processes."""
+    if getattr(sharding, "is_fully_addressable", True):
+        return prefetch_to_device(batches, sharding=sharding, **options)
+    return prefetch_to_device(map(functools.partial(_of_processes, sharding), batches), **options)
 
 
 def _of_processes(sharding, batch):

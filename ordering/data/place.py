@@ -62,7 +62,7 @@ def restored(like: ReadState, saved: PyTree) -> ReadState:
         for part in path:
             name = getattr(part, "name", getattr(part, "key", getattr(part, "idx", None)))
             try:
-                found = _part(found, name)
+                found = part_of(found, name)
             except (KeyError, IndexError, AttributeError, TypeError):
                 where = jax.tree_util.keystr(path)
                 raise ValueError(f"state has no {where}: {advice}") from None
@@ -81,7 +81,7 @@ def restored(like: ReadState, saved: PyTree) -> ReadState:
     return found
 
 
-def _part(tree, name):
+def part_of(tree, name):
     """An item or field, by its name or place, of a tree or of what a checkpoint made of it."""
     if isinstance(tree, Mapping):
         return tree[name] if name in tree else tree[str(name)]

@@ -21,7 +21,7 @@ def reading(
     unit_size = plans.check_whole("unit_size", unit_size, 1)
     workers, window = scope.workers or 1, order.units_per_step
     total = order.total if order.is_global and order.total else workers * num_units
-    owned = _workers_of_process(scope)
+    owned = workers_of_process(scope)
     first = 0 if order.is_global else num_units * owned[:, None]  # of each worker's own units
 
     def pipeline(orders, first_step, epoch):
@@ -61,7 +61,7 @@ def reading(
     return batches
 
 
-def _workers_of_process(scope: Scope) -> np.ndarray:
+def workers_of_process(scope: Scope) -> np.ndarray:
     """The numbers of the workers whose devices belong to this process."""
     if scope.mesh is None:
         return np.arange(scope.workers or 1)

@@ -21,7 +21,7 @@ from ordering.data import LoadError, as_source
 from tests import record_files
 from tests.record_files import KINDS, crc32c, opened
 
-RNG = np.random.default_rng(0)
+RNG, KEY = np.random.default_rng(0), jax.random.key(0)
 of_tokens = functools.partial(tokens, length=3)
 
 
@@ -267,7 +267,7 @@ def test_a_file_is_looked_at_once_in_a_window(tmp_path, monkeypatch):
     for name in "ab":
         saved(tmp_path / f"{name}.npy", np.arange(64))
     blocks = split(files(tmp_path / "?.npy"), unit_size=4)
-    state = ordering.shuffle_once(len(blocks)).init(jax.random.key(0), None)
+    order = ordering.shuffle_once(len(blocks))
     seen, stat = [], os.stat
 
     def counted(path, *args, **options):
@@ -276,7 +276,7 @@ def test_a_file_is_looked_at_once_in_a_window(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "stat", counted)
-        with read_blocks(blocks, lambda: state, window=16, batch_size=64, num_epochs=1) as reads:
+        with read_blocks(blocks, order, KEY, window=16, batch_size=64, num_epochs=1) as reads:
             assert len(list(reads)) == 2
     assert len(seen) <= 2 * 2 * 2  # files, windows, and whether one is there
 
@@ -284,8 +284,8 @@ def test_a_file_is_looked_at_once_in_a_window(tmp_path, monkeypatch):
 def test_a_file_that_changes_in_an_epoch_is_refused(tmp_path):
     path = saved(tmp_path / "x.npy", np.arange(64))
     blocks = split(files(path), unit_size=4)
-    state = ordering.shuffle_once(len(blocks)).init(jax.random.key(0), None)
-    with read_blocks(blocks, lambda: state, window=2, batch_size=8, depth=1) as reads:
+    order = ordering.shuffle_once(len(blocks))
+    with read_blocks(blocks, order, KEY, window=2, batch_size=8, depth=1) as reads:
         next(reads)
         saved(path, np.arange(64, 128))
         with pytest.raises(LoadError, match="x.npy cannot be read: The file has changed since"):
@@ -339,8 +339,8 @@ OTHERS = {
 @pytest.mark.parametrize("kind", ["npy", "tfrecord"])
 def test_types_of_another_window_are_refused(kind, arrays, tmp_path):
     blocks = types_of(tmp_path, kind, *arrays)
-    state = ordering.shuffle_once(2).init(jax.random.key(0), None)
-    with read_blocks(blocks, lambda: state, window=1, batch_size=1, num_epochs=1) as reads:
+    order = ordering.shuffle_once(2)
+    with read_blocks(blocks, order, KEY, window=1, batch_size=1, num_epochs=1) as reads:
         with pytest.raises(LoadError, match=r"load 1 failed: .*it of unit \d is .*, and of unit"):
             list(reads)
     blocks = types_of(tmp_path, kind, *arrays)
@@ -536,13 +536,13 @@ def test_files_in_another_place_or_sequence(tmp_path):
     for name, first in (("a", 0), ("b", 50)):
         np.save(tmp_path / f"{name}.npy", np.arange(first, first + 8))
 
-    def reads(pattern, position=None):
+    def reads(pattern, state=None):
         blocks = split(files(pattern), unit_size=4)
-        state = ordering.shuffle_once(len(blocks)).init(jax.random.key(0), None)
-        return read_blocks(blocks, lambda: state, window=1, batch_size=4, position=position)
+        order = ordering.shuffle_once(len(blocks))
+        return read_blocks(blocks, order, KEY, window=1, batch_size=4, state=state)
 
-    position = reads(tmp_path / "*.npy").position()
+    state = reads(tmp_path / "*.npy").state()
     shutil.copytree(tmp_path, tmp_path / "copy")
-    reads(tmp_path / "copy" / "*.npy", position).close()
+    reads(tmp_path / "copy" / "*.npy", state).close()
     with pytest.raises(ValueError, match="b.npy is not the file"):
-        reads([tmp_path / "b.npy", tmp_path / "a.npy"], position)
+        reads([tmp_path / "b.npy", tmp_path / "a.npy"], state)

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 import ordering
 from ordering.blocks import read_blocks
-from ordering.blocks.windows import permutation
+from ordering.blocks.windows import Windows, permutation
 from ordering.data import LoadError
 from tests import block_cases, reference_blocks
-from tests.block_cases import Case, as_lists, on_hosts, records_of
+from tests.block_cases import Case, as_lists, records_of
 from tests.cases import times
 from tests.refused import refuses
 from tests.waiting import wait_for
@@ -42,14 +42,12 @@ def cases(draw, workers=(None, 1, 2, 3, 4), epochs=2):
 def test_every_record_once_per_epoch_as_in_the_plain_loops(case, data):
     expected, places = case.expected(), []
     readers = data.draw(st.sampled_from([1, 2, 4]))
-    found = case.read(readers=readers, after=lambda reads: places.append(reads.position()))
+    found = case.read(readers=readers, after=lambda reads: places.append(reads.state()))
     assert found == expected
     steps = len(expected) // 2
     for epoch in (expected[:steps], expected[steps:]):
         assert records_of(epoch) == case.kept_records()
-    assert [(int(p["epoch"]), int(p["step"])) for p in places] == [
-        divmod(done, steps) for done in range(1, 2 * steps + 1)
-    ]
+    assert [int(p.loads) for p in places] == list(range(1, 2 * steps + 1))
     done = data.draw(st.integers(1, len(places)))
     assert case.read(places[done - 1], readers=readers) == expected[done:]
 
@@ -61,14 +59,40 @@ FIXED = Case(  # 16 units, of which one is empty; a worker's second window has o
 )  # fmt: skip
 
 
-def test_a_run_goes_on_at_every_element_with_any_readers_and_hosts():
+def test_a_run_goes_on_at_every_element_with_any_readers():
     expected, places = FIXED.expected(), []
-    assert on_hosts(FIXED, 1, after=lambda reads: places.append(reads.position())) == expected
+    assert FIXED.read(after=lambda reads: places.append(reads.state())) == expected
     assert len(places) == len(expected) == 14
-    for done, position in enumerate(places, 1):
-        for readers, hosts in ((1, 1), (2, 1), (4, 1), (4, 2), (1, 4)):
-            found = on_hosts(FIXED, hosts, position, readers=readers)
-            assert found == expected[done:], (done, readers, hosts)
+    for done, state in enumerate(places, 1):
+        for readers in (1, 4) if done % 3 else (2,):
+            assert FIXED.read(state, readers=readers) == expected[done:], (done, readers)
+
+
+def test_where_a_window_ended_the_batches_may_have_another_size():
+    """And the windows another number of blocks, of an order that observes nothing."""
+    places, size = [], FIXED.settings["batch_size"]
+    FIXED.read(after=lambda reads: places.append((reads.state(), reads.window_ended)))
+    for done, (state, ended) in enumerate(places[:-1], 1):
+        before = FIXED.expected()[:done]
+        for options in ({"batch_size": size + 3}, {"window": 1}):
+            if not ended:
+                with pytest.raises(ValueError, match="was saved with [23], inside a window, n"):
+                    FIXED.read(state, **options)
+                continue
+            found = before + FIXED.read(state, **options)
+            assert records_of(found) == sorted(2 * FIXED.kept_records())
+
+
+def test_a_host_reads_the_rows_of_its_own_workers():
+    """Any number of hosts gives the batches of one that reads for all workers."""
+    orders, axes = FIXED.orders[0], lambda n: (n, 2)
+    of_all = Windows(FIXED.blocks(), orders, (3, 2), (1, 0), axes(4))
+    for first, count in ((0, 1), (3, 1), (0, 2), (2, 2)):
+        rows = orders[first : first + count]
+        own = Windows(FIXED.blocks(), rows, (3, 2), (1, 0), axes(count))
+        for (records, places), (some, their) in zip(of_all, own, strict=True):
+            np.testing.assert_array_equal(some, records[:, first : first + count])
+            np.testing.assert_array_equal(their, places[:, first : first + count])
 
 
 def test_another_loader_gives_the_same_batches():
@@ -91,7 +115,7 @@ def test_a_permutation_is_the_same_in_every_version():
 
 def test_windows_end_where_the_reader_says():
     ends = []
-    FIXED.read(after=lambda r: ends.append((r.step, r.window_ended, r.window_units)))
+    FIXED.read(after=lambda r: ends.append(((r.loads - 1) % 7 + 1, r.window_ended, r.window_units)))
     windows = [(1, False, 3), (2, False, 3), (3, False, 3), (4, False, 3), (5, True, 3)]
     assert ends == 2 * [*windows, (6, False, 1), (7, True, 1)]
 
@@ -99,9 +123,9 @@ def test_windows_end_where_the_reader_says():
 def test_each_block_is_one_request_and_only_the_next_window_is_read_ahead():
     parts = block_cases.parts_of([12, 8])
     blocks = ordering.blocks.split(parts, unit_size=4)
-    state = block_cases.given_states(np.stack([np.arange(5)] * 2), 0)[0]
-    options = {"window": 1, "batch_size": 1, "num_epochs": 1, "depth": 1}
-    with read_blocks(blocks, lambda: state, **options) as reads:
+    order = block_cases.given_order(np.stack([np.arange(5)] * 2), 0, 1)
+    options = {"batch_size": 1, "num_epochs": 1, "depth": 1}
+    with read_blocks(blocks, order, block_cases.KEY, **options) as reads:
         next(reads)
         wait_for(lambda: len(parts[0].read.asked) == 2)
         assert len(list(reads)) == 19
@@ -120,32 +144,54 @@ def test_a_run_goes_on_from_the_load_that_failed():
     blocks = ordering.blocks.split(
         [parts[0], dataclasses.replace(parts[1], read=read)], unit_size=4
     )
-    state = block_cases.given_states(np.array([[0, 4, 1, 3, 2]] * 2), 0)[0]
-    options = {"window": 1, "batch_size": 2, "num_epochs": 1}
+    order = block_cases.given_order(np.array([[0, 4, 1, 3, 2]] * 2), 0, 1)
+    options = {"batch_size": 2, "num_epochs": 1}
     found = []
-    with read_blocks(blocks, lambda: state, **options) as reads:
+    with read_blocks(blocks, order, block_cases.KEY, **options) as reads:
         with pytest.raises(
             LoadError, match="load 2 failed: OSError: the disk is gone. Res"
         ) as info:
             for batch in reads:
                 found.append(as_lists(batch))
-        position = reads.position()
-    assert (info.value.load, int(position["step"]), len(found)) == (2, 2, 2)
+        state = reads.state()
+    assert (info.value.load, int(state.loads), len(found)) == (2, 2, 2)
     fails.clear()
-    with read_blocks(blocks, lambda: state, position=position, **options) as reads:
+    with read_blocks(blocks, order, block_cases.KEY, state=state, **options) as reads:
         found += [as_lists(batch) for batch in reads]
     assert records_of(found) == list(range(20)) and len(found) == 10
 
 
 def of(orders=FIXED.orders[0], **settings):
-    state = block_cases.given_states(np.stack([orders] * 2), 0)[0]
-    return lambda: read_blocks(FIXED.blocks(), lambda: state, **FIXED.settings | settings)
+    def read():
+        given = FIXED.settings | settings
+        workers = len(orders) if orders.ndim == 2 else None
+        order = block_cases.given_order(np.stack([orders] * 2), 0, given["window"])
+        next(read_blocks(FIXED.blocks(), order, block_cases.KEY, workers=workers, **given))
+
+    return read
+
+
+def observed(window):
+    order = ordering.grab(16, units_per_step=4)
+    return lambda: read_blocks(
+        FIXED.blocks(),
+        order,
+        block_cases.KEY,
+        like=np.zeros(2, np.float32),
+        window=window,
+        batch_size=2,
+    )
 
 
 test_bad_input = refuses({
     "window": (of(window=5), r"window is 5: pass a whole number in 1 \.\. 4"),
-    "a large seed": (of(seed=2**63), "seed is 9223372036854775808: pass a whole number in 0"),
-    "other units": (of(FIXED.orders[0] + 1), "name a unit twice, or outside 0 .. 15"),
-    "a shard": (of(np.array([[0], [0]]), window=1), "name a unit twice"),
+    "a large seed": (of(seed=2**31), "seed is 2147483648: pass a whole number in 0"),
     "too few": (of(np.arange(15)), "names 15 units, and there are 16 blocks: make one for as many"),
+    "an observed window": (observed(3), "window is 3, and the order observes 4 units at once: mak"),
 })  # fmt: skip
+
+
+@pytest.mark.parametrize("orders", [FIXED.orders[0] + 1, np.zeros((4, 4), int)])
+def test_an_order_that_names_other_units_is_refused(orders):
+    with pytest.raises((ValueError, LoadError), match="name a unit twice, or outside 0 .. 15"):
+        of(orders)()

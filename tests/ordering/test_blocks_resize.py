@@ -8,7 +8,7 @@ import pytest
 import ordering
 from ordering.blocks import read_blocks, resize
 from tests import block_cases
-from tests.block_cases import as_lists, records_of
+from tests.block_cases import KEY, as_lists, records_of
 from tests.refused import refuses
 
 # 24 units, 2 of them empty; together 16 in a window and 48 records in a step: W workers have 24 / W
@@ -19,50 +19,43 @@ BLOCKS = ordering.blocks.split(
     block_cases.parts_of(SIZES), unit_size=UNIT_SIZE, multiple_of=max(WORKERS)
 )
 RECORDS = list(range(sum(SIZES)))
-GRADIENTS = block_cases.vectors_of(UNITS)
+VECTORS = block_cases.vectors_of(len(RECORDS))
 
 
-def parts_of(name, workers):
+def order_of(name, workers):
     return block_cases.dealt_of(name, workers, UNITS // workers, WINDOW // workers)
 
 
-def read(name, state, position=None, *, most):
-    """(batches, the position after them, the state)."""
-    workers = len(state.current)
-    _, _, observe, next_epoch = parts_of(name, workers)
-    found, window = [], WINDOW // workers
-    options = {"window": window, "batch_size": BATCH // workers, "position": position}
-    with read_blocks(BLOCKS, lambda: state, **options) as reads:
+def read(name, workers, state=None, *, most):
+    """(batches, the state after them)."""
+    found, like = [], jnp.zeros(block_cases.ENTRIES)
+    options = {"batch_size": BATCH // workers, "workers": workers, "like": like, "state": state}
+    with read_blocks(BLOCKS, order_of(name, workers), KEY, **options) as reads:
         while len(found) < most:
-            found.append(as_lists(next(reads)))
-            if observe and reads.window_ended:
-                first = window if reads.epoch_ended else 0
-                units = np.asarray(state.current)[:, first : first + reads.window_units]
-                state = observe(state, GRADIENTS[units])
-            if reads.epoch_ended:
-                state = next_epoch(state)
-        return found, reads.position(), state
+            records, places = next(reads)
+            found.append(as_lists((records, places)))
+            reads.observe(jnp.asarray(VECTORS)[records])
+        return found, reads.state()
 
 
-def resized(name, position, workers):
-    """The position for other workers, and the state of their orders."""
-    order, fresh, *_ = parts_of(name, workers)
-    position = resize(position, fresh, order)
-    return position, jax.tree.map(jnp.asarray, position["orders"])
+def resized(name, state, workers):
+    order = order_of(name, workers)
+    fresh = ordering.init_workers(order, KEY, jnp.zeros(block_cases.ENTRIES), workers)
+    return resize(state, fresh, order)
 
 
 def check(name, *stages):
     """Workers and steps of each stage: every epoch that is read has every record once."""
     (workers, most), *others = stages
-    found, position, state = read(name, parts_of(name, workers)[1], most=most)
+    found, state = read(name, workers, most=most)
     for after, most in others:
         if after != workers:
             workers = after
-            position, state = resized(name, position, workers)
-        more, position, state = read(name, state, position, most=most)
+            state = resized(name, state, workers)
+        more, state = read(name, workers, state, most=most)
         assert all(len(batch) == workers for batch in more)
         found += more
-    alone = read(name, parts_of(name, stages[0][0])[1], most=STEPS)[0]
+    alone = read(name, stages[0][0], most=STEPS)[0]
     assert len(found) % STEPS == 0
     for first in range(0, len(found), STEPS):
         assert records_of(found[first : first + STEPS]) == RECORDS, (stages, first)
@@ -82,43 +75,46 @@ def test_a_run_goes_on_with_any_number_of_workers(name):
 
 def test_the_axis_of_the_workers_may_have_another_name():
     def of(workers):
-        order = ordering.global_reshuffling(UNITS // workers, axis_name="dp")
-        init = jax.jit(jax.vmap(lambda key: order.init(key, None), axis_name="dp"))
-        return order, init(jax.random.split(jax.random.key(0), workers))
+        units = UNITS // workers
+        return ordering.global_reshuffling(units, units_per_step=WINDOW // workers, axis_name="dp")
 
-    (_, two), (order, four) = of(2), of(4)
-    options = {"window": WINDOW // 2, "batch_size": BATCH // 2, "num_epochs": 1}
-    with read_blocks(BLOCKS, lambda: two, **options) as reads:
+    options = {"axis_name": "dp", "num_epochs": 1}
+    with read_blocks(BLOCKS, of(2), KEY, workers=2, batch_size=BATCH // 2, **options) as reads:
         found = [as_lists(next(reads)) for _ in range(3)]
-        position = resize(reads.position(), four, order, axis_name="dp")
-    state = jax.tree.map(jnp.asarray, position["orders"])
-    options |= {"window": WINDOW // 4, "batch_size": BATCH // 4, "position": position}
-    with read_blocks(BLOCKS, lambda: state, **options) as reads:
+        fresh = ordering.init_workers(of(4), KEY, workers=4, axis_name="dp")
+        state = resize(reads.state(), fresh, of(4), axis_name="dp")
+    options |= {"workers": 4, "batch_size": BATCH // 4, "state": state}
+    with read_blocks(BLOCKS, of(4), KEY, **options) as reads:
         found += map(as_lists, reads)
     assert records_of(found) == RECORDS
 
 
 def restarted(workers=2, steps=3, **changes):
-    order, first, *_ = parts_of("global_reshuffling", workers)
-    position = read("global_reshuffling", parts_of("global_reshuffling", 2)[1], most=steps)[1]
-    return resize(position | changes, first, order)
+    state = read("global_reshuffling", 2, most=steps)[1]
+    return resized("global_reshuffling", state._replace(**changes), workers)
 
 
+def one_of(state):
+    return jax.tree.map(lambda x: x[0], state)
+
+
+FIRST = ordering.init_workers(order_of("global_reshuffling", 2), KEY, workers=2)
 test_bad_input = refuses({
     "inside a window": (
-        lambda: restarted(4, steps=4), "of step 4, inside a window: go on with 2 workers until win"
+        lambda: restarted(4, steps=4), "of batch 1 of a window: go on with 2 workers until window"
     ),
-    "part of a batch": (
-        lambda: restarted(8, batch_size=np.array(9)),
-        "8 workers, who cannot share the windows of 2, of 8 blocks and batches of 9: .* divides 16",
+    "a part of a window": (
+        lambda: restarted(8, window=np.array(5)),
+        "8 workers, who cannot share the windows of 2, of 5 blocks: pass a number that divides 10",
     ),
     "a fixed shard": (
-        lambda: restarted(orders=ordering.shuffle_once(4).init(jax.random.key(0), None)),
-        "orders are a ShuffleState: pass those of all workers, of an order that deals",
+        lambda: restarted(order=ordering.shuffle_once(4).init(KEY, None)),
+        "order is a ShuffleState: pass that of all workers, of an order that deals",
     ),
     "one worker's": (
-        lambda: restarted(orders=jax.tree.map(
-            lambda x: x[0], parts_of("global_reshuffling", 2)[1])),
-        "a DealtShuffleState: pass those of all workers",
+        lambda: restarted(order=one_of(FIRST)), "a DealtShuffleState: pass that of all workers"
+    ),
+    "a dict": (
+        lambda: resized("global_reshuffling", {"epoch": 1}, 4), "state is a dict: pass what Block"
     ),
 })  # fmt: skip

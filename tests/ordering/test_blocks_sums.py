@@ -16,7 +16,7 @@ SIZES, UNIT_SIZE, WINDOW, ENTRIES = [14, 15], 4, 3, 3
 BLOCKS = split(block_cases.parts_of(SIZES), unit_size=UNIT_SIZE)
 COUNT = len(BLOCKS)
 VECTORS = whole_numbers((sum(SIZES), ENTRIES), seed=1)
-PARAMS = whole_numbers((ENTRIES,), seed=2)
+PARAMS, KEY = whole_numbers((ENTRIES,), seed=2), jax.random.key(0)
 
 
 def loss(params, batch, key):
@@ -29,64 +29,68 @@ def block_sums(units):
     return np.stack([gradients[BLOCKS.read([unit])].sum(axis=0) for unit in units])
 
 
-def add_batch(found, records, places):
+def rows_of(records):
     batch = jnp.asarray(VECTORS)[records]
-    rows = ordering.per_example_grads(loss)(jnp.asarray(PARAMS), batch, key=jax.random.key(0))[2]
-    return add_gradients(found, rows, places)
+    return ordering.per_example_grads(loss)(jnp.asarray(PARAMS), batch, key=KEY)[2]
 
 
-ADD = jax.jit(add_batch)
-
-
-def train(state, added, end, next_epoch, *, epochs=2, batch_size=5):
-    """The state after some epochs; `state = end(state, sums, units)` ends a window."""
-    begin = 0
-    found = empty = jnp.zeros((*state.current.shape[:-1], WINDOW, ENTRIES))
-    options = {"window": WINDOW, "batch_size": batch_size, "num_epochs": epochs}
-    with read_blocks(BLOCKS, lambda: state, **options) as reads:
-        for batch in reads:
-            found = added(found, *batch)
-            if reads.window_ended:
-                units = np.asarray(state.current)[..., begin : begin + reads.window_units]
-                state, found = end(state, found, units), empty
-                begin += reads.window_units
-            if reads.epoch_ended:
-                state, begin = next_epoch(state), 0
-    return state
+def train(order, workers, end, *, epochs=2, batch_size=5, by_hand=False, state=None):
+    """The reader after some epochs; `end(units, sums)` is called as a window ends."""
+    like, shape = jnp.zeros(ENTRIES), (WINDOW, ENTRIES)
+    options = {"batch_size": batch_size, "num_epochs": epochs, "workers": workers, "like": like}
+    of_all = (lambda f: f) if workers is None else vmap_workers
+    add, rows = jax.jit(of_all(add_gradients)), jax.jit(of_all(rows_of))
+    observe = of_all(order.observe)
+    begin, empty = 0, jnp.zeros(shape if workers is None else (workers, *shape))
+    sums = empty
+    with read_blocks(BLOCKS, order, KEY, **options) as reads:
+        for records, places in reads:
+            found = rows(records)
+            sums, ended = add(sums, found, places), reads.window_ended
+            if ended:
+                stop = begin + reads.window_units
+                units = np.asarray(reads.order_state.current)[..., begin:stop]
+                own = sums[..., : reads.window_units, :]
+                end(units, own)
+                begin, sums = 0 if reads.epoch_ended else stop, empty
+            if not by_hand:
+                reads.observe(found)
+            elif ended:
+                reads.advance(observe(reads.order_state, own))
+    return reads
 
 
 @pytest.mark.parametrize("batch_size", [1, 5, 20])
 def test_sums_over_a_shuffled_window_are_those_of_its_blocks(batch_size):
-    order, seen = ordering.random_reshuffling(COUNT), []
+    order, seen = ordering.random_reshuffling(COUNT, units_per_step=WINDOW), []
 
-    def end(state, found, units):
-        np.testing.assert_array_equal(found[: len(units)], block_sums(units))
+    def end(units, found):
+        np.testing.assert_array_equal(found, block_sums(units))
         seen.append(len(units))
-        return state
 
-    state = order.init(jax.random.key(3), None)
-    train(state, ADD, end, order.next_epoch, batch_size=batch_size)
+    train(order, None, end, batch_size=batch_size)
     assert seen == [3, 3, 2] * 2
 
 
-def test_the_orders_of_workers_are_those_of_the_gradients_of_blocks():
-    """CD-GraB with two workers, to whom the blocks are dealt anew in every epoch."""
-    _, state, observe, next_epoch = block_cases.dealt_of("dealt", 2, COUNT // 2, WINDOW)
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_the_orders_of_workers_are_those_of_the_gradients_of_blocks(by_hand):
+    """CD-GraB with two workers, to whom the blocks are dealt anew in every epoch; by the reader,
+    and by a step that adds the gradients itself."""
+    order = block_cases.dealt_of("dealt", 2, COUNT // 2, WINDOW)
     totals, orders = np.zeros((COUNT, ENTRIES)), []
 
-    def end(state, found, units):
+    def end(units, sums):
         for own in units:
             totals[own] = block_sums(own)
-        return observe(state, found[:, : units.shape[1]])
+        orders.append(units)
 
-    def following(state):
-        after = next_epoch(state)
-        expected = reference.dealt_epoch(np.asarray(state.current), totals)
-        orders.append(np.asarray(after.current).tolist() == np.asarray(expected).tolist())
-        return after
-
-    train(state, vmap_workers(add_batch), end, following, epochs=3)
-    assert orders == [True] * 3
+    reads = train(order, 2, end, epochs=3, by_hand=by_hand)
+    windows = len(orders) // 3
+    epochs = [np.concatenate(orders[i : i + windows], 1) for i in range(0, len(orders), windows)]
+    gradients = block_sums(range(COUNT))
+    for before, after in zip(epochs, epochs[1:], strict=False):
+        assert after.tolist() == np.asarray(reference.dealt_epoch(before, gradients)).tolist()
+    assert reads.epoch_ended and len(epochs) == 3
 
 
 @pytest.mark.parametrize("wrong,dtype", [(np.nan, np.float32), (np.inf, jnp.bfloat16)])

@@ -27,9 +27,8 @@ def by_epochs(source):
 
 
 def by_blocks(source):
-    state = ordering.shuffle_once(len(source)).init(jax.random.key(0), None)
-    data = blocks.split({"id": source}, unit_size=1)
-    return blocks.read_blocks(data, lambda: state, window=1, batch_size=1, num_epochs=1)
+    order, data = ordering.shuffle_once(len(source)), blocks.split({"id": source}, unit_size=1)
+    return blocks.read_blocks(data, order, jax.random.key(0), batch_size=1, num_epochs=1)
 
 
 def by_echo(source):
@@ -184,8 +183,8 @@ def by_prefetch(seen):
 def by_decode(seen):
     source = type("Source", (), {"__len__": lambda s: 1, "read": lambda s, i, j: [b"a"]})()
     data = blocks.split([source], unit_size=1, decode=lambda record: settings_there(seen))
-    order = ordering.shuffle_once(1).init(jax.random.key(0), None)
-    read = blocks.read_blocks(data, lambda: order, window=1, batch_size=1, num_epochs=1)
+    order, key = ordering.shuffle_once(1), jax.random.key(0)
+    read = blocks.read_blocks(data, order, key, batch_size=1, num_epochs=1)
     return next(read)[0]
 
 

@@ -75,9 +75,9 @@ def in_grain(windows):
 
 def of_blocks(act=lambda i: None, size=12, **options):
     blocks = blocks_of(act, size)
-    state = state_of(len(blocks))
+    order, options = ordering.random_reshuffling(len(blocks)), {"num_epochs": 1} | options
     return ordering.blocks.read_blocks(
-        blocks, lambda: state, window=2, batch_size=2, **{"num_epochs": 1} | options
+        blocks, order, jax.random.key(0), window=2, batch_size=2, **options
     )
 
 
@@ -179,9 +179,9 @@ def read(start, stop):
     return np.arange(start, stop)
 
 blocks = ordering.blocks.split([Part("a dead mount", 12, (1, 2), read)], unit_size=2)
-state = ordering.shuffle_once(6).init(jax.random.key(0), None)
-options = {"window": 2, "batch_size": 2, "num_epochs": 1, "timeout": 0.2}
-closed, left = (ordering.blocks.read_blocks(blocks, lambda: state, **options) for _ in range(2))
+order, key = ordering.shuffle_once(6, units_per_step=2), jax.random.key(0)
+options = {"batch_size": 2, "num_epochs": 1, "timeout": 0.2}
+closed, left = (ordering.blocks.read_blocks(blocks, order, key, **options) for _ in range(2))
 for reads in (closed, left):
     try:
         list(reads)
@@ -222,12 +222,10 @@ def test_an_epoch_that_is_known_is_read_once():
     """Ten units in windows of four: the last window of each epoch was read twice."""
     parts = parts_of([10])
     blocks = ordering.blocks.split(parts, unit_size=1)
-    order = ordering.random_reshuffling(10)
-    state = order.init(jax.random.key(0), None)
-    options = {"window": 4, "batch_size": 3, "num_epochs": 4}
-    with ordering.blocks.read_blocks(blocks, lambda: state, **options) as reads:
-        for _ in reads:
-            state = reads.after(order, state)
+    order = ordering.random_reshuffling(10, units_per_step=4)
+    options = {"batch_size": 3, "num_epochs": 4}
+    with ordering.blocks.read_blocks(blocks, order, jax.random.key(0), **options) as reads:
+        assert len(list(reads)) == 20
     assert len(parts[0].read.asked) == 40
 
 
@@ -242,11 +240,10 @@ def test_no_more_threads_read_than_readers(readers):
         time.sleep(0.001)
         inside.remove(i)
 
-    newest, order = [state_of(12)], ordering.random_reshuffling(12)
-    options = {"window": 4, "batch_size": 2, "num_epochs": 3, "readers": readers}
-    with ordering.blocks.read_blocks(blocks_of(act, 24), lambda: newest[0], **options) as reads:
-        for _ in reads:
-            newest[0] = reads.after(order, newest[0])
+    order, blocks = ordering.random_reshuffling(12, units_per_step=4), blocks_of(act, 24)
+    options = {"batch_size": 2, "num_epochs": 3, "readers": readers}
+    with ordering.blocks.read_blocks(blocks, order, jax.random.key(0), **options) as reads:
+        list(reads)
     assert len(most) == 36 and max(most) <= readers
 
 
@@ -306,14 +303,10 @@ def test_a_run_goes_on_with_another_number_of_workers():
     assert reads.epoch == 1
 
 
-ENDED = of_blocks(num_epochs=2)
 test_what_would_not_be_read_is_refused = refuses({
     "a source that grew": (lambda: gone_on(5, 80), "80 examples, and the orders name 60"),
     "a step of it": (lambda: gone_on(5, 65), "65 examples, and the orders name 60"),
     "a source that shrank": (lambda: gone_on(5, 59), "59 examples, and the orders"),
-    "a position before the end": (
-        lambda: [next(ENDED) for _ in range(6)] and ENDED.position(), "epoch 0 has been read"
-    ),
 })  # fmt: skip
 
 
@@ -329,15 +322,17 @@ def test_less_than_a_step_may_be_left_over():
 
 def test_a_program_that_forbids_transfers_reads_and_goes_on():
     order = ordering.random_reshuffling(12, units_per_step=5)
-    found, state, blocks, own, position = [], None, blocks_of(), state_of(6), None
+    of_blocks = ordering.random_reshuffling(6, units_per_step=2)
+    found, state, blocks = [], None, blocks_of()
     with jax.transfer_guard("disallow"):
         for most in (4, 5):
             reads = read_epochs(np.arange(12), order, KEY, num_epochs=3, state=state)
             found += [next(reads) for _ in range(most)]
             state = reads.state()
+        state = None
         for _ in range(2):
-            options = {"window": 2, "batch_size": 2, "num_epochs": 1, "position": position}
-            with ordering.blocks.read_blocks(blocks, lambda: own, **options) as read:
+            options = {"batch_size": 2, "num_epochs": 1, "state": state}
+            with ordering.blocks.read_blocks(blocks, of_blocks, KEY, **options) as read:
                 next(read)
-                position = read.position()
+                state = read.state()
     assert len(found) == 9

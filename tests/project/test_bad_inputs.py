@@ -18,8 +18,8 @@ TABLES = ("ordering", "input", "blocks", "local_opt", "models")  # "input" has e
 RAW = 10  # of 1,000 bad arguments: errors that are not ours, or name neither argument nor value
 # Without arguments, and records that hold what others make.
 PLAIN = {"scaffold", "Ordering", "SignRule", "Correction", "Members", "Rounds",
-         "Source", "Epochs", "ReadState", "Factor", "Measured", "Repeated", "Streaming",
-         "Compressor", "LoadError", "Model"}  # fmt: skip
+         "Source", "Epochs", "ReadState", "Blocks", "BlockEpochs", "BlockState", "Factor",
+         "Measured", "Repeated", "Streaming", "Compressor", "LoadError", "Model"}  # fmt: skip
 
 
 def calls_of(package):
