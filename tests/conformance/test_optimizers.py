@@ -75,7 +75,7 @@ def test_a_frozen_leaf_keeps_its_bits_under_every_sync(name):
             found = jax.jit(jax.vmap(run, in_axes=(None, 0), axis_name="worker"))(
                 params, jnp.arange(3.0)
             )
-        except TypeError as error:  # an optimizer that takes the loss, or a function of it
+        except (TypeError, ValueError) as error:  # it takes the loss as well
             pytest.skip(str(error)[:80])
         np.testing.assert_array_equal(found["frozen"], np.stack([START] * 3))
         np.testing.assert_array_equal(found["train"][0], found["train"][1])
