@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import re
+import stat
 from collections.abc import Iterator, Mapping
 from typing import IO
 
@@ -13,7 +14,7 @@ ADVICE = {
     "make room there; then the same command continues": "ENOSPC EDQUOT EFBIG",
     "make it writable, or choose another --output_dir": "EACCES EPERM EROFS",
     "move away what is there, or choose another --output_dir": (
-        "EISDIR ENOTDIR EEXIST ENOTEMPTY ELOOP"
+        "EISDIR ENOTDIR EEXIST ENOTEMPTY ELOOP ENXIO"
     ),
     "bring it back, or choose another --output_dir": "ENOENT ESTALE",
     "look at that disk; then the same command continues": "EIO",
@@ -66,6 +67,29 @@ def created(path: str) -> IO[bytes]:
     return open(path, "xb")
 
 
+def regular(path: str | os.PathLike, flags: int) -> int:
+    """An `opener` of `open` that refuses a FIFO, say: whoever opens or reads one may wait for ever.
+
+    It is the opened file that is asked, so that none takes its place in between.
+    """
+    descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o666)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        kind = "a folder" if stat.S_ISDIR(mode) else "a FIFO" if stat.S_ISFIFO(mode) else "a device"
+        raise OSError(
+            f"{str(path)!r} is {kind}, and no file that this code has written: move it away, or "
+            "choose another --output_dir."
+        )
+    return descriptor
+
+
+def content(path: str | os.PathLike) -> bytes:
+    """What a file holds, which is refused if it is none."""
+    with advised(str(path)), open(path, "rb", opener=regular) as file:
+        return file.read()
+
+
 def append(file, text: str) -> None:
     """Writes text to the end of an unbuffered file."""
     rest = text.encode()
@@ -82,8 +106,7 @@ def read_json(path: str, default=None):
     """The object in a JSON file; `default` if it does not exist."""
     if not os.path.exists(path):
         return default
-    with advised(path), open(path, "rb") as file:
-        return strict.loads(file.read(), repr(str(path)))
+    return strict.loads(content(path), repr(str(path)))
 
 
 def differences(before: Mapping, now: Mapping) -> list[str]:

@@ -58,7 +58,7 @@ def check() -> None:
 def _opened(path: str) -> IO:
     """The lock file, made if absent. A link is refused: what it names would be emptied."""
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
-    return open(path, "ab", buffering=0, opener=lambda path, _: os.open(path, flags, 0o666))
+    return open(path, "ab", buffering=0, opener=lambda path, _: files.regular(path, flags))
 
 
 def _take(file: IO, folder: str) -> str | None:
@@ -104,8 +104,7 @@ def _holds(path: str, own: str) -> bool:
     It is opened and read, since file systems of other machines may answer `stat` from memory.
     """
     try:
-        with open(path, "rb", buffering=0) as file:
-            return file.read() == own.encode()
+        return files.content(path) == own.encode()
     except OSError:
         return False
 

@@ -30,7 +30,7 @@ DIGITS = 6  # significant ones
 def note_command(folder: str, command: str) -> None:
     """Appends the command to an output folder's command.txt, if it is not there yet."""
     path = pathlib.Path(folder, COMMAND)
-    known = path.read_text(encoding="utf-8") if path.exists() else ""
+    known = files.content(path).decode() if path.exists() else ""
     if command not in known.splitlines():
         files.write_whole(str(path), f"{known}{command}\n")
 
@@ -55,7 +55,7 @@ def record(results: os.PathLike, target: os.PathLike) -> None:
                 f"--seeds={before} or more."
             )
     for part in COPIED:
-        files.write_whole(str(target / part), (results / part).read_bytes())
+        files.write_whole(str(target / part), files.content(results / part))
     files.write_whole(str(target / COMMAND), "".join(f"{line}\n" for line in lines))
     files.write_whole(str(target / METRICS), pack(rows))
 
@@ -78,12 +78,12 @@ def load(name: str, folder: os.PathLike = FOLDER) -> Comparison | None:
 def looks(name: str, folder: os.PathLike = FOLDER) -> int:
     """How often a recorded run was looked at, each time before seeds were added; at least once."""
     path = pathlib.Path(folder) / name / LOOKS
-    return max(1, len(path.read_text().splitlines())) if path.exists() else 1
+    return max(1, len(files.content(path).splitlines())) if path.exists() else 1
 
 
 def commands(path: pathlib.Path) -> list[str]:
     """What made a run, the first one first, each in one line."""
-    text = (path / COMMAND).read_text(encoding="utf-8")
+    text = files.content(path / COMMAND).decode()
     return re.sub(r"\s*\\\n\s*", " ", text).strip().splitlines()
 
 
@@ -101,7 +101,7 @@ def rows_of(folder: pathlib.Path) -> list[dict]:
     """The records of a recorded run."""
     path = folder / METRICS
     try:
-        lines = gzip.decompress(path.read_bytes()).splitlines()
+        lines = gzip.decompress(files.content(path)).splitlines()
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{str(path)!r} is broken ({error}): {strict.WHAT_TO_DO}") from error
     return [strict.loads(line, f"line {n} of {str(path)!r}") for n, line in enumerate(lines, 1)]

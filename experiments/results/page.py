@@ -138,7 +138,7 @@ def _body(folder, title, texts, drawn, asked) -> Iterator[str]:
     yield from map(_picture, drawn)
     yield f"<h2>Command</h2>\n<pre>{html.escape(command_line())}</pre>"
     for path in filter(pathlib.Path.exists, (folder / name for name in SHOWN)):
-        text = html.escape(path.read_text(encoding="utf-8"))
+        text = html.escape(files.content(path).decode())
         summary = f"<summary>{path.stem.capitalize()}</summary>"
         yield f"<details>{summary}<pre>{text}</pre></details>"
 

@@ -175,10 +175,9 @@ def read(path: str) -> list[dict]:
       ValueError: for any other line that is not a record, or not the one that was written.
     """
     path, hashes = pathlib.Path(path), None
-    with files.advised(path):
-        *lines, cut = path.read_bytes().split(b"\n")
-        if path.name == METRICS and path.with_name(HASHES).exists():
-            hashes = path.with_name(HASHES).read_bytes().split(b"\n")[:-1]
+    *lines, cut = files.content(path).split(b"\n")
+    if path.name == METRICS and path.with_name(HASHES).exists():
+        hashes = files.content(path.with_name(HASHES)).split(b"\n")[:-1]
     if cut or (hashes is not None and len(lines) == len(hashes) + 1):
         why = "was cut off" if cut else "has no hash"
         processes.say(f"Line {len(lines) + bool(cut)} of {str(path)!r} {why}, and is left out.")

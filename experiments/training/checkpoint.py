@@ -177,8 +177,8 @@ def _digest_of(path: pathlib.Path) -> str:
     """One line per file that `restore` reads, in the format of sha256sum."""
     lines = []
     for file in sorted([*path.glob(f"{STATE}/**/*"), *path.glob(f"{KNOWN}/**/*")]):
-        if file.is_file():
-            with open(file, "rb") as content:
+        if not file.is_dir():
+            with open(file, "rb", opener=files.regular) as content:
                 found = hashlib.file_digest(content, "sha256").hexdigest()
             lines.append(f"{found}  {file.relative_to(path)}\n")
     return "".join(lines)
@@ -187,7 +187,7 @@ def _digest_of(path: pathlib.Path) -> str:
 def damage(path: str) -> str | None:
     """Describes what is wrong with a checkpoint, or None if it is whole. Reads all of its files."""
     try:
-        said = pathlib.Path(path, DIGEST).read_bytes().decode(errors="replace")
+        said = files.content(os.path.join(path, DIGEST)).decode(errors="replace")
         found = _digest_of(pathlib.Path(path))
     except OSError as error:
         return str(error)

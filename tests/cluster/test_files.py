@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 
 from experiments.cluster import files, lock, strict
+from experiments.results import archive
+from experiments.results import records as records_of
 from experiments.training import checkpoint
 from tests.commands import ROOT, SAVED, environment, records, train_run
 from tests.refused import refuses
@@ -71,6 +74,41 @@ def test_no_link_is_followed_where_a_file_is_written(tmp_path):
         with lock.held(str(run)):
             pass
     assert other.read_text() == "kept"
+
+
+def checked(path):
+    if wrong := checkpoint.damage(path):
+        raise OSError(wrong)
+
+
+READS = {
+    "settings.json": lambda folder: records_of.open_folder(folder, {}),
+    "metrics.jsonl": records_of.found,
+    "metrics.sha256": records_of.found,
+    "lock.json": lambda folder: lock.held(folder).__enter__(),
+    "digest.txt": checked,
+    "known/metadata": checked,
+    "command.txt": lambda folder: archive.note_command(folder, "python -m"),
+    "trackers.json": lambda folder: files.read_json(f"{folder}/trackers.json", {}),
+}
+KINDS = {"fifo": os.mkfifo, "folder": os.mkdir, "device": lambda at: at.symlink_to(os.devnull)}
+
+
+@pytest.mark.parametrize("name,kind", [(name, kind) for name in READS for kind in KINDS])
+def test_what_is_no_file_is_refused_before_it_is_read(tmp_path, name, kind):
+    path, folder = tmp_path / "7" / name, tmp_path / "7"
+    path.parent.mkdir(parents=True)
+    for other in {"metrics.jsonl", "digest.txt"} - {name}:
+        (folder / other).touch()
+    KINDS[kind](path)
+    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it waits"))
+    signal.alarm(5)  # a FIFO is opened and read for ever
+    try:
+        with pytest.raises(OSError, match=rf"{path.name}'? .*: move"):
+            READS[name](str(folder))
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.parametrize("number", ADVICE, ids=errno.errorcode.get)
