@@ -86,7 +86,7 @@ class Membership:
         if self.client is None:
             return Members(step, (self.process,), (0,))
         own = Record(self.last.count + 1, step, time.time())
-        text = json.dumps([self.last, own])
+        text = json.dumps([self.last, own], allow_nan=False)
         self.client.key_value_set(f"{RECORDS}/{self.process}", text, allow_overwrite=True)
         living, records = self.living, {}
         while True:
