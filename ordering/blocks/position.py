@@ -8,7 +8,7 @@ from jaxtyping import Int, PyTree
 
 from ordering.base import Ordering, State
 from ordering.blocks.split import Blocks
-from ordering.data.place import part_of
+from ordering.data.place import Count, part_of
 from ordering.global_order import DealtShuffleState, DealtState
 from ordering.resize import resize as resize_order
 from syncopate import plans
@@ -18,19 +18,19 @@ class BlockState(NamedTuple):
     """A place in the blocks and the order's state there; see `BlockEpochs.state`."""
 
     order: State  # of all workers
-    epoch: Int[ArrayLike, ""]
-    units: Int[ArrayLike, ""]  # of this epoch, in windows that all workers together have read
-    loads: Int[ArrayLike, ""]  # batches that were read since the run began
-    steps: Int[ArrayLike, ""]  # as many, or with echoing the uses of all batches
-    uses: Int[ArrayLike, ""]  # of the next batch, which is used again; 0: none is
-    batch: Int[ArrayLike, ""]  # batches of the next window that were read
-    summed: Int[ArrayLike, ""]  # of these, those whose gradients are in
+    epoch: Count
+    units: Count  # of this epoch, in windows that all workers together have read
+    loads: Count  # batches that were read since the run began
+    steps: Count  # as many, or with echoing the uses of all batches
+    uses: Count  # of the next batch, which is used again; 0: none is
+    batch: Count  # batches of the next window that were read
+    summed: Count  # of these, those whose gradients are in
     sums: PyTree  # of the window's blocks
-    window: Int[ArrayLike, ""]  # K
-    batch_size: Int[ArrayLike, ""]  # b
-    seed: Int[ArrayLike, ""]
-    unit_size: Int[ArrayLike, ""]  # S
-    filter: Int[ArrayLike, ""]  # digest of what `keep` keeps, 0 without it
+    window: Count  # K
+    batch_size: Count  # b
+    seed: Count
+    unit_size: Count  # S
+    filter: Count  # digest of what `keep` keeps, 0 without it
     files: Int[ArrayLike, "F 3"]  # number of records and digest of each
 
 

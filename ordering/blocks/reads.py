@@ -123,8 +123,10 @@ class BlockEpochs(Epochs):
             copied = lambda x: jnp.copy(key_data(x))  # noqa: E731
             order, sums = jax.tree.map(copied, (self.order_state, self._sums))
         units = unit * (self._scope.workers or 1)
+        names = BlockState._fields[1:8]
         counts = map(np.asarray, (epoch, units, loads, steps, uses, batch, self._summed))
-        return BlockState(order, *counts, sums, *self._own[9:])
+        counts = dict(zip(names, counts, strict=True))
+        return self._own._replace(order=order, sums=sums, **counts)
 
     def _is_left(self):
         """Whether the last batch is still to be observed, so that it is read again."""
@@ -234,9 +236,12 @@ def read_blocks(
     with jax.transfer_guard("allow"):
         shape = (*first.current.shape[:-1], window)
         sums = jax.tree.map(lambda x: jnp.zeros((*shape, *jnp.shape(x)), jnp.float32), like)
-        zeros = [np.asarray(0) for _ in range(7)]
-        sizes = (window, batch_size, seed, blocks.unit_size, blocks.filter_digest)
-        own = BlockState(first, *zeros, sums, *map(np.asarray, sizes), blocks.digests)
+        zero = np.asarray(0)
+        own = BlockState(
+            first, zero, zero, zero, zero, zero, zero, zero, sums, np.asarray(window),
+            np.asarray(batch_size), np.asarray(seed), np.asarray(blocks.unit_size),
+            np.asarray(blocks.filter_digest), blocks.digests,
+        )  # fmt: skip
         if state is not None:
             found = restored(own, position.check(state, own, blocks))
             check_place(found, num_units, scope.workers or 1, window)

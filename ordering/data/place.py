@@ -53,7 +53,7 @@ def check_place(place: ReadState, num_units: int, workers: int, window: int) -> 
         )
 
 
-def restored(like: ReadState, saved: PyTree) -> ReadState:
+def restored(like: Any, saved: PyTree) -> Any:
     """`saved` in the structure, types and places of `like`; ValueError if it has other arrays."""
     advice = "pass what Epochs.state gave of an order with the same arguments, units and workers."
 
