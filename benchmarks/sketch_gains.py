@@ -16,6 +16,8 @@ G, by A, and by v^T A^2 v, in which the loss moves; and in brackets which part o
 gradients is kept.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,22 +30,23 @@ from experiments.tasks import wikitext
 
 WORKERS, EPOCHS, STARTS = 64, 5, 2
 
+ADAMW = optax.adamw(2e-3, weight_decay=0.0)
+
 
 def trained(model, data, units, epochs):
     """(parameters, optimizer's state) after some epochs of AdamW in random orders."""
-    optimizer = optax.adamw(2e-3, weight_decay=0.0)
     params = model.init(jax.random.key(0))
 
     def step(carry, chosen):
         params, state = carry
         batch = jax.tree.map(lambda x: x[chosen], data)
         gradient = jax.grad(lambda p: jnp.mean(model.loss(p, batch, jax.random.key(0))))(params)
-        updates, state = optimizer.update(gradient, state, params)
+        updates, state = ADAMW.update(gradient, state, params)
         return (optax.apply_updates(params, updates), state), None
 
     rng, first = np.random.default_rng(0), units * np.arange(WORKERS)[:, None]
     steps = np.concatenate([(shuffled(rng, units) + first).T for _ in range(epochs)])
-    carry, _ = jax.jit(lambda c: jax.lax.scan(step, c, steps))((params, optimizer.init(params)))
+    carry, _ = jax.jit(lambda c: jax.lax.scan(step, c, steps))((params, ADAMW.init(params)))
     return carry
 
 
@@ -93,10 +96,11 @@ def scales(model, params, state, data, size):
     batch = next(batches(data, 1))
     leaves = ordering.sketch_plan(model.loss, params, batch, key=jax.random.key(0), size=size)
     plain = [leaf._replace(table=False) for leaf in leaves]
+    scale = functools.partial(ordering.second_moment_scale, ADAMW, state, params)
     return {
         "": None,
-        ", scaled": ordering.second_moment_scale(state, params, leaves=leaves),
-        ", each row scaled": ordering.second_moment_scale(state, params, leaves=plain),
+        ", scaled": scale(leaves=leaves),
+        ", each row scaled": scale(leaves=plain),
     }
 
 
@@ -151,7 +155,9 @@ def main(argv):
     units = len(task.train["x"]) // WORKERS
     data = {name: jnp.asarray(x[: WORKERS * units]) for name, x in task.train.items()}
     params, state = trained(task.model, data, units, values.epochs)
-    scale = dict(jax.tree_util.tree_leaves_with_path(ordering.second_moment_scale(state, params)))
+    scale = dict(
+        jax.tree_util.tree_leaves_with_path(ordering.second_moment_scale(ADAMW, state, params))
+    )
     by_g, by_a, by_s = parameters_table(gradients_of(task.model, params, data, units), scale)
     rows = {"random": None, "exact": (by_g, True), "exact, scaled": (by_s, True)}
     for size in map(int, values.sizes):

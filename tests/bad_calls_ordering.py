@@ -247,6 +247,7 @@ CALLS |= {
         gradients=Arg(ROWS, [*STACKS, *but_none(NO_ROWS[1:])]), to_sketch=TO_SKETCH),
     "second_moment_scale": call(
         lambda **args: over_workers(lambda w: ordering.second_moment_scale(**args)),
+        optimizer=Arg(ADAM, [None, 3, "text", THING, optax.adamax(1.0)]),
         opt_state=Arg(ADAM.init(X), [None, 3, "text", {}, THING, X, optax.sgd(0.1).init(X),
                                      ADAM.init({"w": jnp.ones(4)}), ADAM.init({"v": jnp.ones(3)}),
                                      [ADAM.init(X)] * 2]),

@@ -66,7 +66,9 @@ def _of_matrix(leaf, of, gradient, size):
 def scale_like(params, plan):
     """A scale from random moments, some of them small."""
     nu = jax.tree.map(lambda p: np.float32(RNG.lognormal(0, 2, p.shape)), params)
-    return ordering.second_moment_scale(optax.ScaleByRmsState(nu), params, leaves=plan)
+    return ordering.second_moment_scale(
+        optax.scale_by_rms(), optax.ScaleByRmsState(nu), params, leaves=plan
+    )
 
 
 def close(found, expected):

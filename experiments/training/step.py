@@ -312,9 +312,13 @@ def scale_of(
     if sketch is not None and sketch < num_params(task.model):
         loss, unit = ordering.group_loss(task.model.loss), unit_of(task.train, sizes.unit_size)
         leaves = ordering.sketch_plan(loss, params, unit, key=jax.random.key(0), size=sketch)
-    of_state = functools.partial(ordering.second_moment_scale, leaves=leaves, power=power)
+    inner = optimizers.inner(recipe)
+    moved = optax.GradientTransformation(
+        inner.init, functools.partial(inner.update, rate=1.0, at=0.0)
+    )
+    of_state = functools.partial(ordering.second_moment_scale, moved, leaves=leaves, power=power)
     try:
-        jax.eval_shape(of_state, jax.eval_shape(optimizers.inner(recipe).init, params), params)
+        jax.eval_shape(of_state, jax.eval_shape(inner.init, params), params)
     except ValueError as error:
         raise UserError(
             f"--scale needs a second moment, and --optimizer={recipe.optimizer} has none: "

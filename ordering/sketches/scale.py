@@ -4,12 +4,14 @@ Adam moves the parameters by g / v^(1/2), v being its second moment. An order th
 scaled gradients of its units balances what moves the parameters.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array, Float32, PyTree
 
@@ -27,6 +29,7 @@ class Factors(NamedTuple):
 
 
 def second_moment_scale(
+    optimizer: optax.GradientTransformation,
     opt_state: PyTree,
     params: PyTree,
     *,
@@ -50,9 +53,10 @@ def second_moment_scale(
     nothing.
 
     Args:
-      opt_state: of any optax optimizer, also chained, masked or partitioned, that has one second
-        moment `nu` for every parameter and divides by its root. Not of Adamax, whose `nu` is a
-        largest gradient and whose state has Adam's type.
+      optimizer: of optax, also chained, masked or partitioned, that has one second moment `nu` for
+        every parameter and divides by its root. It is asked for a dozen updates of small arrays
+        whether it does.
+      opt_state: its state.
       params: the parameters; shapes are enough.
       leaves: from `sketch_plan`; parameters that are "sketched" then get `Factors`.
       axis_name: the workers' axis, for states that are the workers' own: v is then the mean over
@@ -67,17 +71,18 @@ def second_moment_scale(
       A float32 tree like params, or with `Factors` in place of leaves.
 
     Raises:
-      ValueError: if a parameter has no second moment, several, or one of another shape.
+      ValueError: if a parameter has no second moment, several, or one of another shape; for an
+        optimizer that divides by something else, as Adamax, AMSGrad and a centred RMSProp.
 
     Examples:
       >>> import jax.numpy as jnp, optax
       >>> from syncopate import ordering
       >>> params, optimizer = jnp.ones(2), optax.adam(1e-3)
       >>> state = optimizer.init(params)
-      >>> ordering.second_moment_scale(state, params).tolist()
+      >>> ordering.second_moment_scale(optimizer, state, params).tolist()
       [1.0, 1.0]
       >>> _, state = optimizer.update(jnp.array([1.0, 3.0]), state)
-      >>> [round(float(x), 2) for x in ordering.second_moment_scale(state, params)]
+      >>> [round(float(x), 2) for x in ordering.second_moment_scale(optimizer, state, params)]
       [2.23, 0.74]
 
     References:
@@ -88,6 +93,11 @@ def second_moment_scale(
     floor = plans.check_number("floor", floor, "(0, 1]")
     power = plans.check_number("power", power, "(0, 0.5]")
     moments = _moments(opt_state, params)
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise ValueError(
+            f"optimizer is {optimizer!r}: pass that of the state, as optax.adam(1e-3)."
+        )
+    _check_divides(optimizer, jax.tree.structure(params), tuple(v.shape for v in moments))
     plan: Sequence[Leaf | None] = [None] * len(moments)
     if leaves is not None:
         _check_leaves(leaves, moments)
@@ -148,7 +158,6 @@ def _moments(opt_state, params) -> list[Array]:
     check_params(params)
     if not trees.tree_size(params):
         raise ValueError(f"params holds no numbers ({params!r}): pass the model's parameters.")
-    _check_divides(opt_state)
     found, moments = {}, []
     of_states = lambda path, _: isinstance(path[-1], optax.tree_utils.NamedTupleKey)  # noqa: E731
     for _, moment in optax.tree_utils.tree_get_all_with_path(opt_state, "nu", of_states):
@@ -161,26 +170,50 @@ def _moments(opt_state, params) -> list[Array]:
             raise ValueError(
                 f"opt_state has {told} for params{jax.tree_util.keystr(path)} of shape "
                 f"{jnp.shape(leaf)}: keep one beside the optimizer: moment = optax.scale_by_rms(), "
-                "in every step _, state = moment.update(mean_gradient, state), and pass that state."
+                "in every step _, state = moment.update(mean_gradient, state), and pass both."
             )
         moments.append(trees.as_float32(found[path][0]))
     return moments
 
 
-def _check_divides(opt_state) -> None:
-    """Raises ValueError for a state whose `nu` is not what its update divides by.
+@functools.lru_cache(64)
+def _check_divides(optimizer, structure, shapes) -> None:
+    """Raises ValueError unless updates are divided by the root of `nu`, as they themselves show.
 
-    SM3's is a sum along every axis, AMSGrad divides by the largest so far, and a centred RMSProp by
+    After a few steps on small arrays of this structure every entry of nu is made c^2 times as
+    large. An update that divides by its root is c times as small, up to one factor of a leaf, as
+    LAMB has. Adamax divides by nu, AMSGrad by the largest nu so far, a centred RMSProp by
     nu - mu^2.
     """
-    others = optax.ScaleBySM3State, optax.ScaleByAmsgradState, optax.ScaleByRStdDevState
-    for node in jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, others)):
-        if isinstance(node, others):
+    random, small = np.random.default_rng(0), [tuple(min(n, 2) for n in s) for s in shapes]
+    factors = [np.linspace(2, 8, math.prod(s)).reshape(s) for s in small]
+
+    def tree(make):
+        arrays = [jnp.asarray(make(s), jnp.float32) for s in small]
+        return jax.tree.unflatten(structure, arrays)
+
+    def raised(path, x):
+        named = any(isinstance(key, jax.tree_util.GetAttrKey) and key.name == "nu" for key in path)
+        at = [f for end, f in ends if path[len(path) - len(end) :] == end and f.shape == x.shape]
+        return x * at[0] ** 2 if named and at else x
+
+    with mesh.at_once():
+        params, update = tree(np.zeros), optax.with_extra_args_support(optimizer).update
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+        ends, state = list(zip(paths, factors, strict=True)), optimizer.init(params)
+        for _ in range(12):  # RAdam divides from the sixth step on
+            _, state = update(tree(lambda s: 0.3 + random.normal(size=s)), state, params)
+        larger = jax.tree_util.tree_map_with_path(raised, state)
+        last = tree(lambda s: np.full(s, 1e-3))
+        both = [jax.tree.leaves(update(last, own, params)[0]) for own in (state, larger)]
+    for path, factor, before, after in zip(paths, factors, *both, strict=True):
+        ratio = np.asarray(after, np.float64) * factor / np.asarray(before, np.float64)
+        if ratio.size and not np.allclose(ratio, ratio.mean(), rtol=0.05):
             raise ValueError(
-                f"opt_state has a {type(node).__name__}, whose update does not divide by the root "
-                "of its nu: keep a second moment beside the optimizer: moment = "
+                f"the optimizer does not divide updates of params{jax.tree_util.keystr(path)} by "
+                "the root of its nu, as Adam does: keep a second moment beside it: moment = "
                 "optax.scale_by_rms(), in every step _, state = moment.update(mean_gradient, "
-                "state), and pass that state."
+                "state), and pass moment and that state."
             )
 
 

@@ -18,7 +18,7 @@ assert_close = functools.partial(np.testing.assert_allclose, rtol=1e-5)
 RNG = np.random.default_rng(0)
 PARAMS = {"b": jnp.ones(3), "w": jnp.ones((4, 3))}
 FACTORED = [Leaf("b", (3,), "formed", ""), Leaf("w", (4, 3), "sketched", "", 0, (0,), (1,))]
-ADAM = optax.adam(1e-3)
+ADAM, RMS = optax.adam(1e-3), optax.scale_by_rms()
 
 
 def stepped(optimizer, params=PARAMS, steps=3):
@@ -52,12 +52,15 @@ OPTIMIZERS = {
 def test_a_scale_equals_the_reference(name):
     state, moments = stepped(OPTIMIZERS[name])
     for power in (0.25, 0.5):
-        found = ordering.second_moment_scale(state, PARAMS, floor=0.1, power=power)
+        found = ordering.second_moment_scale(
+            OPTIMIZERS[name], state, PARAMS, floor=0.1, power=power
+        )
         wanted = reference.scale(moments, 0.1, power)
         for mine, expected in zip(jax.tree.leaves(found), wanted, strict=True):
             np.testing.assert_allclose(mine, expected, rtol=1e-5)
     factored = whole_scale(
-        ordering.second_moment_scale(state, PARAMS, leaves=FACTORED, floor=0.1), PARAMS
+        ordering.second_moment_scale(OPTIMIZERS[name], state, PARAMS, leaves=FACTORED, floor=0.1),
+        PARAMS,
     )
     mean = sum(v.sum() for v in moments) / sum(v.size for v in moments)
     np.testing.assert_allclose(factored["b"], found["b"], rtol=1e-6)
@@ -67,7 +70,7 @@ def test_a_scale_equals_the_reference(name):
 
 def test_a_scale_before_the_first_step_is_one():
     for leaves in (None, FACTORED):
-        found = ordering.second_moment_scale(ADAM.init(PARAMS), PARAMS, leaves=leaves)
+        found = ordering.second_moment_scale(ADAM, ADAM.init(PARAMS), PARAMS, leaves=leaves)
         assert all((x == 1).all() for x in jax.tree.leaves(found))
 
 
@@ -75,22 +78,24 @@ def test_a_scale_before_the_first_step_is_one():
 def test_a_scale_is_one_where_a_moment_is_not_finite(leaves, value):
     state = optax.ScaleByRmsState({"b": jnp.ones(PARAMS["b"].shape), "w": PARAMS["w"] ** 2})
     broken = state._replace(nu={**state.nu, "w": state.nu["w"].at[0].set(value)})
-    assert any((x != 1).any() for x in jax.tree.leaves(ordering.second_moment_scale(state, PARAMS)))
-    found = ordering.second_moment_scale(broken, PARAMS, leaves=leaves)
+    assert any(
+        (x != 1).any() for x in jax.tree.leaves(ordering.second_moment_scale(ADAM, state, PARAMS))
+    )
+    found = ordering.second_moment_scale(ADAM, broken, PARAMS, leaves=leaves)
     assert all((x == 1).all() for x in jax.tree.leaves(found))
 
 
 def test_parameters_without_numbers_change_no_scale():
     alone = jnp.array([1.0, 4.0, 9.0])
     both = {"empty": jnp.ones((0, 2)), "w": alone}
-    found = ordering.second_moment_scale(optax.ScaleByRmsState(both), both)
-    assert_close(found["w"], ordering.second_moment_scale(optax.ScaleByRmsState(alone), alone))
+    found = ordering.second_moment_scale(RMS, optax.ScaleByRmsState(both), both)
+    assert_close(found["w"], ordering.second_moment_scale(RMS, optax.ScaleByRmsState(alone), alone))
 
 
 def test_parameters_may_be_called_like_the_moment():
     params = {"nu": {"w": jnp.ones(3)}, "w": jnp.ones(3)}
     state, moments = stepped(ADAM, params)
-    found = jax.tree.leaves(ordering.second_moment_scale(state, params, floor=0.1))
+    found = jax.tree.leaves(ordering.second_moment_scale(ADAM, state, params, floor=0.1))
     jax.tree.map(assert_close, found, reference.scale(moments, 0.1))
 
 
@@ -105,7 +110,9 @@ def test_rows_of_a_look_up_table_are_scaled_alike():
     leaves = ordering.sketch_plan(loss, table, batch, key=jax.random.clone(KEY), size=64)
     assert (leaves[0].why, leaves[0].rows) == ("product, look-up", (0,))
     v = RNG.uniform(0.01, 4, size=table.shape).astype(np.float32)
-    found = ordering.second_moment_scale(optax.ScaleByRmsState(v), table, leaves=leaves, floor=0.1)
+    found = ordering.second_moment_scale(
+        RMS, optax.ScaleByRmsState(v), table, leaves=leaves, floor=0.1
+    )
     expected = reference.factored_scale(np.tile(v.mean(0), (90, 1)), v.mean(), 0.1)
     np.testing.assert_allclose(whole_scale(found, table), expected, rtol=1e-5)
     gradients = ordering.sketched_grads(loss, SKETCH_KEY, size=64)
@@ -118,7 +125,7 @@ def test_workers_with_their_own_moments_get_one_scale(leaves):
     """That of the mean of their moments."""
     nu = {"b": jnp.arange(6.0).reshape(2, 3), "w": jnp.arange(24.0).reshape(2, 4, 3)}
     of = lambda nu, axis=None: ordering.second_moment_scale(  # noqa: E731
-        optax.ScaleByRmsState(nu), PARAMS, leaves=leaves, axis_name=axis
+        RMS, optax.ScaleByRmsState(nu), PARAMS, leaves=leaves, axis_name=axis
     )
     found = jax.vmap(lambda nu: of(nu, "worker"), axis_name="worker")(nu)
     expected = of(jax.tree.map(lambda v: v.mean(0), nu))
@@ -127,7 +134,7 @@ def test_workers_with_their_own_moments_get_one_scale(leaves):
 
 def test_optimizers_without_a_second_moment_are_told_to_keep_one_beside():
     with pytest.raises(ValueError, match="no second moment for params.* optax.scale_by_rms"):
-        ordering.second_moment_scale(optax.lion(1e-3).init(PARAMS), PARAMS)
+        ordering.second_moment_scale(optax.lion(1e-3), optax.lion(1e-3).init(PARAMS), PARAMS)
 
 
 def product(w, batch, key):
@@ -139,7 +146,7 @@ def test_a_scaled_step_has_the_products_of_the_plain_one():
     x, y = (RNG.normal(size=(2, 64, n)).astype(np.float32) for n in (300, 200))
     w, batch = jnp.zeros((300, 200)), {"x": x, "y": y}
     leaves = ordering.sketch_plan(product, w, batch, key=KEY, size=128)
-    ones = ordering.second_moment_scale(ADAM.init(w), w, leaves=leaves)
+    ones = ordering.second_moment_scale(ADAM, ADAM.init(w), w, leaves=leaves)
     gradients = ordering.sketched_grads(product, SKETCH_KEY, size=128)
     run = lambda scale=None: gradients(w, batch, key=jax.random.clone(KEY), scale=scale)[1:]  # noqa: E731
     plain, scaled = jax.jit(run).lower().compile(), jax.jit(run).lower(ones).compile()
@@ -161,10 +168,23 @@ def test_a_scale_that_does_not_fit_is_refused():
 
 @pytest.mark.parametrize(
     "optimizer",
-    [optax.amsgrad(0.1), optax.sm3(0.1), optax.rmsprop(0.1, centered=True), optax.chain(
-        optax.clip(1.0), optax.amsgrad(0.1))],
-    ids=["amsgrad", "sm3", "centred", "chained"],
+    [optax.amsgrad(0.1), optax.sm3(0.1), optax.rmsprop(0.1, centered=True), optax.adamax(0.1),
+     optax.adamaxw(0.1), optax.chain(optax.clip(1.0), optax.amsgrad(0.1))],
+    ids=["amsgrad", "sm3", "centred", "adamax", "adamaxw", "chained"],
 )  # fmt: skip
 def test_optimizers_that_divide_by_something_else_are_refused(optimizer):
-    with pytest.raises(ValueError, match="whose update does not divide by the root of its nu"):
-        ordering.second_moment_scale(optimizer.init(PARAMS), PARAMS)
+    with pytest.raises(
+        ValueError, match="does not divide updates of params.* root of its nu|second moments? `nu`"
+    ):
+        ordering.second_moment_scale(optimizer, optimizer.init(PARAMS), PARAMS)
+
+
+@pytest.mark.parametrize("name", [
+    "adam", "adamw", "adabelief", "lamb", "nadam", "nadamw", "radam", "rmsprop", "yogi",
+])  # fmt: skip
+def test_optimizers_that_divide_by_the_root_are_taken(name):
+    optimizer = getattr(optax, name)(optax.cosine_decay_schedule(0.1, 1000))
+    for own in (optimizer, optax.chain(optax.clip_by_global_norm(1.0), optimizer)):
+        state = stepped(own)[0]
+        found = ordering.second_moment_scale(own, state, PARAMS)
+        assert any((x != 1).any() for x in jax.tree.leaves(found))

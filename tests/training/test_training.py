@@ -104,7 +104,9 @@ def test_workers_with_their_own_moments_have_the_scale_of_the_mean():
     state = little_run.trained(program, plans)[0].state
     first = lambda tree: jax.tree.map(lambda x: x[0], tree)  # noqa: E731
     nu = jax.tree.map(lambda v: v.mean(0), optax.tree_utils.tree_get(state.opt_state, "nu"))
-    expected = ordering.second_moment_scale(optax.ScaleByRmsState(nu), first(state.params))
+    expected = ordering.second_moment_scale(
+        optax.scale_by_rms(), optax.ScaleByRmsState(nu), first(state.params)
+    )
     for mine, other in zip(*map(jax.tree.leaves, (state.scale, expected)), strict=True):
         for of_worker in mine:
             np.testing.assert_allclose(of_worker, other, rtol=1e-4)
