@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
@@ -279,7 +280,7 @@ def _proved(one, arrays, over):
     jaxpr, shapes = jax.make_jaxpr(one, return_shape=True)(arrays)  # traced once for both
 
     def again(arrays):
-        found = jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *jax.tree.leaves(arrays))
+        found = core.jaxpr_as_fun(jaxpr)(*jax.tree.leaves(arrays))
         return jax.tree.unflatten(jax.tree.structure(shapes), found)
 
     def of_all(arrays):

@@ -74,7 +74,7 @@ class Averaged(NamedTuple):
 
 
 def averaged(
-    tree: PyTree, axis_name: AxisName, weight: ArrayLike | None, counts: ArrayLike = ()
+    tree: PyTree, axis_name: AxisName, weight: ArrayLike | None, counts: ArrayLike | tuple = ()
 ) -> Averaged:
     """The tree's mean, as of `pmean`, and exact sums of whole numbers below 2^24 / W."""
     if (axis_name := in_scope(axis_name)) != ():  # one worker without an axis

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -136,7 +137,7 @@ def policy_of_leaves(
     return chosen
 
 
-def _nodes(tree, path):
+def _nodes(tree: Any, path):
     """(node, key) along a path, as far as Python can follow it."""
     kinds = jax.tree_util
     for depth, key in enumerate(path, 1):
