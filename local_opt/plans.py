@@ -41,7 +41,7 @@ class SyncPlan(plans.Plan):
       >>> import numpy as np
       >>> from syncopate import local_opt
       >>> plan = local_opt.SyncPlan(np.array([0, 4, 8]), total_steps=10)
-      >>> plan.rounds, plan.volume, plan.periods.tolist()
+      >>> plan.rounds, plan.syncs_per_step, plan.periods.tolist()
       (3, 0.3, [4, 4, 2])
     """
 
@@ -62,7 +62,7 @@ class SyncPlan(plans.Plan):
         return len(self.starts)
 
     @property
-    def volume(self) -> float:
+    def syncs_per_step(self) -> float:
         """R / T, the communication as a share of synchronising after every step."""
         return self.rounds / self.total_steps
 
@@ -211,7 +211,7 @@ class SyncPlan(plans.Plan):
         lines = [f"{self.starts[r]:>11}{periods[r]:>6}" for r in changes]
         if len(lines) > 14:
             lines = [*lines[:7], "        ...", *lines[-6:]]
-        sizes = f"volume {self.volume:.3%}, H from {periods.min()} to {periods.max()}"
+        sizes = f"volume {self.syncs_per_step:.3%}, H from {periods.min()} to {periods.max()}"
         return sizes, ["  from step     H", *lines]
 
 

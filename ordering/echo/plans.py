@@ -33,7 +33,7 @@ class EchoPlan(plans.Plan):
     Examples:
       >>> from syncopate import ordering
       >>> plan = ordering.echo.EchoPlan([True, False, True, False, False])
-      >>> plan.loads, plan.share, plan.uses.tolist()
+      >>> plan.loads, plan.loads_per_step, plan.uses.tolist()
       (2, 0.4, [2, 3])
     """
 
@@ -68,7 +68,7 @@ class EchoPlan(plans.Plan):
         return len(self.marked)
 
     @property
-    def share(self) -> float:
+    def loads_per_step(self) -> float:
         """L / T, loads per step; its inverse is the mean echo factor."""
         return self.loads / self.total_steps
 
@@ -121,7 +121,7 @@ class EchoPlan(plans.Plan):
         edges = np.unique(np.linspace(0, self.total_steps, 11).astype(int))
         shares = np.diff(self.loads_before(edges)) / np.diff(edges)
         lines += [f"{at:>11}{share:>17.4f}" for at, share in zip(edges, shares, strict=False)]
-        return f"share {self.share:.3%}, batches used {uses} times", lines
+        return f"share {self.loads_per_step:.3%}, batches used {uses} times", lines
 
 
 class Factor(NamedTuple):
@@ -209,7 +209,7 @@ def bernoulli(
       >>> from syncopate import ordering
       >>> p = optax.cosine_decay_schedule(1.0, 1000, alpha=0.25)  # from 1 to 1/4
       >>> plan = ordering.echo.bernoulli(p, total_steps=1000, key=jax.random.key(0))
-      >>> abs(plan.share - 0.625) < 0.03
+      >>> abs(plan.loads_per_step - 0.625) < 0.03
       True
 
     References:

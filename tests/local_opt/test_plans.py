@@ -40,7 +40,7 @@ def test_published_schedules(name):
     schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, total_steps, 1e-6)
     plan = local_opt.qsr(schedule, **rule)
     assert plan.rounds == facts["rounds"]
-    assert round(100 * plan.volume, 3) == facts["percent"]
+    assert round(100 * plan.syncs_per_step, 3) == facts["percent"]
     h, step = facts["first"]  # the first round with that H
     assert plan.starts[plan.periods == h][0] == step
     h, step = facts["last"]
@@ -61,7 +61,7 @@ def test_every_row_of_the_vectors():
         names = ("total_steps", "alpha", "h_base", "power", "warmup_steps")
         plan = local_opt.qsr(lr, **{name: row[name] for name in names})
         assert plan.rounds == row["rounds"]
-        assert round(100 * plan.volume, 4) == row["comm_pct"]
+        assert round(100 * plan.syncs_per_step, 4) == row["comm_pct"]
         assert int(plan.starts.sum()) == row["sum_starts"]
         for h, step in row["first_occurrence"].items():
             assert plan.starts[plan.periods == int(h)][0] == step
@@ -78,7 +78,7 @@ def test_every_plan_is_rounds_of_the_run(name, total_steps):
     assert plan.starts.dtype == np.int64 and plan.starts[0] == 0
     assert (plan.periods >= 1).all() and plan.periods.sum() == total_steps
     assert plan.ends[-1] == total_steps and plan.syncs_after(total_steps - 1)
-    assert plan.volume == rounds / total_steps
+    assert plan.syncs_per_step == rounds / total_steps
     steps = np.arange(total_steps)
     assert plan.syncs_after(steps).sum() == rounds
     beyond = jax.jit(plan.ends_after)(np.arange(total_steps + 9))  # in a compiled step

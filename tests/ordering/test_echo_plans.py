@@ -20,7 +20,7 @@ from tests.refused import refuses
 def test_properties_of_a_plan_agree_with_a_loop_over_the_steps(name, total_steps):
     plan = tables.ECHO_PLANS[name](total_steps)
     assert plan.total_steps == total_steps == len(plan.fresh)
-    assert plan.loads == plan.fresh.sum() and plan.share == plan.loads / total_steps
+    assert plan.loads == plan.fresh.sum() and plan.loads_per_step == plan.loads / total_steps
     used = reference.loads_used(plan.fresh)  # a loop over steps, as a training run sees the plan
     assert np.bincount(used).tolist() == plan.uses.tolist()
     assert [used.index(load) for load in range(plan.loads)] == plan.load_steps.tolist()

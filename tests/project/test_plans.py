@@ -117,12 +117,12 @@ def test_description_fits_one_screen(name, total_steps):
     assert f"{total_steps} steps, {len(plan.marked)} {plan.stretches}" in second
     rows = [[float(x) for x in line.split()] for line in lines if "..." not in line]
     if isinstance(plan, SyncPlan):
-        assert f"volume {plan.volume:.3%}" in second
+        assert f"volume {plan.syncs_per_step:.3%}" in second
         assert f"H from {plan.periods.min()} to {plan.periods.max()}" in second
         assert rows[0] == [0, plan.periods[0]] and rows[-1][1] == plan.periods[-1]
         assert all(plan.period_at(int(t)) == h and t in plan.starts for t, h in rows)
         return
-    assert f"share {plan.share:.3%}" in second
+    assert f"share {plan.loads_per_step:.3%}" in second
     assert f"used {plan.uses.min()} to {plan.uses.max()} times" in second
     assert repr(plan) == f"EchoPlan({plan.rule}: {plan.loads} loads in {total_steps} steps)"
     edges = [int(start) for start, _ in rows] + [total_steps]

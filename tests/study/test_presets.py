@@ -132,9 +132,9 @@ def test_qsr_plans_of_other_batches_and_decays_are_near_the_published_ones(name)
     shape = name.rsplit("_", 1)[1]
     if shape.isdigit():
         assert plan.rounds == PUBLISHED_ROUNDS.get(name, plan.rounds)
-        assert plan.volume == pytest.approx(base.volume, rel=2e-3)
+        assert plan.syncs_per_step == pytest.approx(base.syncs_per_step, rel=2e-3)
     else:
-        assert base.volume / 2 < plan.volume < 1.2 * base.volume
+        assert base.syncs_per_step / 2 < plan.syncs_per_step < 1.2 * base.syncs_per_step
         assert plan.periods.max() > 4 * plan.periods.min()
     if shape == "step":  # falls after as many steps as it did
         first = (100 if "vit" in name else 60) * sizes.loads_per_epoch
