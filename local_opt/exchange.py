@@ -145,28 +145,39 @@ def _in_halves(compressor, rows, axis_name):
     residual = lax.dynamic_update_index_in_dim(
         slices - jax.vmap(decode)(messages), num_workers * (mean - decode(message)), mine, 0
     )
-    found = lax.all_gather(message, axis_name, tiled=True).reshape(num_workers, *message.shape)
+    found = _collected(message, axis_name)
     return jax.vmap(decode)(found).reshape(rows.shape), residual.reshape(rows.shape)
 
 
 def _swapped(messages, axis_name):
     """Of messages [W, ...] to all workers, those [W, ...] from all."""
     names, manual = mesh.names_of(axis_name), jax.sharding.get_abstract_mesh().manual_axes
-    if not names or set(names) & set(manual):
+    if set(names) <= set(manual):
         return lax.all_to_all(messages, axis_name, 0, 0) if names else messages
-    # Under jax.vmap JAX swaps one axis at a time.
+    # Under jax.vmap JAX swaps one axis at a time, and only what may differ between workers.
+    differs = 0 * lax.axis_index(names).astype(messages.dtype)
     sizes = [lax.axis_size(name) for name in names]
-    swapped = messages.reshape(*sizes, *messages.shape[1:])
+    swapped = (messages + differs).reshape(*sizes, *messages.shape[1:])
     for i, name in enumerate(names):
         swapped = lax.all_to_all(swapped, name, i, i)
     return swapped.reshape(messages.shape)
+
+
+def _collected(message, axis_name):
+    """[W, ...], the messages of all workers."""
+    names, shape = mesh.names_of(axis_name), (lax.axis_size(axis_name), *message.shape)
+    if set(names) <= set(jax.sharding.get_abstract_mesh().manual_axes):
+        return lax.all_gather(message, axis_name, tiled=True).reshape(shape)
+    for name in reversed(names):  # under jax.vmap JAX gathers over one axis at a time
+        message = lax.all_gather(message, name)
+    return message.reshape(shape)
 
 
 def _gathered(compressor, rows, axis_name):
     """The mean of the rows, and what is lost: each worker receives the rows of all workers."""
     num_workers = lax.axis_size(axis_name)
     message = compressor.encode(rows)
-    found = lax.all_gather(message, axis_name, tiled=True).reshape(num_workers, *message.shape)
+    found = _collected(message, axis_name)
 
     def add(w, total):
         return total + compressor.decode(found[w], len(rows))

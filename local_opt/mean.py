@@ -42,8 +42,8 @@ def pmean(tree: PyTree, *, axis_name: AxisName = AXIS, weight: ArrayLike | None 
 
     Raises:
       ValueError: outside of the workers' axis, for leaves that are no arrays, a weight that is not
-        one number, or a tree that is equal on all workers by its type, as a gradient that JAX has
-        added up over them.
+        one number, a tree that is equal on all workers by its type, as a gradient that JAX has
+        added up over them, or axes of `jax.vmap` inside a `jax.shard_map` with check_vma=True.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -79,6 +79,7 @@ def averaged(
     """The tree's mean, as of `pmean`, and exact sums of whole numbers below 2^24 / W."""
     if (axis_name := in_scope(axis_name)) != ():  # one worker without an axis
         mesh.axis_size(axis_name)
+        _check_mixed(mesh.names_of(axis_name))
     leaves, treedef = jax.tree.flatten(tree)
     leaves, counts = [jnp.asarray(x) for x in leaves], jnp.asarray(counts, jnp.float32)
     places = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
@@ -118,6 +119,16 @@ def check_own(tree: PyTree, axis_name: AxisName, *, all_of: bool = False) -> Non
             "parameters under in_specs=jax.P() and their gradients, which JAX has added up over "
             f"the workers. Before the gradient call params = jax.lax.pcast(params, {tuple(axes)}, "
             "to='varying'), or give parameters a leading worker axis and in_specs=jax.P('worker')."
+        )
+
+
+def _check_mixed(names):
+    """Raises ValueError for axes of both kinds where types say nothing of those of `jax.vmap`."""
+    inside = [x for x in names if x not in jax.sharding.get_abstract_mesh().manual_axes]
+    if inside and (typed := mesh.typed_axes(names)):
+        raise ValueError(
+            f"the workers' axes {inside} are of jax.vmap and {sorted(typed)} of jax.shard_map, "
+            "which knows no types of the former: pass check_vma=False to jax.shard_map."
         )
 
 

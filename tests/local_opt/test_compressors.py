@@ -1,10 +1,13 @@
 """Compressors: what they send and lose, and that with feedback nothing is lost for good."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 
 import local_opt
 from local_opt import exchange, formats, mean
@@ -16,6 +19,7 @@ from tests.problems import (
     W,
     assert_workers_bitwise_equal,
     copies,
+    of_one,
     vmap,
 )
 from tests.refused import refuses
@@ -197,6 +201,48 @@ def test_one_worker_loses_what_its_compressor_drops_however_it_is_driven(compres
         if t % 2 == 0:
             y, own = sync(y, own)
             np.testing.assert_allclose(x, y, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("inside", ["vmap", "shard_map"])
+@pytest.mark.parametrize("name", ["none", "int8", "top_k"])
+def test_workers_of_two_axes_send_what_those_of_one_do(name, inside):
+    x = np.float32(RNG.normal(size=(2, 3, 200)))
+
+    def sync(axis_name, x, weight):
+        how = {"axis_name": axis_name, "compress": COMPRESSORS.get(name)}
+        rounds = local_opt.local_rounds(SGD, outer=optax.sgd(1.0), **how)
+        return rounds.sync(x, rounds.init(jnp.ones(200)), weight=weight)[0]
+
+    def of_two(run, check_vma):
+        mesh = jax.make_mesh((2,), ("a",), (AxisType.Auto,), devices=jax.devices()[:2])
+        spec = PartitionSpec("a")
+        return jax.shard_map(
+            of_one(run), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma
+        )
+
+    def over(axes, check_vma=False):
+        run = jax.vmap(functools.partial(sync, axes), axis_name="b")
+        return jax.vmap(run, axis_name="a") if inside == "vmap" else of_two(run, check_vma)
+
+    alone = jax.jit(jax.vmap(functools.partial(sync, "all"), axis_name="all"))
+    weight = jnp.arange(1.0, 7).reshape(2, 3)
+    for axes in (("a", "b"), ("b", "a")):
+        found = jax.jit(over(axes))(x, weight).reshape(6, 200)
+        rows = (y if axes == ("a", "b") else jnp.swapaxes(y, 0, 1) for y in (x, weight))
+        expected = alone(*(y.reshape(6, *y.shape[2:]) for y in rows))
+        assert_workers_bitwise_equal(found)
+        np.testing.assert_allclose(found[0], expected[0], rtol=1e-6, atol=1e-6)
+    if inside == "shard_map":
+        with pytest.raises(ValueError, match=r"\['b'\] are of jax.vmap and \['a'\] of .*check_vma"):
+            over(("a", "b"), check_vma=True)(x, weight)
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_parameters_that_jax_knows_to_be_the_same_on_all_workers_stay(name):
+    rounds = local_opt.local_rounds(SGD, compress=COMPRESSORS[name])
+    sync = jax.vmap(lambda x, _: rounds.sync(x, rounds.init(x))[0], (None, 0), axis_name="worker")
+    x = ANCHOR["b"]
+    np.testing.assert_array_equal(jax.jit(sync)(x, jnp.arange(3)), np.stack([x] * 3))
 
 
 def one(tree):
