@@ -29,6 +29,13 @@ UNDOES = {
         ("cumulative_gradients", "scale", "subgradients", "reward"),
     ),
 }
+# {a state: why its fields have no mean, and what to do}
+NOT_AVERAGED = {
+    optax.ScaleByLBFGSState: (
+        "optax.lbfgs keeps steps, differences of gradients and the inverses of their products, "
+        "and the means of these do not belong together: pass sync_opt_state='local' or 'reset'."
+    ),
+}
 # {a state: what its optimizer takes, and what to do}: gradients that are not like the parameters.
 TAKES = {
     contrib.DifferentiallyPrivateAggregateState: (
@@ -174,9 +181,13 @@ def check_moments(opt_state: optax.OptState, chosen: list[str]) -> None:
     """Raises ValueError where an update would divide by a second moment of other gradients.
 
     A worker whose own `nu` is zero, as it has had no gradient, would divide a mean `mu` by nothing.
+    Also raises for a mean of what has none.
     """
     has_nu = lambda node: "nu" in getattr(node, "_fields", ())  # noqa: E731
     policies = jax.tree.unflatten(jax.tree.structure(opt_state), chosen)
+    for node in jax.tree.leaves(policies, is_leaf=lambda node: type(node) in NOT_AVERAGED):
+        if type(node) in NOT_AVERAGED and MEAN in jax.tree.leaves(node):
+            raise ValueError(NOT_AVERAGED[type(node)])
     states = jax.tree.leaves(opt_state, is_leaf=has_nu)
     for state, node in zip(states, jax.tree.leaves(policies, is_leaf=has_nu), strict=True):
         if not has_nu(state):

@@ -253,6 +253,16 @@ def test_state_that_would_undo_a_sync_is_refused(name):
         local_opt.accumulated_rounds(inner, axis_name="worker").init(params)  # one state for all
 
 
+@pytest.mark.parametrize("policy", ["mean", {"weights_memory": "mean"}])
+def test_curvatures_of_lbfgs_are_not_averaged(policy):
+    """Their means are no curvatures: it made NaN of a quadratic."""
+    inner = optax.chain(optax.clip(1.0), optax.lbfgs(memory_size=2, linesearch=None))
+    for kept in ("local", "reset"):
+        local(inner, sync_opt_state=kept).init(PARAMS)
+    with pytest.raises(ValueError, match="optax.lbfgs keeps steps.*'local' or 'reset'"):
+        local(inner, sync_opt_state=policy).init(PARAMS)
+
+
 def test_multi_steps_hands_on_what_an_update_is_passed():
     """Inside, as an outer optimizer, and in every kind of rounds."""
 
