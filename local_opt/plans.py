@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from local_opt.mapping import map_workers
-from local_opt.mean import pmean
+from local_opt.mean import moved_from, pmean
 from local_opt.workers import check_leading
 from syncopate import plans
 from syncopate.workers import count_of
@@ -105,7 +106,8 @@ class SyncPlan(plans.Plan):
     ) -> PyTree:
         """All workers' tree after a step: their mean where workers synchronise, else the tree.
 
-        For loops without optax, between jitted steps. All syncs run one compiled program.
+        For loops without optax, between jitted steps. All syncs run one compiled program. On one
+        device the mean of equal numbers is that number; elsewhere as of `pmean`.
 
         Args:
           step: in 0 .. T - 1, the step that was taken.
@@ -131,9 +133,14 @@ class SyncPlan(plans.Plan):
             return tree
         check_leading({"tree": tree, "weight": weight}, "worker")
         count, axis_name, mesh = count_of(workers, axis_name)
-        met = _mean_of_all(count if mesh is None else mesh, axis_name)(tree, weight)
-        # To where it was: a step under `jax.pmap` takes it from nowhere else.
-        return jax.tree.map(lambda x, y: jax.device_put(x, getattr(y, "sharding", None)), met, tree)
+        leaves, treedef = jax.tree.flatten(tree)
+        held = [x for x in leaves if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
+        if mesh is None:
+            alone = len(held) == len(leaves) and len({d for x in held for d in x.devices()}) == 1
+            found = _mean_of_all(count, axis_name, alone)(leaves, weight)
+        else:
+            found = _mean_of_all(mesh, axis_name)(_on_mesh(leaves, mesh, axis_name), weight)
+        return jax.tree.unflatten(treedef, _where_they_were(found, leaves))
 
     def aligned(self, *, every: float, fresh: np.ndarray | None = None) -> "SyncPlan":
         """A plan whose rounds end at whole multiples of a number of loads, as of an epoch.
@@ -215,13 +222,50 @@ class SyncPlan(plans.Plan):
         return sizes, ["  from step     H", *lines]
 
 
-@functools.cache
-def _mean_of_all(workers, axis_name):
-    """(tree, weight) of all workers -> the mean tree, compiled once."""
+@functools.lru_cache(maxsize=16)
+def _mean_of_all(workers, axis_name, alone=False):
+    """(arrays, weight) of all workers -> the mean arrays, compiled once.
+
+    If they are `alone` on a device, the changes from one worker's are averaged, as equal numbers
+    then stay to the bit. Over devices these would have to be sent first, a second collective.
+    """
     mean = lambda tree, weight: pmean(tree, axis_name=axis_name, weight=weight)  # noqa: E731
-    return jax.jit(
-        map_workers(mean, workers, in_specs="worker", out_specs="worker", axis_name=axis_name)
-    )
+    run = map_workers(mean, workers, in_specs="worker", out_specs="worker", axis_name=axis_name)
+
+    def from_one(leaves, weight):
+        one = 0 if weight is None else jnp.argmax(weight != 0)  # others may be NaN
+        own = {i: x for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)}
+        first = {i: x[one][None] for i, x in own.items()}
+        changes = run(moved_from(first, own), weight)
+        means = {i: (x + changes[i]).astype(x.dtype) for i, x in first.items()}
+        return [means.get(i, x) for i, x in enumerate(leaves)]
+
+    return jax.jit(from_one if alone else run)
+
+
+def _on_mesh(leaves, mesh, axis_name):
+    """The leaves, with those of other devices moved to the workers'."""
+    devices = {*mesh.devices.flat}
+    away = [
+        i for i, x in enumerate(leaves)
+        if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.devices() != devices
+    ]  # fmt: skip
+    put = NamedSharding(mesh, PartitionSpec(axis_name))
+    moved = dict(zip(away, jax.device_put([leaves[i] for i in away], put), strict=True))
+    return [moved.get(i, x) for i, x in enumerate(leaves)]
+
+
+def _where_they_were(found, leaves):
+    """The arrays in the places of the leaves: a step under `jax.pmap` takes them from nowhere else.
+
+    What is in its place is left, as another copy would be committed to it, and compiled for again.
+    """
+    pairs = zip(found, leaves, strict=True)
+    places = [getattr(x, "sharding", y.sharding) for y, x in pairs]
+    away = [i for i, y in enumerate(found) if places[i] != y.sharding]
+    put = jax.device_put([found[i] for i in away], [places[i] for i in away])
+    moved = dict(zip(away, put, strict=True))
+    return [moved.get(i, y) for i, y in enumerate(found)]
 
 
 def from_function(period: Callable[[int], int], *, total_steps: int, rule: str = "") -> SyncPlan:

@@ -12,10 +12,12 @@ import local_opt
 from experiments.cluster.devices import worker_mesh
 from local_opt import plans
 from tests import reference
+from tests.compiled_runs import compilations
 from tests.problems import (
     MATRICES,
     PLAN,
     RATE,
+    RNG,
     RUNS,
     SGD,
     START,
@@ -89,6 +91,38 @@ def test_a_loop_without_optax_asks_the_plan_after_each_step(run, weights, monkey
         flat(START), square_gradient, PLAN.periods, RATE, weights=weights
     )
     assert distance(history, expected) < 1e-6
+
+
+def of_tree(x):
+    """Frozen numbers, others and a count, of 7 workers."""
+    narrow = copies(jnp.asarray(x[0], jnp.bfloat16), 7)
+    return {"frozen": copies(x[0], 7), "narrow": narrow, "x": jnp.asarray(x), "n": jnp.arange(7)}
+
+
+@pytest.mark.parametrize("weight", [None, np.float32([0, 1, 2, 0, 3, 1, 5])], ids=["equal", "own"])
+def test_the_mean_on_one_device_leaves_equal_numbers_and_is_compiled_once(weight):
+    """Also of arrays that no device has been chosen for, and where the first worker's is NaN."""
+    plan, x = local_opt.constant(1, total_steps=9), np.float32(RNG.normal(size=(7, 40)))
+    plans._mean_of_all.cache_clear()
+    expected = np.average(np.float64(x), axis=0, weights=weight)
+    given = tree = of_tree(x)
+    if weight is not None:
+        tree = given = {**given, "x": given["x"].at[0].set(jnp.nan)}
+    with compilations() as compiled:
+        for t in range(3):
+            tree = plan.after(t, tree, 7, weight=weight)
+    assert len(compiled) == 1
+    still = lambda tree: {**tree, "x": tree["n"]}  # noqa: E731
+    assert_bitwise_equal(still(tree), still(given))
+    np.testing.assert_allclose(tree["x"], np.stack([expected] * 7), atol=1e-6)
+
+
+def test_arrays_of_one_device_are_averaged_over_a_mesh_sync_after_sync():
+    plan, x = local_opt.constant(1, total_steps=2), jnp.arange(8.0).reshape(4, 2)
+    for t in range(2):
+        x = plan.after(t, x, worker_mesh(4))
+        assert x.tolist() == [[3.0, 4.0]] * 4 and x.devices() == {jax.devices()[0]}
+    assert plans._mean_of_all.cache_info().maxsize
 
 
 @pytest.mark.parametrize("run", ["vmap", "shard_map"])
