@@ -83,7 +83,8 @@ def streaming_rounds(
     """Streaming DiLoCo: syncs are spread over fragments and hidden behind the next steps.
 
     At a fragment's start a <- a + outer(a - 1/W sum_w x_w), or without an outer optimizer
-    a <- 1/W sum_w x_w; at its finish, some steps later, x_w <- m x_w + (1 - m) a.
+    a <- a + 1/W sum_w (x_w - a); at its finish, some steps later, x_w <- m x_w + (1 - m) a. Workers
+    start from equal parameters.
 
     Every fragment has its own plan; `stream_segments` lists when it starts and finishes.
     Collectives and steps only overlap inside one compiled program: put `communicate` and the steps
@@ -113,8 +114,9 @@ def streaming_rounds(
       >>> import jax, jax.numpy as jnp, optax
       >>> from syncopate import local_opt
       >>> stream = local_opt.streaming_rounds(optax.sgd(1.0), fragments=2)
-      >>> x = {"a": jnp.array([0.0, 4.0]), "b": jnp.array([0.0, 4.0])}  # two workers
+      >>> x = {"a": jnp.array([2.0, 2.0]), "b": jnp.array([2.0, 2.0])}  # two workers
       >>> state = jax.vmap(stream.init)(x)
+      >>> x = {"a": jnp.array([0.0, 4.0]), "b": jnp.array([0.0, 4.0])}  # after their steps
       >>> start = jax.vmap(lambda x, s: stream.start(x, s, fragment=0), axis_name="worker")
       >>> x, _ = jax.vmap(lambda x, s: stream.finish(x, s, fragment=0))(x, start(x, state))
       >>> {name: leaf.tolist() for name, leaf in x.items()}
