@@ -42,7 +42,7 @@ settings.register_profile(
 settings.load_profile("syncopate")
 
 
-GROWTH = 300_000_000  # bytes by which a process of tests may grow before it forgets its programs
+GROWTH = 200_000_000  # bytes by which a process of tests may grow before it forgets its programs
 memory_before = [0]  # when it last did
 PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0  # a test may replace sysconf
 
