@@ -52,8 +52,8 @@ def count_collectives(step: Callable, *args: Any) -> dict[str, int]:
 def sync_bytes(num_params: int, *, num_workers: int, compress: Compressor | None = None) -> float:
     """Bytes that each worker sends in one sync of the parameters.
 
-    8 (W - 1) / W D for a ring all-reduce in float32. A compressor sends 2 (W - 1) messages of
-    whole rows of 128 numbers, or W - 1 messages of all D if it gathers.
+    8 (W - 1) / W D for a ring all-reduce in float32, also of narrower parameters. A compressor
+    sends 2 (W - 1) messages of whole rows of 128 numbers, or W - 1 messages of all D if it gathers.
 
     Args:
       num_params: D >= 1, numbers that are averaged.

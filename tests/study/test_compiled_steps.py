@@ -42,8 +42,10 @@ SYNCS = {
     "mean": {"sync_opt_state": "mean"},
     "control variates": {"correction": local_opt.scaffold()},
     "proximal": {"correction": local_opt.fedprox(0.1)},
+    "outer": {"outer": NESTEROV},
     **{name: {"compress": compressor} for name, compressor in COMPRESSORS.items()},
 }
+NARROW = [(name, "bfloat16") for name in ("plain", "mean", "outer", "int8")]  # sent as wide ones
 
 
 def linear_step(opt, **options):
@@ -57,9 +59,9 @@ def linear_step(opt, **options):
     return step
 
 
-def started(opt):
+def started(opt, kind="float32"):
     """Parameters and the shapes of a state, of eight workers."""
-    params = copies(TREE, 8)
+    params = jax.tree.map(lambda x: x.astype(kind), copies(TREE, 8))
     return params, jax.eval_shape(on_mesh(opt.init, 8), params)
 
 
@@ -84,11 +86,11 @@ def test_a_step_without_a_sync_has_no_collective_and_no_copy(name):
     check_donated(module, held)
 
 
-@pytest.mark.parametrize("name", SYNCS)
-def test_a_sync_sends_the_bytes_of_the_forecast(name):
+@pytest.mark.parametrize("name,kind", [*((n, "float32") for n in SYNCS), *NARROW])
+def test_a_sync_sends_the_bytes_of_the_forecast(name, kind):
     """To the byte. Control variates add the bits of a rate, and compressors send whole rows."""
     rounds, compressor = rounds_of(**SYNCS[name]), SYNCS[name].get("compress")
-    text = compiled(rounds.sync, *started(rounds)).as_text()
+    text = compiled(rounds.sync, *started(rounds, kind)).as_text()
     found = collectives_of(text)
     if name == "control variates":  # whose workers took different numbers of steps in a branch
         (conditional,) = conditionals(text)
