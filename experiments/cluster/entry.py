@@ -9,6 +9,7 @@ import inspect
 import os
 import sys
 import textwrap
+import threading
 import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -27,6 +28,8 @@ PROCESSES = ("coordinator_address", "num_processes", "process_id")
 AUTO = "auto"  # an address: what SLURM or a TPU pod tells
 PATIENCE = 1800.0  # seconds; must also cover a slow compilation in another process
 GROUP = "flags of "  # begins the titles of groups of flags, in which --help shows them
+MORE = "free memory, or ask for more. Then the same command continues."
+NO_MEMORY = f"Error: memory ran out in a thread that others wait for: {MORE}\n".encode()
 OWN = f"{GROUP}this command"  # all of which it shows, besides these
 SHOWN = (
     "task", "data_dir", "order", "sync", "echo", "arms", "seeds", "speeds", "workers", "epochs",
@@ -50,7 +53,7 @@ def main(
     text = "of every error, also of those that one line tells"
     flags.DEFINE_bool("traceback", False, text, flag_values=values)
     values.register_key_flag_for_module(f"{GROUP}all commands", values["traceback"])
-    sys.excepthook = tell
+    sys.excepthook, threading.excepthook = tell, ended
 
     def parse(argv):
         end = argv.index("--") if "--" in argv else len(argv)
@@ -141,16 +144,36 @@ def tell(kind: type, error: BaseException, trace) -> None:
     else:
         stopped = kind is KeyboardInterrupt and not str(error)
         told = "Stopped by Ctrl-C." if stopped else f"Error: {str(error) or kind.__name__}"
-        print(told, file=sys.stderr, flush=True)
+        print(f"{told}: {MORE}" if _lacks_memory(error) else told, file=sys.stderr, flush=True)
+
+
+def ended(thread: threading.ExceptHookArgs) -> None:
+    """A `threading.excepthook` that ends a process of which memory's end has ended a thread."""
+    if issubclass(thread.exc_type, MemoryError) or _lacks_memory(thread.exc_value):
+        end_without_memory()
+    threading.__excepthook__(thread)
+
+
+def end_without_memory() -> None:
+    """Ends this process with a line of text, as another thread may wait for ever."""
+    try:
+        os.write(2, NO_MEMORY)  # which needs none
+    finally:
+        os._exit(1)
 
 
 def is_refusal(error: BaseException) -> bool:
     """Whether the user can mend an error: it says so itself, or the operating system does."""
-    if isinstance(error, UserError | OSError | MemoryError | KeyboardInterrupt):
+    if isinstance(error, UserError | OSError | KeyboardInterrupt) or _lacks_memory(error):
         return True
     if isinstance(error, RuntimeError) and str(error).startswith("RESOURCE_EXHAUSTED"):
         return True  # of a device's memory, by XLA
     return type(error) is ValueError and _raised_in(error) in LIBRARIES
+
+
+def _lacks_memory(error: BaseException | None) -> bool:
+    """Whether memory of the host ran out, also that for another thread."""
+    return isinstance(error, MemoryError) or "can't start new thread" in str(error)
 
 
 def _raised_in(error: BaseException) -> str:

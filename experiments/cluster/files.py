@@ -20,7 +20,7 @@ ADVICE = {
     "look at that disk; then the same command continues": "EIO",
     "choose another --output_dir": "ENAMETOOLONG",
 }
-TENSORSTORE = re.compile(r"local file \"(.*?)\".*\[os_error_code='(\d+)'", re.S)
+TENSORSTORE = re.compile(r"(?:local file|Failed writing:) \"(.*?)\".*\[os_error_code='(\d+)'", re.S)
 
 
 @contextlib.contextmanager

@@ -37,6 +37,7 @@ LOCAL = ("localhost", "127.0.0.1", "[::1]")  # hosts that only this machine reac
 CONNECT = 120.0  # seconds until all processes must be connected
 GRACE = 5.0  # seconds that a failing process waits for the others at its exit
 GONE = re.compile("Connection (reset|closed) by peer|Socket closed")  # of gloo and gRPC
+leaving = threading.Event()  # set once an error has been told that ends this process
 CALLS = itertools.count()  # number of calls of `of_first`, the same in all processes
 
 
@@ -133,14 +134,19 @@ def _leave(tell: Callable, *error):
     """Tells an error that only this process has, and ends the process after GRACE seconds.
 
     At exit a process waits for all others, which in turn wait for it in their next collective. By
-    ending it, whatever started the processes sees that one has failed.
+    ending it, whatever started the processes sees that one has failed. One that has lost another
+    ends at once, before JAX aborts it; process 0 does not, as the rest would lose it, too.
     """
-    if isinstance(error[1], RuntimeError | ValueError) and (gone := GONE.search(str(error[1]))):
+    gone = isinstance(error[1], RuntimeError | ValueError) and GONE.search(str(error[1]))
+    if gone:
         text = f"Error: process {jax.process_index()} has lost another one ({gone[0]})"
         print(f"{text}: look at the output of the others.", file=sys.stderr)
     else:
         tell(*error)
     sys.stderr.flush()
+    leaving.set()
+    if gone and not is_first():
+        os._exit(1)
     timer = threading.Timer(GRACE, os._exit, (1,))
     timer.daemon = True
     timer.start()

@@ -10,17 +10,20 @@ Every checkpoint therefore has a digest.
 import contextlib
 import functools
 import hashlib
+import inspect
 import os
 import pathlib
+import queue
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from experiments.cluster import agree, files, living, lock, processes, strict
+from experiments.cluster import agree, entry, files, living, lock, processes, strict
 from experiments.training import input, loop
 from experiments.training.config import Plans
 from experiments.training.loop import Progress
@@ -31,6 +34,7 @@ from syncopate.refusals import UserError
 from syncopate.workers import AXIS
 
 KEPT = 2
+CLOSED = "Event loop is closed"  # what asyncio says
 # Orbax waits by the clock of the wall, which may be set forward by months. `agree` ends waits.
 ORBAX_SECONDS = 10**8
 STATE, KNOWN, DIGEST = "state", "known", "digest.txt"  # in the folder of a checkpoint
@@ -82,14 +86,47 @@ def opened(folder: str) -> Iterator:
         manager = ocp.CheckpointManager(folder, options=options)
     failed = False
     try:
-        yield manager
+        with _reports_taken():
+            yield manager
+            with agree.for_disk("the last checkpoint to be written", folder):
+                manager.wait_until_finished()
     except BaseException:
         failed = True
         raise
     finally:
         if not (failed and agree.several()):
-            with agree.for_disk("the last checkpoint to be written", folder):
+            # What closing finds after an error is its consequence.
+            quiet = contextlib.suppress(Exception) if failed else contextlib.nullcontext()
+            with agree.for_disk("the last checkpoint to be written", folder), quiet:
                 manager.close()
+
+
+@contextlib.contextmanager
+def _reports_taken() -> Iterator[None]:
+    """Has `_take_reports` called while orbax works, and on where that ends in an error."""
+    reports, before = queue.SimpleQueue(), sys.unraisablehook
+    threading.Thread(target=_take_reports, args=(reports, before), daemon=True).start()
+    sys.unraisablehook = reports.put
+    yield
+    sys.unraisablehook = before
+    reports.put(None)
+
+
+def _take_reports(reports: queue.SimpleQueue, tell: Callable) -> None:
+    """Takes what TensorStore reports where it cannot wake who waits for an array, and others do.
+
+    A thread of its own does, with memory of its own: in those of TensorStore none may be left for a
+    line of Python. Where memory ran out the process ends, as that one would wait for ever. Where
+    the loop that waited is closed, or what waited is thrown away, an array before has failed, and
+    its error is told.
+    """
+    while (report := reports.get()) is not None:
+        if issubclass(report.exc_type, MemoryError):
+            entry.end_without_memory()
+        of_loop = report.object is None and str(report.exc_value) == CLOSED
+        if not of_loop and not inspect.iscoroutine(report.object):
+            tell(report)
+        del report
 
 
 def _alone():
@@ -103,11 +140,14 @@ def _meet(folder: str, *, key: str, timeout_ms: int) -> None:
     """Orbax's barrier of all processes, in the thread that writes.
 
     A process whose writing failed comes to another one than the others, which would wait for it:
-    it tells its error and ends, which ends them.
+    it tells its error and ends, which ends them. If the main thread ends already, with an error
+    that it has told, writing fails for that.
     """
     if (error := sys.exception()) is None:
         agree.store().wait_at_barrier(key, timeout_ms)
         return
+    if processes.leaving.is_set():
+        os._exit(1)
     try:
         with files.advised(folder):
             raise error

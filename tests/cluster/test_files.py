@@ -6,11 +6,13 @@ import re
 import signal
 import subprocess
 import sys
+import threading
+import types
 
 import numpy as np
 import pytest
 
-from experiments.cluster import files, lock, strict
+from experiments.cluster import entry, files, lock, strict
 from experiments.results import archive
 from experiments.results import records as records_of
 from experiments.training import checkpoint
@@ -122,11 +124,12 @@ def test_a_refused_write_leaves_the_file_as_it_was(tmp_path, monkeypatch, number
 
 
 def test_what_tensorstore_reports_is_advised_and_what_is_elsewhere_is_not():
-    told = """Error writing local file "/d/checkpoints/7/d/1": full [os_error_code='28']"""
-    with pytest.raises(OSError, match="'/d/checkpoints/7/d/1' cannot be used .*: make room"):
-        with files.advised("/d"):
-            raise ValueError(told)
-    with pytest.raises(ValueError, match="Error writing"), files.advised("/e"):
+    for words in ("Error writing local file", "RESOURCE_EXHAUSTED: Failed writing:"):
+        told = f"""{words} "/d/checkpoints/7/d/1": full [os_error_code='28']"""
+        with pytest.raises(OSError, match="'/d/checkpoints/7/d/1' cannot be used .*: make room"):
+            with files.advised("/d"):
+                raise ValueError(told)
+    with pytest.raises(ValueError, match="Failed writing"), files.advised("/e"):
         raise ValueError(told)
     with pytest.raises(ConnectionError), files.advised("/d"):
         raise ConnectionError(errno.ECONNREFUSED, "no tracker")
@@ -173,11 +176,41 @@ def test_a_disk_that_is_full_for_one_process_is_told_once_and_ends_all(tmp_path)
     # Anywhere in a line: threads of the checkpoint write tracebacks of their own between ours.
     errors = re.findall("Error: (?:'/|process).*", done.stderr)
     told = [text for text in errors if "cannot be used (File too large): make room" in text]
+    assert "Traceback" not in done.stderr
     assert done.returncode == 1 and len(told) == 1 and f"'{tmp_path / 'run'}/check" in told[0]
     # Whichever ends first: the one without room, or the one that has lost it.
     assert re.search("process [01] ended with exit code 1", done.stderr)
     others = {*errors} - {*told}
     assert all("process 0 has lost another one" in text for text in others)
+
+
+def test_what_tensorstore_reports_of_its_threads_is_told_once_and_no_one_waits(
+    tmp_path, monkeypatch
+):
+    """It calls this hook where it cannot wake the thread that waits for an array."""
+    told, ended = [], threading.Event()
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    monkeypatch.setattr(entry, "end_without_memory", ended.set)
+    with checkpoint.opened(str(tmp_path)):
+        for error in (RuntimeError("Event loop is closed"), KeyError(7), MemoryError()):
+            sys.unraisablehook(
+                types.SimpleNamespace(exc_type=type(error), exc_value=error, object=None)
+            )
+        assert ended.wait(10)
+    assert sys.unraisablehook == told.append
+    assert [type(report.exc_value) for report in told][:1] == [KeyError]
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't start new thread")])
+def test_memory_that_is_gone_is_told_in_one_line_and_ends_all_threads(monkeypatch, capsys, error):
+    entry.tell(type(error), error, None)
+    assert re.fullmatch("Error: .+: free memory, or ask for more.*\n", capsys.readouterr().err)
+    ended = []
+    monkeypatch.setattr(entry, "end_without_memory", lambda: ended.append(error))
+    monkeypatch.setattr(threading, "__excepthook__", lambda thread: None)
+    entry.ended(types.SimpleNamespace(exc_type=type(error), exc_value=error))
+    entry.ended(types.SimpleNamespace(exc_type=KeyError, exc_value=KeyError(7)))
+    assert ended == [error]
 
 
 @pytest.mark.parametrize("name", ["checkpoints", pytest.param("", marks=pytest.mark.slow)])

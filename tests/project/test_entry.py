@@ -33,7 +33,8 @@ REFUSED = "from syncopate.refusals import UserError\n"
 def test_what_the_user_can_mend_is_one_line(code, capsys):
     error = raised(code)
     entry.tell(type(error), error, error.__traceback__)
-    assert capsys.readouterr().err == f"Error: {str(error) or type(error).__name__}\n"
+    told = capsys.readouterr().err
+    assert told.startswith(f"Error: {str(error) or type(error).__name__}") and told.count("\n") == 1
     entry.tell(KeyboardInterrupt, KeyboardInterrupt(), None)
     assert capsys.readouterr().err == "Stopped by Ctrl-C.\n"
 
