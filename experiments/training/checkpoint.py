@@ -329,8 +329,18 @@ def read_state(path: str, shapes: TrainState, sharding=None) -> TrainState:
         lambda x, y: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or y.sharding),
         jax.eval_shape(input.key_data, shapes), shapes,
     )  # fmt: skip
+    place = os.path.join(os.path.abspath(path), STATE)
     with agree.for_others("their parts of a checkpoint"), ocp.StandardCheckpointer() as reader:
-        found = reader.restore(os.path.join(os.path.abspath(path), STATE), like)
+        try:
+            with _reports_taken():
+                found = reader.restore(place, like)
+        except Exception as error:  # of orbax also Exception itself
+            if not isinstance(error, ValueError | KeyError) and type(error) is not Exception:
+                raise
+            raise UserError(
+                f"{place!r} cannot be read, though it is as {DIGEST} says "
+                f"({str(error).splitlines()[0]:.200}): {strict.WHAT_TO_DO}"
+            ) from error
     return jax.tree.map(input.as_keys, found, shapes)
 
 

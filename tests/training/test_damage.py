@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import gc
 import json
 import pathlib
 import re
@@ -372,3 +373,25 @@ def test_a_model_that_could_not_be_written_in_the_end_is_refused_before_training
     with pytest.raises(UserError, match=f"model' {told}, and .* another --output_dir"):
         train_run(SAVED, tmp_path)
     assert not (tmp_path / "metrics.jsonl").exists() and (tmp_path / "model").exists()
+
+
+FORGED = {
+    "an array": lambda state: {**state, "a": np.arange(7.0)},
+    "no array": lambda state: {"b": state["b"]},
+    "a tree": lambda state: {**state, "a": {"c": state["a"]}},
+}
+
+
+@pytest.mark.parametrize("what", [*FORGED, "d", "manifest.ocdbt", "_METADATA"])
+def test_a_state_that_orbax_cannot_read_is_named_where_its_digest_was_forged(tmp_path, what):
+    import orbax.checkpoint as ocp
+
+    state, path = {"a": jax.numpy.arange(6.0), "b": jax.numpy.ones((2, 3))}, tmp_path / "7"
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path / "state", FORGED.get(what, lambda state: state)(state))
+    for file in files_of(path / "state" / what) or [path / "state" / what]:
+        if file.exists():
+            file.write_bytes(file.read_bytes()[:-3])
+    with pytest.raises(UserError, match=r"7/state' cannot be read, .* \(.+\): restore it from a"):
+        checkpoint.read_state(str(path), state)
+    gc.collect()  # what still waits for an array: pytest would show its errors
