@@ -144,7 +144,8 @@ def tell(kind: type, error: BaseException, trace) -> None:
     else:
         stopped = kind is KeyboardInterrupt and not str(error)
         told = "Stopped by Ctrl-C." if stopped else f"Error: {str(error) or kind.__name__}"
-        print(f"{told}: {MORE}" if _lacks_memory(error) else told, file=sys.stderr, flush=True)
+        told = f"{told}: {MORE}" if _lacks_memory(error) else told
+        print(f"{told}\n", end="", file=sys.stderr, flush=True)  # at once, beside other processes
 
 
 def ended(thread: threading.ExceptHookArgs) -> None:

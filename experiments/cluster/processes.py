@@ -135,7 +135,8 @@ def _leave(tell: Callable, *error):
 
     At exit a process waits for all others, which in turn wait for it in their next collective. By
     ending it, whatever started the processes sees that one has failed. One that has lost another
-    ends at once, before JAX aborts it; process 0 does not, as the rest would lose it, too.
+    ends at once, before JAX aborts it, and so does any with `survive`, where process 0 waits for
+    none; process 0 does not, as the rest would lose it, too.
     """
     gone = isinstance(error[1], RuntimeError | ValueError) and GONE.search(str(error[1]))
     if gone:
@@ -145,7 +146,7 @@ def _leave(tell: Callable, *error):
         tell(*error)
     sys.stderr.flush()
     leaving.set()
-    if gone and not is_first():
+    if not is_first() and (gone or jax.config.jax_enable_recoverability):
         os._exit(1)
     timer = threading.Timer(GRACE, os._exit, (1,))
     timer.daemon = True

@@ -1,9 +1,12 @@
 """Two processes give the same results as one with two devices, and start and stop together."""
 
+import contextlib
 import json
+import os
 import socket
 import subprocess
 import sys
+import threading
 
 import jax
 import numpy as np
@@ -194,3 +197,35 @@ def test_who_has_lost_another_says_so_in_one_line(kind, monkeypatch, capsys):
     processes._leave(pytest.fail, kind, error, None)
     told = "Error: process 0 has lost another one (Connection reset by peer): look at the output"
     assert capsys.readouterr().err.startswith(told)
+
+
+LOST = RuntimeError("Gloo: Connection reset by peer")
+
+
+@pytest.mark.parametrize("error,first,survives,ends", [
+    (LOST, False, False, True), (LOST, True, False, False), (ValueError("7"), False, False, False),
+    (ValueError("7"), False, True, True), (ValueError("7"), True, True, False),
+])  # fmt: skip
+def test_a_process_that_jax_would_abort_ends_once_it_has_told_its_error(
+    monkeypatch, capsys, error, first, survives, ends
+):
+    class Ended(BaseException):
+        pass
+
+    def end(code):
+        assert code == 1 and processes.leaving.is_set()
+        raise Ended
+
+    monkeypatch.setattr(processes, "leaving", threading.Event())
+    monkeypatch.setattr(processes, "is_first", lambda: first)
+    monkeypatch.setattr(processes, "GRACE", 1e6)
+    monkeypatch.setattr(os, "_exit", end)
+    with contextlib.ExitStack() as stack:
+        before = jax.config.jax_enable_recoverability
+        stack.callback(jax.config.update, "jax_enable_recoverability", before)
+        jax.config.update("jax_enable_recoverability", survives)
+        if ends:
+            stack.enter_context(pytest.raises(Ended))
+        processes._leave(lambda *error: print(error[1], file=sys.stderr), type(error), error, None)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and ("has lost another one" in said) == (error is LOST)
