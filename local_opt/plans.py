@@ -134,9 +134,9 @@ class SyncPlan(plans.Plan):
         check_leading({"tree": tree, "weight": weight}, "worker")
         count, axis_name, mesh = count_of(workers, axis_name)
         leaves, treedef = jax.tree.flatten(tree)
-        held = [x for x in leaves if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
         if mesh is None:
-            alone = len(held) == len(leaves) and len({d for x in held for d in x.devices()}) == 1
+            traced = any(isinstance(x, Tracer) for x in leaves)
+            alone = not traced and len(set().union(*map(_devices_of, leaves))) <= 1
             found = _mean_of_all(count, axis_name, alone)(leaves, weight)
         else:
             found = _mean_of_all(mesh, axis_name)(_on_mesh(leaves, mesh, axis_name), weight)
@@ -243,13 +243,17 @@ def _mean_of_all(workers, axis_name, alone=False):
     return jax.jit(from_one if alone else run)
 
 
+def _devices_of(x):
+    """Those that hold an array; none of NumPy's, or of one that is traced."""
+    return x.devices() if isinstance(x, jax.Array) and not isinstance(x, Tracer) else set()
+
+
 def _on_mesh(leaves, mesh, axis_name):
     """The leaves, with those of other devices moved to the workers'."""
+    if not isinstance(mesh, Mesh):  # of a trace
+        return leaves
     devices = {*mesh.devices.flat}
-    away = [
-        i for i, x in enumerate(leaves)
-        if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.devices() != devices
-    ]  # fmt: skip
+    away = [i for i, x in enumerate(leaves) if _devices_of(x) not in (set(), devices)]
     put = NamedSharding(mesh, PartitionSpec(axis_name))
     moved = dict(zip(away, jax.device_put([leaves[i] for i in away], put), strict=True))
     return [moved.get(i, x) for i, x in enumerate(leaves)]
@@ -260,9 +264,8 @@ def _where_they_were(found, leaves):
 
     What is in its place is left, as another copy would be committed to it, and compiled for again.
     """
-    pairs = zip(found, leaves, strict=True)
-    places = [getattr(x, "sharding", y.sharding) for y, x in pairs]
-    away = [i for i, y in enumerate(found) if places[i] != y.sharding]
+    now, places = ([getattr(x, "sharding", None) for x in xs] for xs in (found, leaves))
+    away = [i for i, place in enumerate(places) if place is not None and place != now[i]]
     put = jax.device_put([found[i] for i in away], [places[i] for i in away])
     moved = dict(zip(away, put, strict=True))
     return [moved.get(i, y) for i, y in enumerate(found)]

@@ -95,8 +95,8 @@ def test_a_loop_without_optax_asks_the_plan_after_each_step(run, weights, monkey
 
 def of_tree(x):
     """Frozen numbers, others and a count, of 7 workers."""
-    narrow = copies(jnp.asarray(x[0], jnp.bfloat16), 7)
-    return {"frozen": copies(x[0], 7), "narrow": narrow, "x": jnp.asarray(x), "n": jnp.arange(7)}
+    narrow, frozen = copies(jnp.asarray(x[0], jnp.bfloat16), 7), np.stack([x[0]] * 7)
+    return {"frozen": frozen, "narrow": narrow, "x": jnp.asarray(x), "n": jnp.arange(7)}
 
 
 @pytest.mark.parametrize("weight", [None, np.float32([0, 1, 2, 0, 3, 1, 5])], ids=["equal", "own"])
@@ -117,12 +117,17 @@ def test_the_mean_on_one_device_leaves_equal_numbers_and_is_compiled_once(weight
     np.testing.assert_allclose(tree["x"], np.stack([expected] * 7), atol=1e-6)
 
 
-def test_arrays_of_one_device_are_averaged_over_a_mesh_sync_after_sync():
+def test_arrays_of_one_device_or_a_trace_are_averaged_over_a_mesh_sync_after_sync():
     plan, x = local_opt.constant(1, total_steps=2), jnp.arange(8.0).reshape(4, 2)
     for t in range(2):
         x = plan.after(t, x, worker_mesh(4))
         assert x.tolist() == [[3.0, 4.0]] * 4 and x.devices() == {jax.devices()[0]}
     assert plans._mean_of_all.cache_info().maxsize
+    for workers in (4, worker_mesh(4)):
+        run = jax.jit(lambda x, workers=workers: plan.after(0, x, workers))
+        assert run(np.float32([1, 2, 3, 6])).tolist() == [3.0] * 4
+    with jax.set_mesh(worker_mesh(4)):
+        assert jax.jit(lambda x: plan.after(0, x))(np.float32([1, 2, 3, 6])).tolist() == [3.0] * 4
 
 
 @pytest.mark.parametrize("run", ["vmap", "shard_map"])
