@@ -13,6 +13,7 @@ LEFT_OUT = {
     "Dict": "a container",
     "List": "a container",
     "Module": "the base of layers",
+    "RoPE": "turns what it is given: no parameters",
     "RNNCellBase": "the base of cells",
 }
 SEQUENCE, IMAGE, VECTOR = (6, 5), (6, 6, 3), (5,)

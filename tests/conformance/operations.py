@@ -44,7 +44,8 @@ LEFT_OUT = {
         jnp.finfo jnp.iinfo jnp.ufunc nn.get_scaled_dot_general_config""",
     "needs a named axis": """lax.all_gather lax.all_to_all lax.axis_index lax.axis_size
         lax.pbroadcast lax.pmax lax.pmean lax.pmin lax.ppermute lax.precv lax.psend lax.pshuffle
-        lax.psum lax.psum_scatter lax.pswapaxes lax.ragged_all_to_all lax.pcast""",
+        lax.psum lax.psum_scatter lax.psum_scatter_start lax.pswapaxes lax.ragged_all_to_all
+        lax.pcast""",
     "takes and gives no arrays of numbers": """lax.after_all lax.create_token lax.broadcast_shapes
         lax.conv_dimension_numbers lax.conv_general_permutations lax.conv_general_shape_tuple
         lax.conv_shape_tuple lax.conv_transpose_shape_tuple lax.padtype_to_pads
@@ -351,6 +352,7 @@ CALLS = {
         jnp.int32(4 * x[0, 0]), [jnp.sin, jnp.cos, lambda a: a * a], w) * x,
     "lax.tile": lambda w, x: lax.tile(w, (2, 1)).T @ lax.tile(x, (2, 1)),
     "lax.top_k": lambda w, x: lax.top_k(w * x, 3),
+    **({"jnp.top_k": lambda w, x: jnp.top_k(w * x, 3)} if hasattr(jnp, "top_k") else {}),
     "lax.top_k of parameters": lambda w, x: lax.top_k(w, 3)[0] * x[:, :3],
     "lax.transpose": lambda w, x: lax.transpose(w, (1, 0)) @ x,
     "lax.transpose of three": (
