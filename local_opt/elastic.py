@@ -213,9 +213,10 @@ class ElasticSync:
         """Waits for all that live at this step, and says who they are, without a sync.
 
         Raises:
-          TimeoutError: with those that live and have not come; ValueError: if steps differ;
+          TimeoutError: with those that live and have not come.
+          ValueError: if steps differ.
           RuntimeError: if process 0 does not answer, or was stopped for so long that it counts the
-          others as dead.
+            others as dead.
         """
         try:
             members = self._wait(lambda: self._membership.barrier(step), self._timeout)
