@@ -3,7 +3,7 @@
 import collections
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -86,8 +86,7 @@ class EpochBatches:
 
     def wait(self) -> Loader:
         """The loader, which has the next batch; raises what `next` would raise."""
-        loader = self.loader()
-        assert loader is not None
+        loader = cast(Loader, self.loader())
         try:
             loader.wait()
         except StopIteration:
