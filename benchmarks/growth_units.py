@@ -29,7 +29,7 @@ from ordering import echo
 
 GRADIENT, PER_STEP, SKETCH = 64, 64, 8  # entries, units per worker and step, numbers of a sketch
 STEPS = 50  # between two looks at the clock
-DEALT = ordering.global_order.DealtState | ordering.global_order.DealtShuffleState
+DEALT = ordering.global_orders.DealtState | ordering.global_orders.DealtShuffleState
 
 
 def dealt_pairs(m):
@@ -38,7 +38,9 @@ def dealt_pairs(m):
 
 ORDERS = {  # (workers, their units -> order)
     "random_reshuffling": (1, ordering.random_reshuffling),
-    "block_reshuffling": (1, lambda m: ordering.block_reshuffling(m, block_size=PER_STEP)),
+    "block_reshuffling": (
+        1, lambda m: ordering.baselines.block_reshuffling(m, block_size=PER_STEP)
+    ),
     "pair_balance": (1, lambda m: ordering.pair_balance(m, units_per_step=PER_STEP)),
     "grab": (1, lambda m: ordering.grab(m, units_per_step=PER_STEP)),
     "cd_grab": (2, lambda m: ordering.cd_grab(m, units_per_step=PER_STEP)),
@@ -107,7 +109,7 @@ def first_batches(state, units: int) -> dict[str, Callable]:
     source = np.zeros((units, 1), np.float32)
     sizes = {"units_per_step": PER_STEP}
     workers, size = (1, *state.current.shape)[-2:]
-    order = ordering.shuffle_once(size, units_per_step=PER_STEP)
+    order = ordering.baselines.shuffle_once(size, units_per_step=PER_STEP)
     if isinstance(state, DEALT):
         order, sizes["total"] = order._replace(is_global=True, total=units), units
     options = {"workers": workers if state.current.ndim == 2 else None}

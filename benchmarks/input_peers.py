@@ -75,7 +75,7 @@ def _orders(data: Data, how: str) -> np.ndarray:
 def read_epochs(data, how, source=None):
     arrays, orders = Examples(data.folder).arrays, _orders(data, how)
     workers, num_units = orders.shape
-    order = ordering.shuffle_once(num_units, units_per_step=BATCH // workers)
+    order = ordering.baselines.shuffle_once(num_units, units_per_step=BATCH // workers)
     state = ordering.init_workers(order, jax.random.key(0), None, workers)
     return ordering.data.read_epochs(
         source or arrays, order, jax.random.key(0), workers=workers, num_epochs=1,

@@ -32,8 +32,8 @@ from ordering.signs import greedy
 
 RULES = {
     "greedy": greedy(),
-    "self_balancing_walk": ordering.self_balancing_walk(),
-    "kernel_halving": ordering.kernel_halving(num_epochs=10, num_pairs=1000),
+    "self_balancing_walk": ordering.baselines.self_balancing_walk(),
+    "kernel_halving": ordering.baselines.kernel_halving(num_epochs=10, num_pairs=1000),
 }
 WAYS = (
     "plain step",

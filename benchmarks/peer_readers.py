@@ -198,7 +198,7 @@ def ours_hosts(place, saved):
     import jax
 
     import ordering
-    from ordering.resize import resize
+    from ordering.resizing import resize
 
     source, done = Examples(place.folder).arrays, 0
     count, size = len(source["y"]), BATCH // place.readers
@@ -207,7 +207,7 @@ def ours_hosts(place, saved):
         before, done = saved["orders"], saved["load"] * size
         sizes = {"units_per_step": BATCH // len(before.current), "visited": done}
         state, _ = resize(before, state, order, **sizes)
-    one = ordering.shuffle_once(state.current.shape[1], units_per_step=size)
+    one = ordering.baselines.shuffle_once(state.current.shape[1], units_per_step=size)
     one, key = one._replace(is_global=True, total=count), jax.random.key(0)
     own = {"current": state.current[place.reader], "next": state.next[place.reader]}
     own = ordering.data.ReadState(one.init(key, None)._replace(**own), units=done)

@@ -89,7 +89,7 @@ def main(argv):
             gradients = ordering.sketched_grads(model.loss, key, size=values.size)
             sketched = gradients(params, batch, key=key)[2]
             rows = ordering.per_example_grads(model.loss)(params, batch, key=key)[2]
-            formed = ordering.sketch_rows(rows, ordering.make_sketch(key, size=values.size))
+            formed = jax.vmap(ordering.make_sketch(key, size=values.size))(rows)
             flat = jax.vmap(lambda tree: jax.flatten_util.ravel_pytree(tree)[0])(rows)
             with jax.default_matmul_precision("highest"):
                 return {"sketched": sketched, "sketch_rows": formed}, flat @ flat.T

@@ -87,7 +87,7 @@ def bounds_over_rounds(
         lambda key: order.init(key, jnp.zeros(dimension)), in_specs="worker", out_specs="worker"
     )
     run = jax.jit(over(one_round, in_specs="worker", out_specs="worker"), donate_argnums=0)
-    bound = jax.jit(lambda v, o: ordering.herding_bound(v, o, norm=jnp.inf))
+    bound = jax.jit(lambda v, o: ordering.baselines.herding_bound(v, o, norm=jnp.inf))
     state = jax.jit(init)(keys)
     found = [float(bound(vectors, state.current))]
     for _ in range(rounds):

@@ -1,27 +1,28 @@
 """Example orders for JAX: which unit of the data a training loop visits next.
 
-`ordering.echo` repeats batches when loading is slow, `ordering.data` reads batches ahead, and
-`ordering.blocks` orders blocks of data that are too large to shuffle.
+`ordering.echo` repeats batches when loading is slow, `ordering.data` reads batches ahead,
+`ordering.blocks` orders blocks of data that are too large to shuffle, and `ordering.baselines` has
+the controls and sign rules of the papers.
 """
 
-from ordering import blocks, data, echo
+from ordering import baselines, blocks, data, echo
 from ordering.base import Ordering, init_workers
-from ordering.global_order import global_order, global_reshuffling
-from ordering.grab import grab
+from ordering.centred import grab
+from ordering.global_orders import global_order, global_reshuffling
 from ordering.gradients import check_separable, group_loss, microbatch_grads, per_example_grads
-from ordering.herding import greedy_herding, herding_bound
 from ordering.pairs import cd_grab, pair_balance
-from ordering.resize import resize
-from ordering.shuffles import block_reshuffling, random_reshuffling, shuffle_once, unzip
-from ordering.signs import SignRule, kernel_halving, self_balancing_walk
+from ordering.resizing import resize
+from ordering.shuffles import random_reshuffling
+from ordering.signs import SignRule
 from ordering.sketches.backward import sketch_plan, sketched_grads
-from ordering.sketches.linear import make_sketch, sketch_rows
+from ordering.sketches.linear import SketchLeaf, make_sketch
 from ordering.sketches.scale import second_moment_scale
 
 __all__ = [
     "Ordering",
     "SignRule",
-    "block_reshuffling",
+    "SketchLeaf",
+    "baselines",
     "blocks",
     "cd_grab",
     "check_separable",
@@ -30,11 +31,8 @@ __all__ = [
     "global_order",
     "global_reshuffling",
     "grab",
-    "greedy_herding",
     "group_loss",
-    "herding_bound",
     "init_workers",
-    "kernel_halving",
     "make_sketch",
     "microbatch_grads",
     "pair_balance",
@@ -42,10 +40,6 @@ __all__ = [
     "random_reshuffling",
     "resize",
     "second_moment_scale",
-    "self_balancing_walk",
-    "shuffle_once",
     "sketch_plan",
-    "sketch_rows",
     "sketched_grads",
-    "unzip",
 ]

@@ -21,7 +21,6 @@ from jaxtyping import Array, Key, PyTree
 from ordering import trees
 from ordering.sketches.convolution import holds, split_safe
 from ordering.sketches.interpret import RULE, has_rule_of_parameters
-from ordering.sketches.linear import sketch_rows
 from syncopate import plans
 from syncopate.mesh import alike, is_key, names_of
 
@@ -52,7 +51,7 @@ def per_example_grads(
         it needs a parameter of this name.
       has_aux: whether the loss returns auxiliary data too. They are those of batches of one
         example, stacked: of what is [n, ...] for a batch of n, [B, 1, ...].
-      to_sketch: from `make_sketch`; rows are then sketches, float32[B, k], as by `sketch_rows`.
+      to_sketch: from `make_sketch`; rows are then sketches, float32[B, k].
       in_turn: whether to compute one gradient after another, by `jax.lax.scan`.
 
     Returns:
@@ -113,7 +112,7 @@ def per_example_grads(
             with refuse_vmap("pass in_turn=True"):
                 (losses, aux), tree = jax.vmap(one)(units)
             mean = jax.tree.map(trees.mean_of, tree)
-            rows = sketch_rows(tree, to_sketch) if to_sketch else tree
+            rows = _sketches(tree, to_sketch) if to_sketch else tree
         if has_rule and has_rule_of_parameters(program, params):
             # The rule gets the sum over all examples, and must not be used of each alone.
             total = lambda p: jnp.sum(jax.vmap(functools.partial(part, p))(units)[0])  # noqa: E731
@@ -123,6 +122,16 @@ def per_example_grads(
         return (losses, aux) if has_aux else losses, mean, rows
 
     return gradients
+
+
+def _sketches(rows, to_sketch):
+    if trees.check_gradients(rows) == 1:  # without vmap, read in blocks in the layout that it has
+        sketch = to_sketch(jax.tree.map(lambda g: g[0], rows))
+        sketches = jax.tree.map(lambda x: x[None], sketch)
+    else:
+        sketches = jax.vmap(to_sketch)(rows)
+    trees.check_sketches(sketches)
+    return sketches
 
 
 def _traced(function, *args):

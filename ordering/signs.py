@@ -4,16 +4,11 @@ A rule sees the products <r, c> and |c|^2 of the running sum r and the vector c,
 number. So a whole block of vectors can be signed from one Gram matrix.
 """
 
-import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int, Key
-
-from syncopate import plans
+from jaxtyping import Array, Float32, Key
 
 State = Any
 
@@ -40,8 +35,8 @@ def rule_of(rule: SignRule | None) -> SignRule:
     """The sign rule of an order, `greedy()` for None; raises ValueError for what is no rule."""
     if rule is not None and not isinstance(rule, SignRule):
         raise ValueError(
-            f"rule is {rule!r}: pass a SignRule, as rule=ordering.self_balancing_walk() with its "
-            "parentheses, or None for the greedy one."
+            f"rule is {rule!r}: pass a SignRule, as rule=ordering.baselines.self_balancing_walk() "
+            "with its parentheses, or None for the greedy one."
         )
     return greedy() if rule is None else rule
 
@@ -50,124 +45,11 @@ def greedy() -> SignRule:
     """The sign that makes the running sum smaller: + iff <r, c> <= 0."""
     return SignRule(
         init=lambda key: (),
-        sign=lambda state, dot, norm2, coin: (state, _plus_iff(dot <= 0)),
+        sign=lambda state, dot, norm2, coin: (state, plus_iff(dot <= 0)),
         next_epoch=lambda state: state,
     )
 
 
-class WalkState(NamedTuple):
-    key: Key[Array, ""]
-    signed: Int[Array, ""]  # vectors signed so far, over all epochs
-
-
-def self_balancing_walk(*, bound: float = 30.0) -> SignRule:
-    """The self-balancing walk: P(s = +) = 1/2 - <r, c> / (2 C), clipped to [0, 1].
-
-    Args:
-      bound: C > 0, the largest |<r, c>| for which the sign is random. The theory assumes vectors
-        of norm at most 1.
-
-    Returns:
-      A randomised `SignRule`. The i-th sign depends on the key, i and <r, c> alone.
-
-    Raises:
-      ValueError: if bound is not positive and finite.
-
-    Examples:
-      >>> from syncopate import ordering
-      >>> rule = ordering.self_balancing_walk(bound=30.0)
-
-    References:
-      Alweiss, Liu, Sawhney, Discrepancy Minimization via a Self-Balancing Walk, 2021,
-      https://arxiv.org/abs/2006.14009
-    """
-    bound = plans.check_number("bound", bound, "(1e-37, 1e37)")  # which float32 holds
-
-    def coins(state, n):
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(state.key, state.signed + jnp.arange(n))
-        return jax.vmap(jax.random.uniform)(keys)
-
-    def sign(state, dot, norm2, coin):
-        plus = jnp.clip(0.5 - dot / (2.0 * bound), 0.0, 1.0)
-        return state._replace(signed=state.signed + 1), _plus_iff(coin < plus)
-
-    return SignRule(
-        init=lambda key: WalkState(key, jnp.zeros((), jnp.int32)),
-        sign=sign,
-        next_epoch=lambda state: state,
-        coins=coins,
-    )
-
-
-class HalvingState(NamedTuple):
-    key: Key[Array, ""]
-    epoch: Int[Array, ""]
-    pair: Int[Array, ""]  # pairs signed in this epoch
-    scale: Float32[Array, ""]  # S of the algorithm
-
-
-def kernel_halving(*, num_epochs: int, num_pairs: int, delta: float = 0.5) -> SignRule:
-    """Kernel halving with a linear kernel, the sign rule of KH-SGD.
-
-    For pair i of epoch e (both from 1), l = ln(4/delta (ln K + 1)(ln N + 1) i) + ln e and
-    q = S l / |c|^2:  if q <= 1, t = |c|^2 and S = 2 |c|^2;  else t = |c|^2 sqrt(q) and
-    S += 2 |c|^2 max(0, l + 1/2 - sqrt(q)) / l.  Then + iff <r, c> <= U t, U ~ Unif[-1, 1].
-
-    Args:
-      num_epochs: K >= 1, epochs of the run.
-      num_pairs: N >= 1, pairs per epoch that enter one running sum: with `cd_grab` the pairs of all
-        workers.
-      delta: failure probability in (0, 1).
-
-    Returns:
-      A randomised `SignRule`.
-
-    Raises:
-      ValueError: for arguments out of range.
-
-    Examples:
-      >>> from syncopate import ordering
-      >>> rule = ordering.kernel_halving(num_epochs=10, num_pairs=500)
-
-    References:
-      Carrell et al., Low-Rank Thinning, 2025, https://arxiv.org/abs/2502.12063
-    """
-    # Python numbers: a rule made while tracing must not hold a traced array.
-    epochs = plans.check_number("num_epochs", num_epochs, "[1, inf)")
-    pairs = plans.check_number("num_pairs", num_pairs, "[1, inf)")
-    delta = plans.check_number("delta", delta, "(1e-20, 1)")
-    penalty = (4 / delta) * (math.log(epochs) + 1) * (math.log(pairs) + 1)
-
-    def init(key):
-        zero = jnp.zeros((), jnp.int32)
-        return HalvingState(key, epoch=zero, pair=jnp.copy(zero), scale=jnp.zeros(()))
-
-    def coins(state, n):
-        key = jax.random.fold_in(state.key, state.epoch)
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, state.pair + jnp.arange(n))
-        return jax.vmap(functools.partial(jax.random.uniform, minval=-1.0))(keys)
-
-    def sign(state, dot, norm2, coin):
-        log_penalty = jnp.log(penalty * (state.pair + 1)) + jnp.log(state.epoch + 1.0)
-        # S is left alone by a pair of equal gradients, whose norm is 0 (dot is 0 as well: it gets a
-        # plus), and by a pair whose squared norm overflows float32.
-        usual = (norm2 > 0) & (norm2 < jnp.inf)
-        safe_norm2 = jnp.where(usual, norm2, 1.0)
-        ratio = state.scale * log_penalty / safe_norm2
-        grown = state.scale + 2 * norm2 * (
-            jnp.maximum(0.0, log_penalty + 0.5 - jnp.sqrt(ratio)) / log_penalty
-        )
-        threshold = norm2 * jnp.where(ratio <= 1, 1.0, jnp.sqrt(ratio))
-        scale = jnp.where(ratio <= 1, 2 * norm2, grown)
-        state = state._replace(pair=state.pair + 1, scale=jnp.where(usual, scale, state.scale))
-        return state, _plus_iff(dot <= coin * threshold)
-
-    def next_epoch(state):
-        pair, scale = jnp.zeros_like(state.pair), jnp.zeros_like(state.scale)
-        return state._replace(epoch=state.epoch + 1, pair=pair, scale=scale)
-
-    return SignRule(init, sign, next_epoch, coins)
-
-
-def _plus_iff(condition):
+def plus_iff(condition):
+    """+1 where the condition holds, else -1, as float32."""
     return jnp.where(condition, 1.0, -1.0).astype(jnp.float32)

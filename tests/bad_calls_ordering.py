@@ -83,16 +83,20 @@ OBSERVED = {"key": KEY, "params": Arg(X, SHAPELESS), "rows": Arg(rows_of(ROWS), 
 CLOSE = {**SIZES, **OBSERVED, "rows": Arg(rows_of(ROWS), BAD_ROWS + SHAPED)}
 AXIS = Arg("worker", but_none(KINDS["axis_name"]))  # None is the only one in scope
 COORDINATED = {**SIZES, **OBSERVED, "rule": None, "axis_name": AXIS}
-for name in ("random_reshuffling", "shuffle_once", "unzip"):
-    CALLS[name] = call(epoch(getattr(ordering, name)), num_units=M, key=KEY)
+for make in (
+    ordering.random_reshuffling,
+    ordering.baselines.shuffle_once,
+    ordering.baselines.unzip,
+):
+    CALLS[make.__name__] = call(epoch(make), num_units=M, key=KEY)
 CALLS |= {
-    "block_reshuffling": call(epoch(ordering.block_reshuffling), num_units=M, key=KEY,
+    "block_reshuffling": call(epoch(ordering.baselines.block_reshuffling), num_units=M, key=KEY,
                               block_size=also("block_size", B, M + 1)),
     "global_reshuffling": call(epoch(ordering.global_reshuffling), num_units=M, key=KEY,
                               total=also("total", W * M, W * M - 1), axis_name=AXIS),
     "pair_balance": call(epoch(ordering.pair_balance), rule=None, **CLOSE),
     "grab": call(epoch(ordering.grab), rule=None, **CLOSE),
-    "greedy_herding": call(epoch(ordering.greedy_herding), **SIZES, **OBSERVED),
+    "greedy_herding": call(epoch(ordering.baselines.greedy_herding), **SIZES, **OBSERVED),
     "cd_grab": call(epoch(ordering.cd_grab), gathers=None, team_size=Arg(None, [1, 2]),
                     **COORDINATED),
 }  # fmt: skip
@@ -113,7 +117,7 @@ ORDERS = {
     "random_reshuffling": lambda m: ordering.random_reshuffling(m),
     "global_reshuffling": lambda m: ordering.global_reshuffling(m),
     "grab": lambda m: ordering.grab(m, units_per_step=B),
-    "greedy_herding": lambda m: ordering.greedy_herding(m, units_per_step=B),
+    "greedy_herding": lambda m: ordering.baselines.greedy_herding(m, units_per_step=B),
     "pair_balance": lambda m: ordering.pair_balance(m, units_per_step=B),
     "pair_balance, odd": lambda m: ordering.pair_balance(m),
     "cd_grab": lambda m: ordering.cd_grab(m, units_per_step=B),
@@ -161,9 +165,12 @@ def signed(make):
     return traced(run)
 
 
-CALLS["self_balancing_walk"] = call(signed(ordering.self_balancing_walk), bound=30.0)
+CALLS["self_balancing_walk"] = call(signed(ordering.baselines.self_balancing_walk), bound=30.0)
 CALLS["kernel_halving"] = call(
-    signed(ordering.kernel_halving), num_epochs=Arg(4, KINDS["num_pairs"]), num_pairs=8, delta=0.5
+    signed(ordering.baselines.kernel_halving),
+    num_epochs=Arg(4, KINDS["num_pairs"]),
+    num_pairs=8,
+    delta=0.5,
 )
 
 
@@ -231,7 +238,7 @@ CALLS |= {
 STACKS = [{}, None, 3, jnp.ones(()), {"w": jnp.ones((0, 3))}, {"w": [[1.0, 2.0], [3.0, 4.0]]},
           {"a": jnp.ones((2, 3)), "b": jnp.ones((3, 3))}, {"w": None}, *leaves_of(2, 3),
           {"w": 1j * jnp.ones((2, 3))}]  # fmt: skip
-ADAM, LEAVES = optax.adam(0.1), [ordering.sketches.linear.Leaf("w", (3,), "formed", "product")]
+ADAM, LEAVES = optax.adam(0.1), [ordering.SketchLeaf("w", (3,), "formed", "product")]
 ONE = [{}, None, {"w": [1.0, "a"]}, {"w": 1j * jnp.ones(3)}, *leaves_of(3)]
 VECTORS, ORDER = jnp.arange(12.0).reshape(4, 3), jnp.arange(4)
 TWO = jax.random.split(KEY, 2)
@@ -242,9 +249,6 @@ CALLS |= {
         traced(lambda tree, **args: ordering.make_sketch(**args)(tree)), key=KEY, size=4,
         specs=None,
         tree=Arg({"w": jnp.ones(8)}, ONE)),
-    "sketch_rows": call(
-        traced(lambda **args: ordering.sketch_rows(**args)),
-        gradients=Arg(ROWS, [*STACKS, *but_none(NO_ROWS[1:])]), to_sketch=TO_SKETCH),
     "second_moment_scale": call(
         lambda **args: over_workers(lambda w: ordering.second_moment_scale(**args)),
         optimizer=Arg(ADAM, [None, 3, "text", THING, optax.adamax(1.0)]),
@@ -266,7 +270,7 @@ CALLS |= {
         units=Arg(np.arange(2 * M).reshape(2, M), [None, 3, "text", THING, {}]),
         units_per_step=Arg(2, [M + 1, *whole()]), visited=Arg(0, [M + 1, *whole(0)])),
     "herding_bound": call(
-        ordering.herding_bound,
+        ordering.baselines.herding_bound,
         vectors=Arg(VECTORS, [None, 3, "text", jnp.ones(4), jnp.ones((5, 3)), THING, {},
                               jnp.ones((4, 3, 2)), jnp.ones((0, 3)), [[1.0]], 1j * VECTORS,
                               np.array([["a"]] * 4)]),

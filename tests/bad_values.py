@@ -121,7 +121,7 @@ SPECS = [3, "worker", THING, jax.P("worker"), {"w": 3}]
 COMPRESSORS = [3, "int8", THING, {}, local_opt.quantize, jnp.int8, ("int8",)]
 CORRECTIONS = [3, "scaffold", local_opt.scaffold, local_opt.fedprox, THING, {},
                optax.sgd(0.1)]  # fmt: skip
-RULES = [3, "greedy", ordering.self_balancing_walk, THING, {}, (),
+RULES = [3, "greedy", ordering.baselines.self_balancing_walk, THING, {}, (),
          ordering.grab(4)]  # fmt: skip
 
 # By the name of the argument.

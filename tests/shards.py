@@ -166,8 +166,9 @@ def sketched(way, *, specs=SPECS, order_of=COORDINATED, size=512, units=BATCH):
     """512 numbers hold all entries as they are, so that orders are the same for every split."""
     to_sketch = ordering.make_sketch(SKETCH, size=size, specs=specs)
     order = order_of(UNITS, units_per_step=units)
-    rows_of = functools.partial(ordering.sketch_rows, to_sketch=to_sketch)
-    return Programs(way, rounds_of(specs), order, units=units, rows_of=rows_of, size=size)
+    return Programs(
+        way, rounds_of(specs), order, units=units, rows_of=jax.vmap(to_sketch), size=size
+    )
 
 
 def alone(way, **options):

@@ -53,7 +53,7 @@ def epoch_of(size):
 
 def reads_in(source, orders, *, units_per_step, **options):
     """`read_epochs` in these orders, int[W, M], or int[M] of one worker."""
-    order = ordering.shuffle_once(orders.shape[-1], units_per_step=units_per_step)
+    order = ordering.baselines.shuffle_once(orders.shape[-1], units_per_step=units_per_step)
     workers, key = None if orders.ndim == 1 else len(orders), jax.random.key(0)
     state = ordering.init_workers(order, key, None, workers)
     state = ordering.data.ReadState(state._replace(current=orders, next=orders))

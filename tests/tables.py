@@ -26,24 +26,26 @@ def observing(make, **options):
 
 
 def halving(m, b):
-    rule = ordering.kernel_halving(num_epochs=4, num_pairs=max(1, m // 2))
+    rule = ordering.baselines.kernel_halving(num_epochs=4, num_pairs=max(1, m // 2))
     return ordering.pair_balance(m, units_per_step=b, rule=rule)
 
 
-WALK = ordering.self_balancing_walk(bound=200.0)
+WALK = ordering.baselines.self_balancing_walk(bound=200.0)
 ORDERS = {
     "random_reshuffling": Order(observing(ordering.random_reshuffling), observes=False),
-    "shuffle_once": Order(observing(ordering.shuffle_once), observes=False),
+    "shuffle_once": Order(observing(ordering.baselines.shuffle_once), observes=False),
     "block_reshuffling": Order(
-        lambda m, b: ordering.block_reshuffling(m, block_size=min(3, m), units_per_step=b),
+        lambda m, b: ordering.baselines.block_reshuffling(
+            m, block_size=min(3, m), units_per_step=b
+        ),
         observes=False,
     ),
-    "unzip": Order(observing(ordering.unzip), observes=False),
+    "unzip": Order(observing(ordering.baselines.unzip), observes=False),
     "grab": Order(observing(ordering.grab)),
     "pair_balance": Order(observing(ordering.pair_balance)),
     "pair_balance_walk": Order(observing(ordering.pair_balance, rule=WALK)),
     "kh": Order(halving),
-    "greedy_herding": Order(observing(ordering.greedy_herding)),
+    "greedy_herding": Order(observing(ordering.baselines.greedy_herding)),
     "cd_grab": Order(observing(ordering.cd_grab), coordinated=True),
     "cd_grab, gathered": Order(observing(ordering.cd_grab, gathers="step"), coordinated=True),
     "cd_grab, at syncs": Order(observing(ordering.cd_grab, gathers="sync"), coordinated=True),
@@ -53,8 +55,8 @@ ORDERS = {
 
 RULES = {
     "greedy": greedy,
-    "self_balancing_walk": ordering.self_balancing_walk,
-    "kernel_halving": lambda: ordering.kernel_halving(num_epochs=3, num_pairs=8),
+    "self_balancing_walk": ordering.baselines.self_balancing_walk,
+    "kernel_halving": lambda: ordering.baselines.kernel_halving(num_epochs=3, num_pairs=8),
 }
 
 

@@ -112,11 +112,13 @@ ORDERS = {
     ),
     "blocks": Order(
         "block reshuffling",
-        lambda s: syncopate.ordering.block_reshuffling(s.num_units, block_size=min(8, s.num_units)),
+        lambda s: syncopate.ordering.baselines.block_reshuffling(
+            s.num_units, block_size=min(8, s.num_units)
+        ),
         observes=False,
     ),
     "unzip": Order(
-        "unzip control", lambda s: syncopate.ordering.unzip(s.num_units), observes=False
+        "unzip control", lambda s: syncopate.ordering.baselines.unzip(s.num_units), observes=False
     ),
     "id_mean": Order(
         "independent mean",
@@ -132,11 +134,14 @@ ORDERS = {
         takes=("sketch", "team", "scale", "signs", "deal", "shifted"),
     ),
     "so": Order(
-        "shuffle once", lambda s: syncopate.ordering.shuffle_once(s.num_units), observes=False
+        "shuffle once", lambda s: syncopate.ordering.baselines.shuffle_once(s.num_units),
+        observes=False,
     ),
     "herding": Order(
         "greedy herding",
-        lambda s: syncopate.ordering.greedy_herding(s.num_units, units_per_step=s.units_per_step),
+        lambda s: syncopate.ordering.baselines.greedy_herding(
+            s.num_units, units_per_step=s.units_per_step
+        ),
     ),
 }  # fmt: skip
 
@@ -370,7 +375,7 @@ OPTIONS = {
         "scaled": ("scaled", 0.5)
     }),
     "signs": Option("order", "who gives signs instead of the greedy rule", {
-        "walk": ("walk", lambda: syncopate.ordering.self_balancing_walk())
+        "walk": ("walk", lambda: syncopate.ordering.baselines.self_balancing_walk())
     }),
     "deal": Option("order", "how units are given anew to all workers in every epoch", {
         "dealt": ("dealt", True),

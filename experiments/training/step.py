@@ -178,7 +178,8 @@ def unit_gradients(
         (_, losses), mean = jax.value_and_grad(merged, has_aux=True)(params, batch, key)
         rows = scaled(jax.tree.map(lambda g: g[None], mean), scale)
         if sketch and separate:
-            rows = ordering.sketch_rows(rows, ordering.make_sketch(SKETCH_KEY(), size=sketch))
+            to_sketch = ordering.make_sketch(SKETCH_KEY(), size=sketch)
+            rows = to_sketch(jax.tree.map(lambda g: g[0], rows))[None]
         return losses, mean, rows
 
     return gradients

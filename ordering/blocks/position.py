@@ -7,10 +7,10 @@ from jax.typing import ArrayLike
 from jaxtyping import Int, PyTree
 
 from ordering.base import Ordering, State
-from ordering.blocks.split import Blocks
+from ordering.blocks.units import Blocks
 from ordering.data.place import Count, part_of
-from ordering.global_order import DealtShuffleState, DealtState
-from ordering.resize import resize as resize_order
+from ordering.global_orders import DealtShuffleState, DealtState
+from ordering.resizing import resize as resize_order
 from syncopate import plans
 
 

@@ -15,8 +15,8 @@ from ordering import base
 from ordering.base import Ordering, State
 from ordering.blocks import position
 from ordering.blocks.position import BlockState
-from ordering.blocks.split import Blocks
 from ordering.blocks.sums import add_gradients
+from ordering.blocks.units import Blocks
 from ordering.blocks.windows import Windows, batches_of, num_batches
 from ordering.data.batches import Sizes
 from ordering.data.epochs import Epochs, on_devices

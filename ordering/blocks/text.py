@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from jax.typing import DTypeLike
 
-from ordering.blocks.files import ENDINGS, NPY, npy_header
+from ordering.blocks.formats import ENDINGS, NPY, npy_header
 from ordering.blocks.sources import File, Ranges, Unfit, files_of
 from syncopate import plans
 

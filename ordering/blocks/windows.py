@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import Int, PyTree
 
-from ordering.blocks.split import Blocks
+from ordering.blocks.units import Blocks
 from ordering.data.loader import check_batches
 from ordering.data.sources import never_ends
 

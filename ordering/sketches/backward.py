@@ -33,7 +33,7 @@ from ordering.gradients import (
 from ordering.sketches import linear
 from ordering.sketches.convolution import split_safe
 from ordering.sketches.interpret import Handler, as_copy, interpret
-from ordering.sketches.linear import MOST, SIZE, Leaf, Map, times
+from ordering.sketches.linear import MOST, SIZE, Map, SketchLeaf, times
 from ordering.sketches.rules import LINEAR, LOOK_UP, RULES, Use
 from ordering.sketches.scale import scaled_maps, whole_scale
 from ordering.trees import as_float32, tree_size
@@ -145,7 +145,7 @@ def sketch_plan(
     *batch: PyTree,
     key: Key[Array, ""] | None = None,
     size: int = SIZE,
-) -> list[Leaf]:
+) -> list[SketchLeaf]:
     """How `sketched_grads` treats every parameter. Nothing is computed.
 
     Args:
@@ -154,7 +154,7 @@ def sketch_plan(
       size: k.
 
     Returns:
-      A `Leaf` for every parameter, in the order of `jax.tree.leaves`.
+      A `SketchLeaf` for every parameter, in the order of `jax.tree.leaves`.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -222,7 +222,7 @@ def _warn_of_copies(leaves, units):
 class Plan(NamedTuple):
     """How every parameter is treated, and what numbers all units share."""
 
-    leaves: list[Leaf]
+    leaves: list[SketchLeaf]
     names: list[tuple[int, ...]]  # of the numbers, as of `interpret.Shared`
     parts: list[tuple[int, ...]]  # the parameters in each
     numbers: Callable[[PyTree], list[Array]]  # of the parameters
@@ -275,26 +275,26 @@ def leaf_of(
     other: Sequence[str],
     in_number: bool,
     size: int,
-) -> Leaf:
+) -> SketchLeaf:
     """The plan for a parameter with these uses, each at a depth of scans."""
     kinds = ", ".join(dict.fromkeys(use.kind for use, _ in uses))
     stacks = {stack for _, stack in uses}
     if not (uses or other):
-        return Leaf(name, shape, "shared", "penalty" if in_number else "unused")
+        return SketchLeaf(name, shape, "shared", "penalty" if in_number else "unused")
     if other or len(stacks) != 1:
         why = ", ".join(dict.fromkeys(other)) or "used at several depths"
-        return Leaf(name, shape, "copied", why)
+        return SketchLeaf(name, shape, "copied", why)
     (stack,) = stacks
     count = math.prod(shape[stack:])
     sides = {frozenset(numbers_of(side) for side in (use.rows, use.cols)) for use, _ in uses}
     if count <= EXACT * size or LINEAR in kinds or len(sides) > 1:
-        return Leaf(name, shape, "formed", kinds, stack)
+        return SketchLeaf(name, shape, "formed", kinds, stack)
     first = next((use for use, _ in uses if use.kind == LOOK_UP), uses[0][0])  # whose rows are few
     rows, cols = (numbers_of(side) for side in (first.rows, first.cols))
     lengths = (math.prod(shape[i] for i in side) for side in (rows, cols))
     table, rank = first.kind == LOOK_UP, max(1, sum(use.rank for use, _ in uses))
     sizes = _sizes(lengths, rank, size, TABLE if table else 1)
-    return Leaf(name, shape, "sketched", kinds, stack, rows, cols, sizes, table)
+    return SketchLeaf(name, shape, "sketched", kinds, stack, rows, cols, sizes, table)
 
 
 def numbers_of(side: Sequence[tuple[int, int]]) -> tuple[int, ...]:
@@ -337,7 +337,9 @@ class Zeros(NamedTuple):
     """What units do not depend on: the gradients with respect to it are their sketches."""
 
     sketch: Array  # float32[k] of one unit
-    small: list[Array | None]  # float32[n] for the gradient of a `Leaf.small`; None for others
+    small: list[
+        Array | None
+    ]  # float32[n] for the gradient of a `SketchLeaf.small`; None for others
     numbers: Array  # float32[m], for the numbers that all units share
 
     def of(self, leaf: int) -> Array:
@@ -368,7 +370,7 @@ def with_numbers(
     return sums._replace(sketch=sketch, small=small)
 
 
-def row_of(leaf: Leaf, of: Map, gradient: Array, size: int) -> Float32[Array, "k"]:
+def row_of(leaf: SketchLeaf, of: Map, gradient: Array, size: int) -> Float32[Array, "k"]:
     """The sketch of a gradient that is there: the sum over all slices that a scan loops over."""
     if not leaf.stack:
         return _row_of_slice(leaf, size, gradient, of)
@@ -440,13 +442,13 @@ _tap.defvjp(
 )
 
 
-def copied(plan: list[Leaf], maps: list[Map], zeros: Zeros, leaf: int, value: Array) -> Array:
+def copied(plan: list[SketchLeaf], maps: list[Map], zeros: Zeros, leaf: int, value: Array) -> Array:
     """A parameter as seen by this unit alone, so that its gradient can be sketched."""
     rule = functools.partial(_row_of_slice, plan[leaf], zeros.sketch.size)
     return _tap(rule, jax.lax.stop_gradient(value), zeros.of(leaf), (maps[leaf],))
 
 
-def use_of(leaves: list[Leaf], maps: list[Map], zeros: Zeros, use: Use, param, data) -> Array:
+def use_of(leaves: list[SketchLeaf], maps: list[Map], zeros: Zeros, use: Use, param, data) -> Array:
     """The result of a use; its backward pass sketches the gradient of the parameter."""
     leaf, of = leaves[param.leaf], maps[param.leaf]
     if leaf.how == "copied":
@@ -461,7 +463,7 @@ def use_of(leaves: list[Leaf], maps: list[Map], zeros: Zeros, use: Use, param, d
     return _tap(rule, y, zeros.sketch, (of.left, of.right, *data))
 
 
-def _of_factors(use: Use, leaf: Leaf, size, dy, left, right, *data):
+def _of_factors(use: Use, leaf: SketchLeaf, size, dy, left, right, *data):
     """The sketch of x^T dy, float32[k], without this product."""
     groups, p, q = leaf.sizes
     swapped = numbers_of(use.rows) != leaf.rows
@@ -474,7 +476,7 @@ def _of_factors(use: Use, leaf: Leaf, size, dy, left, right, *data):
     return jnp.pad(sums.reshape(-1) / math.sqrt(groups), (0, size - sums.size))
 
 
-def _row_of_use(leaf: Leaf, size, dims, gradient, of):
+def _row_of_use(leaf: SketchLeaf, size, dims, gradient, of):
     """The row of a gradient that has the shape in which the parameter is used."""
     each = [dim for group in dims for dim in group]
     order = sorted(range(len(each)), key=lambda i: each[i])

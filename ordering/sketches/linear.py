@@ -122,35 +122,6 @@ def parts(tree: PyTree, specs: PyTree, axes: tuple[str, ...]) -> PyTree:
     return jax.tree.map(part, tree, mesh.like(specs, tree))
 
 
-def sketch_rows(
-    gradients: PyTree, to_sketch: Callable[[PyTree], Float32[Array, "k"]]
-) -> Float32[Array, "n k"]:
-    """Sketches of the gradients of units: any order runs on them, with a state of k numbers.
-
-    Args:
-      gradients: of n units, leaves [n, ...].
-      to_sketch: the function that `make_sketch` returns.
-
-    Returns:
-      float32[n, k]. Build the order's state with `order.init(key, jnp.zeros(k))`.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp
-      >>> from syncopate import ordering
-      >>> to_sketch = ordering.make_sketch(jax.random.key(0), size=64)
-      >>> ordering.sketch_rows(jnp.ones((2, 5000)), to_sketch).shape
-      (2, 64)
-    """
-    plans.check_function("to_sketch", to_sketch, "gradient")
-    if trees.check_gradients(gradients) == 1:  # without vmap, read in blocks in the layout it has
-        found = to_sketch(jax.tree.map(lambda g: g[0], gradients))
-        found = jax.tree.map(lambda x: x[None], found)
-    else:
-        found = jax.vmap(to_sketch)(gradients)
-    trees.check_sketches(found)
-    return found
-
-
 def fold(leaf: Array, seed: UInt32[Array, ""], size: int) -> Float32[Array, "k"]:
     """float32[k] of one array: entry (b, n), the n-th of block b, has the sign t_b r_(n + b).
 
@@ -307,7 +278,7 @@ def hash_signs(seed: UInt32[Array, "..."], places: ArrayLike) -> Float32[Array, 
     return 1.0 - 2.0 * (x >> 31).astype(jnp.float32)
 
 
-class Leaf(NamedTuple):
+class SketchLeaf(NamedTuple):
     """How the gradient of a parameter is sketched.
 
     It is "sketched" (never formed), "formed" (for each unit, in the backward pass alone), "copied"
@@ -344,13 +315,13 @@ class Map(NamedTuple):
     scale: Any = None
 
 
-def maps_of(plan: list[Leaf], key: Key[Array, ""]) -> list[Map]:
+def maps_of(plan: list[SketchLeaf], key: Key[Array, ""]) -> list[Map]:
     with mesh.at_once():  # a generator is a loop in the program
         seeds = list(jax.random.bits(jax.random.clone(key), (len(plan),), jnp.uint32))
     return [_map_of(leaf, seed) for leaf, seed in zip(plan, seeds, strict=True)]
 
 
-def _map_of(leaf: Leaf, seed) -> Map:
+def _map_of(leaf: SketchLeaf, seed) -> Map:
     if leaf.how != "sketched":
         return Map(seed)
     left, right = (

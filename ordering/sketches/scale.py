@@ -17,7 +17,7 @@ from jaxtyping import Array, Float32, PyTree
 
 from ordering import trees
 from ordering.gradients import check_params
-from ordering.sketches.linear import Leaf, Map
+from ordering.sketches.linear import Map, SketchLeaf
 from syncopate import mesh, plans
 
 
@@ -33,7 +33,7 @@ def second_moment_scale(
     opt_state: PyTree,
     params: PyTree,
     *,
-    leaves: Sequence[Leaf] | None = None,
+    leaves: Sequence[SketchLeaf] | None = None,
     axis_name: str | tuple[str, ...] | None = None,
     power: float = 0.5,
     floor: float = 1e-3,
@@ -98,7 +98,7 @@ def second_moment_scale(
             f"optimizer is {optimizer!r}: pass that of the state, as optax.adam(1e-3)."
         )
     _check_divides(optimizer, jax.tree.structure(params), tuple(v.shape for v in moments))
-    plan: Sequence[Leaf | None] = [None] * len(moments)
+    plan: Sequence[SketchLeaf | None] = [None] * len(moments)
     if leaves is not None:
         _check_leaves(leaves, moments)
         plan = leaves
@@ -129,14 +129,16 @@ def whole_scale(scale: PyTree, like: PyTree) -> PyTree:
     return full
 
 
-def scaled_maps(plan: list[Leaf], maps: list[Map], params: PyTree, scale: PyTree) -> list[Map]:
+def scaled_maps(
+    plan: list[SketchLeaf], maps: list[Map], params: PyTree, scale: PyTree
+) -> list[Map]:
     """The maps of gradients times a scale: signs of rows and columns are multiplied with it."""
     wholes = jax.tree.leaves(whole_scale(scale, params))
     found = jax.tree.structure(params).flatten_up_to(scale)
     return [_scaled_map(*each) for each in zip(plan, maps, found, wholes, strict=True)]
 
 
-def _scaled_map(leaf: Leaf, of: Map, scale, whole) -> Map:
+def _scaled_map(leaf: SketchLeaf, of: Map, scale, whole) -> Map:
     slices = math.prod(leaf.shape[: leaf.stack])
     if leaf.how != "sketched":
         own = (slices, *leaf.shape[leaf.stack :]) if leaf.stack else leaf.shape
@@ -219,7 +221,9 @@ def _check_divides(optimizer, structure, shapes) -> None:
 
 def _check_leaves(leaves, moments):
     shapes = [v.shape for v in moments]
-    listed = isinstance(leaves, list | tuple) and all(isinstance(leaf, Leaf) for leaf in leaves)
+    listed = isinstance(leaves, list | tuple) and all(
+        isinstance(leaf, SketchLeaf) for leaf in leaves
+    )
     if not listed or shapes != [leaf.shape for leaf in leaves]:
         raise ValueError(
             f"leaves are {leaves!r} and params have the shapes {shapes}: pass what "
@@ -227,7 +231,7 @@ def _check_leaves(leaves, moments):
         )
 
 
-def _means(v, leaf: Leaf | None):
+def _means(v, leaf: SketchLeaf | None):
     """The moment; of a sketched leaf its means over columns and over rows, of every slice.
 
     All rows of a look-up table have the table's mean.

@@ -214,7 +214,7 @@ def in_numbers(run, *, gathers, order_of=ordering.cd_grab, maker=None):
     how = {"start": jnp.zeros(K)}
     if maker is None:
         to_sketch = ordering.make_sketch(SKETCH, size=K)
-        how["of_rows"] = functools.partial(ordering.sketch_rows, to_sketch=to_sketch)
+        how["of_rows"] = jax.vmap(to_sketch)
     coordinated = functools.partial(order_of, gathers=gathers)
     return of_examples(run, coordinated, maker or ordering.per_example_grads, **how)
 
@@ -251,7 +251,7 @@ FEATURES = {
         run, maker=SKETCHED, start=jnp.zeros(K), whole=False
     ),
     "`cd_grab` of gradients": lambda run: of_examples(run, ordering.cd_grab),
-    "`cd_grab(gathers=\"step\")` of `sketch_rows`": lambda run: in_numbers(run, gathers="step"),
+    "`cd_grab(gathers=\"step\")` of `make_sketch`": lambda run: in_numbers(run, gathers="step"),
     "`cd_grab(gathers=\"sync\")` of `sketched_grads`": lambda run: in_numbers(
         run, gathers="sync", maker=SKETCHED
     ),

@@ -267,7 +267,7 @@ def test_a_file_is_looked_at_once_in_a_window(tmp_path, monkeypatch):
     for name in "ab":
         saved(tmp_path / f"{name}.npy", np.arange(64))
     blocks = split(files(tmp_path / "?.npy"), unit_size=4)
-    order = ordering.shuffle_once(len(blocks))
+    order = ordering.baselines.shuffle_once(len(blocks))
     seen, stat = [], os.stat
 
     def counted(path, *args, **options):
@@ -284,7 +284,7 @@ def test_a_file_is_looked_at_once_in_a_window(tmp_path, monkeypatch):
 def test_a_file_that_changes_in_an_epoch_is_refused(tmp_path):
     path = saved(tmp_path / "x.npy", np.arange(64))
     blocks = split(files(path), unit_size=4)
-    order = ordering.shuffle_once(len(blocks))
+    order = ordering.baselines.shuffle_once(len(blocks))
     with read_blocks(blocks, order, KEY, window=2, batch_size=8, depth=1) as reads:
         next(reads)
         saved(path, np.arange(64, 128))
@@ -339,7 +339,7 @@ OTHERS = {
 @pytest.mark.parametrize("kind", ["npy", "tfrecord"])
 def test_types_of_another_window_are_refused(kind, arrays, tmp_path):
     blocks = types_of(tmp_path, kind, *arrays)
-    order = ordering.shuffle_once(2)
+    order = ordering.baselines.shuffle_once(2)
     with read_blocks(blocks, order, KEY, window=1, batch_size=1, num_epochs=1) as reads:
         with pytest.raises(LoadError, match=r"load 1 failed: .*it of unit \d is .*, and of unit"):
             list(reads)
@@ -538,7 +538,7 @@ def test_files_in_another_place_or_sequence(tmp_path):
 
     def reads(pattern, state=None):
         blocks = split(files(pattern), unit_size=4)
-        order = ordering.shuffle_once(len(blocks))
+        order = ordering.baselines.shuffle_once(len(blocks))
         return read_blocks(blocks, order, KEY, window=1, batch_size=4, state=state)
 
     state = reads(tmp_path / "*.npy").state()

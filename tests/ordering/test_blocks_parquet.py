@@ -116,7 +116,7 @@ def test_a_missing_value_is_refused_before_training_where_the_file_tells_of_it(t
     assert blocks[3]["y"].tolist() == [1, 1]
     with pytest.raises(ValueError, match="c.parquet, record 9: y has no value"):
         blocks[4]
-    order = ordering.shuffle_once(6, units_per_step=6)
+    order = ordering.baselines.shuffle_once(6, units_per_step=6)
     with read_blocks(blocks, order, jax.random.key(0), batch_size=2) as reads:
         with pytest.raises(LoadError, match="load 0 failed: .*c.parquet, record 9: y has no value"):
             next(reads)
@@ -188,7 +188,7 @@ def decoded(monkeypatch):
 
 
 def epoch_of(blocks, window=4, readers=4):
-    order = ordering.shuffle_once(len(blocks))
+    order = ordering.baselines.shuffle_once(len(blocks))
     options = {"window": window, "batch_size": 8, "num_epochs": 1, "readers": readers}
     with read_blocks(blocks, order, jax.random.key(0), **options) as reads:
         records = [int(i) for batch, places in reads for i in batch["id"][places >= 0]]

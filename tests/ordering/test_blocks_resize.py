@@ -108,7 +108,7 @@ test_bad_input = refuses({
         "8 workers, who cannot share the windows of 2, of 5 blocks: pass a number that divides 10",
     ),
     "a fixed shard": (
-        lambda: restarted(order=ordering.shuffle_once(4).init(KEY, None)),
+        lambda: restarted(order=ordering.baselines.shuffle_once(4).init(KEY, None)),
         "order is a ShuffleState: pass that of all workers, of an order that deals",
     ),
     "one worker's": (

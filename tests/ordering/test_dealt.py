@@ -7,7 +7,7 @@ import pytest
 
 import ordering
 from ordering import base
-from ordering.global_order import DealtState, _following
+from ordering.global_orders import DealtState, _following
 from tests import reference, tables
 from tests.refused import refuses
 

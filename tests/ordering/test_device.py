@@ -22,12 +22,15 @@ def arrived(batch):
 
 
 def by_epochs(source):
-    order = ordering.shuffle_once(len(source))
+    order = ordering.baselines.shuffle_once(len(source))
     return read_epochs({"id": source}, order, jax.random.key(0), num_epochs=1)
 
 
 def by_blocks(source):
-    order, data = ordering.shuffle_once(len(source)), blocks.split({"id": source}, unit_size=1)
+    order, data = (
+        ordering.baselines.shuffle_once(len(source)),
+        blocks.split({"id": source}, unit_size=1),
+    )
     return blocks.read_blocks(data, order, jax.random.key(0), batch_size=1, num_epochs=1)
 
 
@@ -183,7 +186,7 @@ def by_prefetch(seen):
 def by_decode(seen):
     source = type("Source", (), {"__len__": lambda s: 1, "read": lambda s, i, j: [b"a"]})()
     data = blocks.split([source], unit_size=1, decode=lambda record: settings_there(seen))
-    order, key = ordering.shuffle_once(1), jax.random.key(0)
+    order, key = ordering.baselines.shuffle_once(1), jax.random.key(0)
     read = blocks.read_blocks(data, order, key, batch_size=1, num_epochs=1)
     return next(read)[0]
 

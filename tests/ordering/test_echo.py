@@ -168,6 +168,8 @@ def test_what_has_no_order_is_refused():
     for call in (batches.state, lambda: batches.observe(0), lambda: batches.advance(0)):
         with pytest.raises(ValueError, match="the loads are a list, which keeps no order"):
             call()
-    reads = ordering.data.read_epochs(np.arange(4), ordering.shuffle_once(4), jax.random.key(0))
+    reads = ordering.data.read_epochs(
+        np.arange(4), ordering.baselines.shuffle_once(4), jax.random.key(0)
+    )
     with pytest.raises(ValueError, match="first_step is 2, and read_epochs goes on where"):
         echo.repeat(reads, echo.fixed(2), first_step=2)

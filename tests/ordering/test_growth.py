@@ -11,7 +11,7 @@ import ordering
 PER_STEP, NUMBERS = 8, 16
 ORDERS = {
     "random_reshuffling": lambda m: ordering.random_reshuffling(m),
-    "block_reshuffling": lambda m: ordering.block_reshuffling(m, block_size=PER_STEP),
+    "block_reshuffling": lambda m: ordering.baselines.block_reshuffling(m, block_size=PER_STEP),
     "pair_balance": lambda m: ordering.pair_balance(m, units_per_step=PER_STEP),
     "grab": lambda m: ordering.grab(m, units_per_step=PER_STEP),
     "cd_grab": lambda m: ordering.cd_grab(m, units_per_step=PER_STEP),

@@ -62,8 +62,8 @@ def test_random_rules_equal_the_reference(block_size, rule, key):
     vectors[4] = 0
     rows = np.insert(vectors, [2, 9], np.nan, axis=0)  # which use no coin
     made = {
-        "walk": ordering.self_balancing_walk(bound=40.0),
-        "halving": ordering.kernel_halving(num_epochs=7, num_pairs=30),
+        "walk": ordering.baselines.self_balancing_walk(bound=40.0),
+        "halving": ordering.baselines.kernel_halving(num_epochs=7, num_pairs=30),
     }[rule]
     state = made.init(key)
     run = jax.jit(lambda state: signs_of(rows, block_size, made, state))
@@ -87,7 +87,7 @@ def test_random_rules_equal_the_reference(block_size, rule, key):
 
 def test_a_norm_that_overflows_does_not_affect_later_vectors(key):
     """Kernel halving leaves its scale as it was."""
-    rule = ordering.kernel_halving(num_epochs=2, num_pairs=8)
+    rule = ordering.baselines.kernel_halving(num_epochs=2, num_pairs=8)
     vectors = tables.whole_numbers((8, 3), high=3) * np.float32(1e-3)
     vectors[0] = 1e25, 0, 0
     vectors[1:, 0] = 0

@@ -193,7 +193,7 @@ def test_blocks_stay_together_and_odd_epochs_are_reversed():
         return seen
 
     for size in (1, 3):  # 1 is FlipFlop
-        seen = epochs(ordering.block_reshuffling(11, block_size=size))
+        seen = epochs(ordering.baselines.block_reshuffling(11, block_size=size))
         assert seen[1::2] == [order[::-1] for order in seen[::2]] and seen[0] != seen[2]
     blocks = [seen[0][i : i + 3] for i in range(0, 11, 3)]
     for order in seen[::2]:
@@ -281,7 +281,9 @@ def test_equal_calls_make_one_order_and_compile_once():
             ordering.random_reshuffling(wrong)
 
 
-@pytest.mark.parametrize("make", [ordering.pair_balance, ordering.grab, ordering.greedy_herding])
+@pytest.mark.parametrize(
+    "make", [ordering.pair_balance, ordering.grab, ordering.baselines.greedy_herding]
+)
 def test_a_state_of_numpy_arrays_is_observed(make):
     order = make(4, units_per_step=2)
     state = jax.tree.map(np.asarray, order.init(jax.random.key(0), jnp.zeros(3)))

@@ -179,7 +179,7 @@ def read(start, stop):
     return np.arange(start, stop)
 
 blocks = ordering.blocks.split([Part("a dead mount", 12, (1, 2), read)], unit_size=2)
-order, key = ordering.shuffle_once(6, units_per_step=2), jax.random.key(0)
+order, key = ordering.baselines.shuffle_once(6, units_per_step=2), jax.random.key(0)
 options = {"batch_size": 2, "num_epochs": 1, "timeout": 0.2}
 closed, left = (ordering.blocks.read_blocks(blocks, order, key, **options) for _ in range(2))
 for reads in (closed, left):

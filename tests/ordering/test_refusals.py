@@ -74,7 +74,7 @@ def test_calls_outside_of_the_axis_name_it(name):
 
 def test_sizes_of_numpy_do_not_overflow():
     """200 units as uint8: their number of blocks, and of all workers, is more than 255."""
-    order = ordering.block_reshuffling(np.uint8(200), block_size=np.uint8(3))
+    order = ordering.baselines.block_reshuffling(np.uint8(200), block_size=np.uint8(3))
     second = order.next_epoch(order.next_epoch(order.init(KEY)))
     assert sorted(second.current.tolist()) == list(range(200))
     assert states(ordering.global_reshuffling(np.uint8(200))).current.shape == (W, 200)
@@ -117,7 +117,7 @@ def pairs_state(workers, num_units, size, make=ordering.pair_balance):
 
 
 def walking(num_units, **sizes):
-    return ordering.pair_balance(num_units, rule=ordering.self_balancing_walk(), **sizes)
+    return ordering.pair_balance(num_units, rule=ordering.baselines.self_balancing_walk(), **sizes)
 
 
 def resized(state=None, fresh=(2, 9, 3), make=ordering.pair_balance, units=(3, 6)):
@@ -148,8 +148,9 @@ test_bad_input = refuses({
     "keys of all": (lambda: ORDERS["grab"].init(jax.random.split(KEY, W), PARAMS),
                     r"shape \(2,\).*one worker's key.*jax\.vmap"),
     "another state": (epoch_of("grab", "unzip"), "a state of this order"),
-    "num_units": (lambda: ordering.unzip(2.0), "num_units is 2.0: pass a whole number in 1"),
-    "uncalled rule": (lambda: ordering.grab(4, rule=ordering.self_balancing_walk),
+    "num_units": (
+        lambda: ordering.baselines.unzip(2.0), "num_units is 2.0: pass a whole number in 1"),
+    "uncalled rule": (lambda: ordering.grab(4, rule=ordering.baselines.self_balancing_walk),
                       r"rule is .*: pass a SignRule.*walk\(\)"),
     "no params": (lambda: states(ORDERS["grab"], None), "params holds no numbers .*shapes of"),
     "no shapes": (begin(squares), r"like is .*: pass a tree of arrays of the shapes of one unit's"),
@@ -164,7 +165,8 @@ test_bad_input = refuses({
         lambda: ordering.global_order(ordering.cd_grab, 4), "order is <function cd_grab"),
     "sketch of nothing": (lambda: ordering.make_sketch(KEY)({}), "nothing to sketch in {}"),
     "repeated": (
-        lambda: ordering.herding_bound(jnp.ones((2, 3, 1)), np.array([[0, 1, 2], [0, 0, 1]])),
+        lambda: ordering.baselines.herding_bound(
+            jnp.ones((2, 3, 1)), np.array([[0, 1, 2], [0, 0, 1]])),
         "orders are no permutations of the units 0 .. 2",
     ),
     "fewer units": (resized(fresh=(2, 4, 2)), "of 3 workers with 6 units.* of 2 workers with 4"),
@@ -184,5 +186,5 @@ test_bad_input = refuses({
 
 def test_traced_orders_and_integers_are_accepted():
     """Bounds in a compiled step."""
-    bound = jax.jit(ordering.herding_bound)(jnp.eye(3), jnp.arange(3))
-    assert bound == ordering.herding_bound(jnp.eye(3), np.arange(3, dtype=np.uint8))
+    bound = jax.jit(ordering.baselines.herding_bound)(jnp.eye(3), jnp.arange(3))
+    assert bound == ordering.baselines.herding_bound(jnp.eye(3), np.arange(3, dtype=np.uint8))

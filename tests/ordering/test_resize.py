@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ordering
-from ordering.resize import dealt_to, resize
+from ordering.resizing import dealt_to, resize
 from tests import reference
 from tests.problems import assert_bitwise_equal
 from tests.tables import ORDERS, Order, steps, vmap_workers, whole_numbers

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import ordering
-from ordering.sketches.linear import Leaf
+from ordering.sketches.linear import SketchLeaf
 from ordering.sketches.scale import whole_scale
 from tests import reference
 
@@ -17,7 +17,10 @@ KEY, SKETCH_KEY = jax.random.key(3), jax.random.key(7)
 assert_close = functools.partial(np.testing.assert_allclose, rtol=1e-5)
 RNG = np.random.default_rng(0)
 PARAMS = {"b": jnp.ones(3), "w": jnp.ones((4, 3))}
-FACTORED = [Leaf("b", (3,), "formed", ""), Leaf("w", (4, 3), "sketched", "", 0, (0,), (1,))]
+FACTORED = [
+    SketchLeaf("b", (3,), "formed", ""),
+    SketchLeaf("w", (4, 3), "sketched", "", 0, (0,), (1,)),
+]
 ADAM, RMS = optax.adam(1e-3), optax.scale_by_rms()
 
 

@@ -22,8 +22,8 @@ from tests.compiled_runs import compiled_by, marks_of, text_of
 
 RULES = {
     "greedy": greedy(),
-    "walk": ordering.self_balancing_walk(bound=40.0),
-    "halving": ordering.kernel_halving(num_epochs=7, num_pairs=30),
+    "walk": ordering.baselines.self_balancing_walk(bound=40.0),
+    "halving": ordering.baselines.kernel_halving(num_epochs=7, num_pairs=30),
 }
 LOOPS = {
     "scan": sign_kernel.signs_by_scan,

@@ -80,7 +80,7 @@ def test_gradients_smaller_than_a_sketch_are_kept_and_give_the_same_orders():
     to_sketch = ordering.make_sketch(jax.random.key(2), size=32)
     short = order._replace(
         init=lambda key, params: order.init(key, jnp.zeros(32)),
-        observe=lambda s, rows: order.observe(s, ordering.sketch_rows(rows, to_sketch)),
+        observe=lambda s, rows: order.observe(s, jax.vmap(to_sketch)(rows)),
     )
     exact, sketched = (tables.run_workers(o, vectors[None], 2) for o in (order, short))
     np.testing.assert_array_equal(exact, sketched)

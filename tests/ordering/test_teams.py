@@ -80,7 +80,7 @@ def test_teams_on_a_mesh_equal_simulated_ones(gathers, rule):
 
 
 def test_teams_draw_their_own_numbers():
-    order = made(8, 4, "step", team_size=2, rule=ordering.self_balancing_walk())
+    order = made(8, 4, "step", team_size=2, rule=ordering.baselines.self_balancing_walk())
     keys = jax.random.split(jax.random.key(0), WORKERS)
     state = tables.vmap_workers(lambda key: order.init(key, jnp.zeros(5)))(keys)
     coins = jax.random.key_data(state.rule.key)

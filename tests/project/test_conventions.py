@@ -5,13 +5,10 @@ import re
 
 import pytest
 
-import local_opt
-import models
-import ordering
 from syncopate import plans
+from tests.public import PACKAGES
 
-PACKAGES = (ordering, ordering.blocks, ordering.echo, ordering.data, models, local_opt, plans)
-PUBLIC = [(package, name) for package in PACKAGES for name in package.__all__]
+PUBLIC = [(package, name) for package in (*PACKAGES, plans) for name in package.__all__]
 
 
 def functions():

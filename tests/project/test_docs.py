@@ -12,26 +12,24 @@ import pytest
 import yaml
 
 import local_opt
-import models
 import ordering
 from experiments.study.arms import TABLES
 from tests.installed import module_of
+from tests.public import PACKAGES, packages
 
 ROOT = pathlib.Path(__file__).parents[2]
+USED = packages(ordering, local_opt)
 
 
 def test_every_public_name_is_used_in_the_page_of_names():
     """Its blocks run, as those of all pages: test_use.py."""
     page = (ROOT / "docs" / "reference" / "names.md").read_text()
     code = "\n".join(re.findall(r"```python\n(.*?)```", page, re.S))
-    used = set(re.findall(r"\b(?:ordering\.)?(ordering|local_opt|blocks|echo|data)\.(\w+)", code))
-    known = {
-        (package.__name__.rpartition(".")[2], name)
-        for package in (ordering, ordering.blocks, ordering.echo, ordering.data, local_opt)
-        for name in package.__all__
-    } - {("ordering", "blocks"), ("ordering", "echo"), ("ordering", "data")}
-    assert used == known
-    assert page.split("\n")[2].startswith(f"{len(known)} names"), len(known)
+    modules = {package.__name__.rpartition(".")[2]: package for package in USED}
+    used = set(re.findall(rf"\b(?:\w+\.)?({'|'.join(modules)})\.(\w+)", code))
+    known = {(module, name) for module, package in modules.items() for name in package.__all__}
+    assert used == {(m, n) for m, n in known if n not in modules}
+    assert page.split("\n")[2].startswith(f"{len(used)} names"), len(used)
 
 
 SITE = sorted((ROOT / "docs").rglob("*.md"))
@@ -79,11 +77,11 @@ def test_the_reference_has_every_public_name_once():
     shown = [name for page in pages for name in re.findall(r"^::: (\S+)$", page, re.M)]
     public = [
         f"{package.__name__}.{name}"
-        for package in (ordering, ordering.blocks, ordering.echo, ordering.data, local_opt, models)
+        for package in PACKAGES
         for name in package.__all__
         if not inspect.ismodule(getattr(package, name))
     ]
-    # A name that is a module's, too, is given with it: ordering.grab.grab.
+    # A name that is a module's, too, is given with it: models.gpt2.gpt2.
     assert sorted(re.sub(r"\.(\w+)\.\1$", r".\1", name) for name in shown) == sorted(public)
 
 

@@ -152,7 +152,7 @@ def test_sketches_gather_no_gradient():
 
     def of_gradients(params, batch):
         rows = ordering.per_example_grads(loss)(params, batch, key=jax.random.key(0))[2]
-        return ordering.sketch_rows(rows, to_sketch)
+        return jax.vmap(to_sketch)(rows)
 
     over, _ = left_to_the_compiler(2, check_vma=False)
     for rows_of in (backward, of_gradients):

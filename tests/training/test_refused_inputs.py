@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import ordering
-from ordering import herding
+from ordering.baselines import herding
 from syncopate import schedules
 from tests.refused import refuses
 
@@ -52,7 +52,9 @@ def test_greedy_orders_do_not_depend_on_the_scale():
     assert sorted(large.tolist()) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("order", [ordering.pair_balance, ordering.grab, ordering.greedy_herding])
+@pytest.mark.parametrize(
+    "order", [ordering.pair_balance, ordering.grab, ordering.baselines.greedy_herding]
+)
 def test_leaves_of_size_zero_change_nothing(order):
     made, orders = order(4, units_per_step=2), []
     full = {"a": jax.random.normal(jax.random.key(1), (4, 3))}

@@ -35,9 +35,10 @@ def herding_bound(
       >>> import jax.numpy as jnp
       >>> from syncopate import ordering
       >>> z = jnp.array([[1.0], [1.0], [-1.0], [-1.0]])
-      >>> float(ordering.herding_bound(z, jnp.arange(4)))
+      >>> float(ordering.baselines.herding_bound(z, jnp.arange(4)))
       2.0
-      >>> float(ordering.herding_bound(jnp.stack([z, z]), jnp.array([[0, 2, 1, 3], [2, 0, 3, 1]])))
+      >>> orders = jnp.array([[0, 2, 1, 3], [2, 0, 3, 1]])
+      >>> float(ordering.baselines.herding_bound(jnp.stack([z, z]), orders))
       0.0
 
     References:
@@ -101,7 +102,7 @@ def greedy_herding(num_units: int, *, units_per_step: int = 1) -> Ordering:
 
     Examples:
       >>> from syncopate import ordering
-      >>> order = ordering.greedy_herding(16, units_per_step=4)
+      >>> order = ordering.baselines.greedy_herding(16, units_per_step=4)
 
     References:
       Lu, Meng, De Sa, A General Analysis of Example-Selection for Stochastic Gradient Descent,

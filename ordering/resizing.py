@@ -10,10 +10,10 @@ import numpy as np
 from jaxtyping import Int
 
 from ordering.base import Ordering, State
+from ordering.baselines.herding import GreedyHerdingState
+from ordering.centred import GrabState
 from ordering.gathered import GatheredState
-from ordering.global_order import DealtState
-from ordering.grab import GrabState
-from ordering.herding import GreedyHerdingState
+from ordering.global_orders import DealtState
 from ordering.pairs import PairBalanceState
 from ordering.shuffles import ShuffleState
 from syncopate import mesh, plans
@@ -131,7 +131,7 @@ def begun(fresh: State, state: State, current: Int[np.ndarray, "W2 M2"], visited
     if visited:
         raise ValueError(
             f"{type(state).__name__} is not registered with begun of ordering.resize: register it "
-            "(from ordering.resize import begun), or save at the end of an epoch."
+            "(from ordering.resizing import begun), or save at the end of an epoch."
         )
     counts = hasattr(type(state), "epoch")
     epoch = {"epoch": _kept(state.epoch, len(current))} if counts else {}

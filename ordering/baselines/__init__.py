@@ -1,0 +1,15 @@
+"""What the papers compare with: controls of an order, their sign rules, and the herding bound."""
+
+from ordering.baselines.herding import greedy_herding, herding_bound
+from ordering.baselines.rules import kernel_halving, self_balancing_walk
+from ordering.baselines.shuffles import block_reshuffling, shuffle_once, unzip
+
+__all__ = [
+    "block_reshuffling",
+    "greedy_herding",
+    "herding_bound",
+    "kernel_halving",
+    "self_balancing_walk",
+    "shuffle_once",
+    "unzip",
+]
