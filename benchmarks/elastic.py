@@ -59,7 +59,7 @@ def train(process, count, address, folder, long):
 
     programs = []
 
-    elastic = local_opt.ElasticSync(counted, timeout=TIMEOUT)
+    elastic = local_opt.elastic.ElasticSync(counted, timeout=TIMEOUT)
     here = jax.sharding.Mesh(jax.local_devices(), ("worker",))
 
     def step(params, state, x, y):
@@ -108,7 +108,11 @@ def cost(process, count, address, size, turns=40):
     jax.config.update("jax_enable_recoverability", True)
     jax.distributed.initialize(address, count, process, coordinator_bind_address=address)
     sync = lambda x: (local_opt.pmean(x),)  # noqa: E731
-    elastic, x, times = local_opt.ElasticSync(sync), jnp.ones((1, size)), {True: [], False: []}
+    elastic, x, times = (
+        local_opt.elastic.ElasticSync(sync),
+        jnp.ones((1, size)),
+        {True: [], False: []},
+    )
     (x,) = elastic(0, x)
     mesh = elastic.members.mesh
     plain = jax.jit(local_opt.map_workers(sync, mesh, in_specs="worker", out_specs="worker"))

@@ -3,7 +3,7 @@
     python -m benchmarks.lost_worker  # digits and a small GPT, five seeds: two minutes
 
 Each worker owns a quarter of the data. From the loss on, the fourth has weight 0 in every sync,
-which is what `local_opt.ElasticSync` computes over the three that live. Rates are not tuned.
+as `local_opt.elastic.ElasticSync` computes it over the three that live. Rates are not tuned.
 """
 
 from pydoc_data import topics

@@ -39,7 +39,7 @@ def train(process, address):
     rate = optax.cosine_decay_schedule(0.02, STEPS)
     plan = local_opt.qsr(rate, total_steps=STEPS, alpha=0.06, h_base=20)
     rounds = local_opt.local_rounds(optax.sgd(rate, momentum=0.9))
-    elastic = local_opt.ElasticSync(rounds.sync, timeout=TIMEOUT)
+    elastic = local_opt.elastic.ElasticSync(rounds.sync, timeout=TIMEOUT)
     here = jax.sharding.Mesh(jax.local_devices(), ("worker",))  # of this process alone
     inputs, targets = data_of(process)
 

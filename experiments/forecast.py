@@ -68,7 +68,7 @@ def row_of(
     sizes, size = sizes_of(task, recipe, deals=order.deals), num_params(task.model)
     plan = plans.sync
     sent = traffic(task, order, row, sizes, False)(plan.rounds, plans.echo.loads)
-    sent_bytes = sent * local_opt.sync_bytes(size, num_workers=sizes.workers)
+    sent_bytes = sent * local_opt.costs.sync_bytes(size, num_workers=sizes.workers)
     least, most = int(plan.periods.min()), int(plan.periods.max())
     compute = plan.total_steps * seconds
     return {

@@ -12,6 +12,8 @@ from local_opt.mean import averaged, check_scalar, moved_from, weighed
 from local_opt.opt_state import wide_zeros
 from syncopate.plans import check_number
 
+__all__ = ["Correction", "fedprox", "scaffold"]
+
 
 class Correction(NamedTuple):
     """Pure functions of one worker, for `local_rounds(correction=...)`.
@@ -76,7 +78,7 @@ def scaffold() -> Correction:
     Examples:
       >>> import optax
       >>> from syncopate import local_opt
-      >>> correction = local_opt.scaffold()
+      >>> correction = local_opt.corrections.scaffold()
       >>> rounds = local_opt.local_rounds(optax.sgd(0.1), correction=correction)
 
     References:
@@ -165,7 +167,7 @@ def fedprox(strength: float) -> Correction:
     Examples:
       >>> import jax.numpy as jnp
       >>> from syncopate import local_opt
-      >>> pull, x, start = local_opt.fedprox(0.5), jnp.array(3.0), jnp.array(1.0)
+      >>> pull, x, start = local_opt.corrections.fedprox(0.5), jnp.array(3.0), jnp.array(1.0)
       >>> float(pull.gradient(jnp.array(0.0), pull.init(start), x, start))
       1.0
 

@@ -28,6 +28,8 @@ from syncopate.plans import check_number
 from syncopate.unstable import coordination_client, multihost_utils
 from syncopate.workers import AXIS
 
+__all__ = ["ElasticSync", "Members"]
+
 RECORDS = "local_opt/elastic"  # keys in the coordinator's store, one of each process
 RECOVERS = "jax_enable_recoverability"
 SPREAD = 1.0  # seconds between the first and the last that comes, from which on one may have died
@@ -174,7 +176,7 @@ class ElasticSync:
       >>> from syncopate import local_opt
       >>> here = jax.sharding.Mesh(jax.local_devices(), ("worker",))  # of this process
       >>> rounds = local_opt.local_rounds(optax.sgd(0.1))
-      >>> elastic = local_opt.ElasticSync(rounds.sync)
+      >>> elastic = local_opt.elastic.ElasticSync(rounds.sync)
       >>> params, state = local_opt.replicate((jnp.ones(3), rounds.init(jnp.ones(3))), here)
       >>> params, state = elastic(20, params, state)
       >>> elastic.members.processes

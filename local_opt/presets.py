@@ -22,6 +22,8 @@ from local_opt.workers import AxisName, wide_type
 from syncopate.plans import check_number, check_whole
 from syncopate.workers import AXIS
 
+__all__ = ["diloco", "normalize_by_period", "slowmo"]
+
 
 def diloco(
     inner: optax.GradientTransformation,
@@ -61,9 +63,9 @@ def diloco(
       >>> import optax
       >>> from syncopate import local_opt
       >>> plan = local_opt.constant(50, total_steps=5000)
-      >>> optimizer = local_opt.diloco(optax.adamw(4e-4), plan)
+      >>> optimizer = local_opt.presets.diloco(optax.adamw(4e-4), plan)
       >>> muon = optax.contrib.muon(0.02, beta=0.9, nesterov=False, adam_b2=0.99)
-      >>> optimizer = local_opt.diloco(muon, plan, learning_rate=0.9, momentum=0.8)
+      >>> optimizer = local_opt.presets.diloco(muon, plan, learning_rate=0.9, momentum=0.8)
 
     References:
       Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models, 2023,
@@ -121,7 +123,7 @@ def slowmo(
       >>> from syncopate import local_opt
       >>> plan = local_opt.constant(12, total_steps=1200)
       >>> lr = optax.cosine_decay_schedule(0.1, 1200)
-      >>> optimizer = local_opt.slowmo(optax.sgd(lr), plan, inner_rate=lr)
+      >>> optimizer = local_opt.presets.slowmo(optax.sgd(lr), plan, inner_rate=lr)
 
     References:
       Wang, Tantia, Ballas, Rabbat, SlowMo: Improving Communication-Efficient Distributed SGD with
@@ -186,7 +188,7 @@ def normalize_by_period(
     Examples:
       >>> import jax.numpy as jnp, optax
       >>> from syncopate import local_opt
-      >>> outer = local_opt.normalize_by_period(optax.sgd(1.0, momentum=0.5), h_base=2)
+      >>> outer = local_opt.presets.normalize_by_period(optax.sgd(1.0, momentum=0.5), h_base=2)
       >>> state = outer.init(jnp.zeros(()))
       >>> for period in (2, 8):  # a change of 1 per step
       ...     update, state = outer.update(jnp.float32(period), state, period=period)

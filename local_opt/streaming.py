@@ -21,6 +21,8 @@ from syncopate import mesh
 from syncopate.plans import check_number, check_whole, is_whole
 from syncopate.workers import AXIS
 
+__all__ = ["Event", "Segment", "Streaming", "stream_segments", "streaming_rounds"]
+
 
 class Event(NamedTuple):
     """A communication that is due between two steps."""
@@ -113,7 +115,7 @@ def streaming_rounds(
     Examples:
       >>> import jax, jax.numpy as jnp, optax
       >>> from syncopate import local_opt
-      >>> stream = local_opt.streaming_rounds(optax.sgd(1.0), fragments=2)
+      >>> stream = local_opt.streaming.streaming_rounds(optax.sgd(1.0), fragments=2)
       >>> x = {"a": jnp.array([2.0, 2.0]), "b": jnp.array([2.0, 2.0])}  # two workers
       >>> state = jax.vmap(stream.init)(x)
       >>> x = {"a": jnp.array([0.0, 4.0]), "b": jnp.array([0.0, 4.0])}  # after their steps
@@ -293,7 +295,7 @@ def stream_segments(
     Examples:
       >>> from syncopate import local_opt
       >>> turns = {f: local_opt.constant(4, total_steps=9, offset=2 * f) for f in range(2)}
-      >>> for begin, end, due in local_opt.stream_segments(turns, delay=1)[:4]:
+      >>> for begin, end, due in local_opt.streaming.stream_segments(turns, delay=1)[:4]:
       ...     print(begin, end, [event[:2] for event in due])
       0 2 []
       2 3 [('start', 1)]

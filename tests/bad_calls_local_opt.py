@@ -6,6 +6,7 @@ import numpy as np
 import optax
 
 import local_opt
+from local_opt import presets
 from ordering import echo
 from tests.bad_calls_ordering import W, given, over_workers, traced, varying
 from tests.bad_values import (
@@ -70,7 +71,7 @@ CALLS = {
     "SyncPlan.aligned": call(PLAN.aligned, every=Arg(2, real(0, 0.5)),
                     fresh=also("fresh", FRESH, FRESH[:-1], [])),
     "count_collectives": call(
-        lambda step: local_opt.count_collectives(step, jnp.ones(3)),
+        lambda step: local_opt.costs.count_collectives(step, jnp.ones(3)),
         step=Arg(jnp.negative, [3, "text", None, THING, {}, lambda: 0])),
     "quantize": call(
         local_opt.quantize, dtype=Arg("int8", word(jnp.int16, 16)),
@@ -78,9 +79,9 @@ CALLS = {
     "top_k": call(
         local_opt.top_k, density=Arg(1 / 64, real(0)), bits=Arg(2, [4, *whole()]),
         block=Arg(4096, [100, *whole()]), feedback=Arg(0.5, real(0))),
-    "sync_bytes": call(local_opt.sync_bytes, num_params=100, num_workers=2, compress=None),
+    "sync_bytes": call(local_opt.costs.sync_bytes, num_params=100, num_workers=2, compress=None),
     "stream_segments": call(
-        local_opt.stream_segments, plans_of=Arg(PARTS, [*NO_PLANS, *TURNS]),
+        local_opt.streaming.stream_segments, plans_of=Arg(PARTS, [*NO_PLANS, *TURNS]),
         delay=also("delay", 1, 5), start=also("start", 0, T + 1),
         before=Arg(PARTS, [p for p in [*NO_PLANS, *TURNS] if p is not None])),
 }  # fmt: skip
@@ -120,7 +121,7 @@ def rounded(make):
 
 
 def streamed(params=X, grads=X, state=None, fragment=0, due=None, weight=None, fragments=1, **args):
-    stream = local_opt.streaming_rounds(fragments=fragments, **args)
+    stream = local_opt.streaming.streaming_rounds(fragments=fragments, **args)
 
     def one(w):
         own = stream.init(varying(params, w)) if state is None else given(state)
@@ -154,8 +155,8 @@ CALLS |= {
         transformed(local_opt.local_steps), **INNER, **OPTIONS, plan=Arg(PLAN, NO_PLANS), state=OWN,
         update_params=X, sync=Arg(None, [3, "yes", THING, 0.5, jnp.ones(2, bool), [], {}]),
         step=Arg(None, [NAN, 0.5, "3", THING, 1j, jnp.ones(2, int), -1, {}]), weight=WEIGHT),
-    "diloco": call(transformed(local_opt.diloco), **OUTER),
-    "slowmo": call(transformed(local_opt.slowmo), **OUTER, inner_rate=Arg(0.1, real(0))),
+    "diloco": call(transformed(presets.diloco), **OUTER),
+    "slowmo": call(transformed(presets.slowmo), **OUTER, inner_rate=Arg(0.1, real(0))),
     "local_rounds": call(rounded(local_opt.local_rounds), **INNER, **OPTIONS, state=OWN,
                          weight=WEIGHT),
     "parallel_rounds": call(rounded(local_opt.parallel_rounds), **INNER, state=Arg(None, STATES),
@@ -166,9 +167,9 @@ CALLS |= {
         streamed, **INNER, state=OWN, fragments=Arg(1, FRAGMENTS), mixing=0.5, outer=None,
         compress=None, specs=None, due=Arg(None, DUE),
         fragment=Arg(0, [1, -1, -2, NAN, 0.5, "0", None, THING, {}, True]), weight=WEIGHT),
-    "fedprox": call(local_opt.fedprox, strength=0.5),
+    "fedprox": call(local_opt.corrections.fedprox, strength=0.5),
     "normalize_by_period": call(
-        lambda period, outer, h_base: local_opt.normalize_by_period(outer, h_base=h_base).update(
+        lambda period, outer, h_base: presets.normalize_by_period(outer, h_base=h_base).update(
             X, outer.init(X), X, period=period),
         outer=Arg(SGD, [None, *OPTIMIZERS]), h_base=2,
         period=Arg(2, [None, NAN, -1, "3", THING, {}, 1j, jnp.ones(2)])),
@@ -183,10 +184,10 @@ for name, compressor in COMPRESSORS.items():
         SGD, compress=compress, **args)  # fmt: skip
     CALLS[f"local_rounds, {name}"] = call(
         rounded(make), axis_name=AXIS, params=X,
-        correction=also("correction", None, local_opt.fedprox(0.1)),
+        correction=also("correction", None, local_opt.corrections.fedprox(0.1)),
     )  # fmt: skip
 for name, args in {"scaffold": (), "fedprox": (0.5,)}.items():
-    correction = getattr(local_opt, name)(*args)
+    correction = getattr(local_opt.corrections, name)(*args)
     make = lambda correction=correction: local_opt.local_rounds(  # noqa: E731
         SGD, correction=correction)  # fmt: skip
     more = {"update_params": X} if args else {}
@@ -223,7 +224,7 @@ CALLS |= {
     "check_synced": call(local_opt.check_synced, tree=Arg(ALL, UNSTACKED),
                          ulps=Arg(1.0, [v for v in real() if v is not INF])),
     "ElasticSync": call(
-        local_opt.ElasticSync, sync=Arg(lambda x, y: (x, y), [None, 3, "text", THING, {}]),
+        local_opt.elastic.ElasticSync, sync=Arg(lambda x, y: (x, y), [None, 3, "text", THING, {}]),
         timeout=Arg(60.0, real(0)), donate=Arg(True, [None, 3, "yes", THING])),
     "replicate": call(lambda **args: local_opt.replicate(X, **args), workers=W, keys=None),
     "map_workers": call(

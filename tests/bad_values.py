@@ -16,6 +16,7 @@ import optax
 
 import local_opt
 import ordering
+from local_opt import corrections
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(ordering.__file__)))
 OURS = tuple(os.path.join(ROOT, name, "") for name in "ordering local_opt syncopate models".split())
@@ -119,8 +120,9 @@ NOT_FRESH = [3, "text", [1, 0], np.ones((2, 2), bool), FRESH.astype(float), THIN
              [False, True], [True, None], np.array(["a"] * T), Foreign(T)]  # fmt: skip
 SPECS = [3, "worker", THING, jax.P("worker"), {"w": 3}]
 COMPRESSORS = [3, "int8", THING, {}, local_opt.quantize, jnp.int8, ("int8",)]
-CORRECTIONS = [3, "scaffold", local_opt.scaffold, local_opt.fedprox, THING, {},
-               optax.sgd(0.1)]  # fmt: skip
+CORRECTIONS = [
+    3, "scaffold", corrections.scaffold, corrections.fedprox, THING, {}, optax.sgd(0.1)
+]  # fmt: skip
 RULES = [3, "greedy", ordering.baselines.self_balancing_walk, THING, {}, (),
          ordering.grab(4)]  # fmt: skip
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from experiments.study.cost import CHIPS, Chip, Compiler, collectives_of, uncached
-from local_opt.cost import KINDS
+from local_opt.costs import KINDS
 
 CPU = Chip(2**40, Compiler("cpu", (), "", None, {}, False))  # as many as there are
 

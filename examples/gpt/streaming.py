@@ -29,7 +29,7 @@ def optimizer_of(c: Config):
     rate = optax.warmup_cosine_decay_schedule(0.0, c.learning_rate, c.warmup, c.steps)
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate))
     outer = optax.sgd(0.7, momentum=0.5, nesterov=True)
-    return local_opt.streaming_rounds(inner, fragments=FRAGMENTS, outer=outer)
+    return local_opt.streaming.streaming_rounds(inner, fragments=FRAGMENTS, outer=outer)
 
 
 def loss_fn(params, apply_fn, batch):
@@ -67,7 +67,7 @@ def train_and_evaluate(c: Config) -> dict:
         for f in range(FRAGMENTS)
     }
     losses = []
-    for begin, end, due in local_opt.stream_segments(turns, delay=DELAY):
+    for begin, end, due in local_opt.streaming.stream_segments(turns, delay=DELAY):
         chosen = rng.integers(len(train), size=(end - begin, c.batch_size))
         own = (len(chosen), WORKERS, c.batch_size // WORKERS, c.length + 1)
         batches = train[chosen].reshape(own).swapaxes(0, 1)

@@ -1,7 +1,7 @@
 """Runs with --survive: what all processes do together is done by those that live.
 
 The programs of such a run are over the mesh of all, and have no collective. So steps go on when a
-process dies; syncs, and what is gathered for records, are those of `local_opt.ElasticSync`.
+process dies; syncs, and what is gathered for records, are those of `local_opt.elastic.ElasticSync`.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from experiments.cluster import agree, strict
-from local_opt import ElasticSync
+from local_opt.elastic import ElasticSync
 from syncopate.refusals import UserError
 from syncopate.unstable import multihost_utils
 from syncopate.workers import AXIS

@@ -39,7 +39,7 @@ from experiments.tasks.base import Recipe, Task
 from experiments.training.config import UNITS, Sizes, num_params, size_of, sizes_of
 from experiments.training.program import mapped, state_shapes, steps_of
 from experiments.training.step import TrainState, epoch_end_of, sync_of, worker_of
-from local_opt.cost import KINDS
+from local_opt.costs import KINDS
 from ordering.kernel import BLOCK
 from ordering.pairs import slice_size
 from syncopate.mesh import is_key
@@ -62,7 +62,7 @@ def traffic(
     """
     size = num_params(task.model)
     of_order = order_traffic(order, sizes, size, sync_in_step=sync_in_step)
-    sent = functools.partial(local_opt.sync_bytes, size, num_workers=sizes.workers)
+    sent = functools.partial(local_opt.costs.sync_bytes, size, num_workers=sizes.workers)
     narrow = rule.compressor is not None and sizes.workers > 1
     share = sent(compress=rule.compressor()) / sent() if narrow else 1
     return lambda rounds, loads: share * rounds + of_order(loads)
@@ -537,14 +537,14 @@ def _row(task, recipe, arm, speed, step_seconds, shapes: Shapes, gigabits: float
     computed = time(Machine(step_seconds, slowness * step_seconds), steps=steps, loads=loads)
     size, ring = num_params(task.model), {"num_workers": sizes.workers}
     sent = traffic(task, order, rule, sizes, shapes.sync_in_step)(rounds, loads)
-    waited = sent * 8 * local_opt.sync_bytes(size, **ring) / (1e9 * gigabits)
+    waited = sent * 8 * local_opt.costs.sync_bytes(size, **ring) / (1e9 * gigabits)
     return ({} if speed is None else {"R": f"{speed:g}"}) | {
         "arm": arm.label,
         "steps": steps,
         "loads": loads,
         "rounds": rounds,
         "volume": f"{volume({'allreduces': sent, 'step': steps}):.3%}",
-        "sent per worker": show_bytes(sent * local_opt.sync_bytes(size, **ring)),
+        "sent per worker": show_bytes(sent * local_opt.costs.sync_bytes(size, **ring)),
         "state of the order": show_bytes(shapes.bytes_of("orders")),
         "forecast": _time(computed) + (f" + {_time(waited)} of syncs" if waited else ""),
     }

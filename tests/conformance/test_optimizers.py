@@ -61,10 +61,10 @@ HOW = {
     "outer adam": {"outer": optax.adam(1e-2)},
     "outer lion": {"outer": optax.lion(1e-2, weight_decay=0.0)},
     "outer muon": {"outer": contrib.muon(1e-2)},
-    "diloco": {"preset": local_opt.diloco},
-    "slowmo": {"preset": local_opt.slowmo},
-    "scaffold": {"correction": local_opt.scaffold()},
-    "fedprox": {"correction": local_opt.fedprox(0.5)},
+    "diloco": {"preset": local_opt.presets.diloco},
+    "slowmo": {"preset": local_opt.presets.slowmo},
+    "scaffold": {"correction": local_opt.corrections.scaffold()},
+    "fedprox": {"correction": local_opt.corrections.fedprox(0.5)},
     "streaming": {"outer": optax.adam(1e-2)},
 }
 COMPRESS = {
@@ -106,7 +106,7 @@ def training(name, how, compress, policy):
     options = {"compress": compress, "sync_opt_state": policy, **HOW[how]}
     if how == "streaming":
         options.pop("sync_opt_state")
-        of = local_opt.streaming_rounds(inner, fragments=2, **options)
+        of = local_opt.streaming.streaming_rounds(inner, fragments=2, **options)
     else:
         make = functools.partial(options.pop("preset", local_opt.local_rounds), inner)
         of = make(plan=PLAN, **options) if "preset" in HOW[how] else make(**options)

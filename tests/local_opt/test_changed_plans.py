@@ -106,12 +106,12 @@ def test_fragments_go_on_under_other_plans(name):
         {f: constant(h, total_steps=total, offset=at + f) for f in range(2)}
         for h, at in ((old, offset), (new, other))
     ]
-    stream = local_opt.streaming_rounds(
+    stream = local_opt.streaming.streaming_rounds(
         optax.sgd(RATE), fragments=2, outer=optax.sgd(0.7, 0.5, nesterov=True)
     )
 
-    first = local_opt.stream_segments(plans[0], delay=delay)
-    rest = local_opt.stream_segments(plans[1], delay=delay, start=change, before=plans[0])
+    first = local_opt.streaming.stream_segments(plans[0], delay=delay)
+    rest = local_opt.streaming.stream_segments(plans[1], delay=delay, start=change, before=plans[0])
     cut = [s._replace(end=min(s.end, change)) for s in first if s.begin < change]
     found, *_ = problems.run_segments(stream, cut + rest)
     ends = [
@@ -137,7 +137,7 @@ test_plans_that_do_not_fit_are_refused = refuses({
     "state": (beyond(15), "step 15 is outside the plan's 0 .. 9: make a plan for the whole run"),
     "the first": (beyond(10), "step 10 is outside the plan's 0 .. 9"),
     "other fragments": (
-        lambda: local_opt.stream_segments({0: GROWING}, before={1: GROWING}),
+        lambda: local_opt.streaming.stream_segments({0: GROWING}, before={1: GROWING}),
         r"fragments are \[0\] and before \[1\]: give both",
     ),
 })  # fmt: skip

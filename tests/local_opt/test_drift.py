@@ -45,7 +45,7 @@ def at_rates(opt):
 @pytest.mark.parametrize("run", ["rounds", "planned"])
 def test_control_variates_equal_the_paper_line_by_line(run):
     inner = optax.sgd(lambda count: jnp.asarray(RATES, jnp.float32)[count])
-    given = dict(axis_name="worker", correction=local_opt.scaffold())
+    given = dict(axis_name="worker", correction=local_opt.corrections.scaffold())
     if run == "rounds":
         found, state = run_rounds(at_rates(local_opt.local_rounds(inner, **given)), PLAN)
         own = state.correction
@@ -63,24 +63,24 @@ def test_control_variates_equal_the_paper_line_by_line(run):
 
 def test_without_a_rate_the_correction_is_in_units_of_updates():
     """The same for a constant rate."""
-    rounds = corrected(local_opt.scaffold())
+    rounds = corrected(local_opt.corrections.scaffold())
     alone, _ = run_rounds(rounds, PLAN)
     told = functools.partial(rounds.update, rate=RATE)
     assert distance(alone, run_rounds(rounds._replace(update=told), PLAN)[0]) < 1e-6
 
 
 def test_the_proximal_term_equals_the_paper():
-    found, _ = run_rounds(corrected(local_opt.fedprox(1.5)), PLAN)
+    found, _ = run_rounds(corrected(local_opt.corrections.fedprox(1.5)), PLAN)
     expected = reference.fedprox(flat(START), square_gradient, PLAN.periods, RATE, 1.5)
     assert distance(found, expected) < 1e-6
     plain, _ = run_rounds(corrected(None), PLAN)
     assert distance(plain, expected) > 1e-2
-    same, _ = run_rounds(corrected(local_opt.fedprox(0.0)), PLAN)
+    same, _ = run_rounds(corrected(local_opt.corrections.fedprox(0.0)), PLAN)
     assert distance(same, plain) < 2e-7  # a mean of changes, which rounds otherwise
 
 
 def test_a_pull_needs_the_parameters():
-    rounds, x = corrected(local_opt.fedprox(1.0)), jnp.ones(2)
+    rounds, x = corrected(local_opt.corrections.fedprox(1.0)), jnp.ones(2)
     with pytest.raises(ValueError, match="fedprox needs the parameters: call update"):
         rounds.update(x, rounds.init(x))
 
@@ -101,7 +101,7 @@ gradient.workers = 3
 
 def uneven(steps, rates, weights, run="vmap", inner=None, **options):
     """x [R] and c - c_i [R, 3] after every round, by `scaffold`."""
-    rounds = corrected(local_opt.scaffold(), inner or optax.sgd(1.0), **options)
+    rounds = corrected(local_opt.corrections.scaffold(), inner or optax.sgd(1.0), **options)
 
     def one(x, state, curvature, centre, count, rate, weight):
         def step(k, carry):

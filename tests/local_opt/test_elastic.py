@@ -82,7 +82,7 @@ def test_one_process_syncs_itself_as_a_plain_sync_would():
         traces.append(1)
         return rounds.sync(params, state, weight=weight)
 
-    alone, count = local_opt.ElasticSync(sync), jax.local_device_count()
+    alone, count = local_opt.elastic.ElasticSync(sync), jax.local_device_count()
     first, weight = jnp.arange(300.0), jnp.arange(1.0, count + 1)
     own = local_opt.replicate((first, rounds.init(first)), count)
     own = (own[0] * jnp.arange(1, count + 1)[:, None], own[1])
@@ -93,7 +93,7 @@ def test_one_process_syncs_itself_as_a_plain_sync_would():
         found = alone(step, *given, weight=weight)
         near = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-4)
         jax.tree.map(near, found, expected)
-        assert alone.members == local_opt.Members(step, (0,), (0,))
+        assert alone.members == local_opt.elastic.Members(step, (0,), (0,))
         donated = given[0], given[1].anchor, given[1].residual
         assert all(x.is_deleted() for x in donated)
     assert len(traces) == 1 and not alone.rejoined
@@ -111,7 +111,7 @@ def test_a_sync_is_compiled_in_the_contexts_of_the_call():
         seen.append((x.dtype, jax.config.jax_default_matmul_precision))
         return (local_opt.pmean(x @ x),)
 
-    elastic = local_opt.ElasticSync(sync, donate=False)
+    elastic = local_opt.elastic.ElasticSync(sync, donate=False)
     with jax.enable_x64(True):
         wide = jax.device_put(np.full(x.shape, 1 + 1e-12), x.sharding)
         (found,) = elastic(1, wide)
@@ -131,15 +131,15 @@ def test_what_fails_in_a_sync_is_raised_as_it_is():
 
     callback = lambda x: (jax.pure_callback(fails, x, x),)  # noqa: E731
     with pytest.raises(Exception, match="the disk of the callback is full") as caught:
-        local_opt.ElasticSync(callback, donate=False)(1, x)
+        local_opt.elastic.ElasticSync(callback, donate=False)(1, x)
     assert "lost" not in str(caught.value) and not hasattr(caught.value, "__notes__")
     for wrong, match in (
         (lambda x: x, "return a tuple of as many trees"), (lambda x: (x, x), "sync returns"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=match):
-            local_opt.ElasticSync(wrong)(1, jnp.copy(x))
+            local_opt.elastic.ElasticSync(wrong)(1, jnp.copy(x))
     with pytest.raises(ValueError, match=r"pass leaves \[8, ...\], as on a mesh"):
-        local_opt.ElasticSync(lambda x: (x,))(1, x[:3])
+        local_opt.elastic.ElasticSync(lambda x: (x,))(1, x[:3])
 
 
 class Coordinator:
@@ -190,7 +190,7 @@ def test_members_are_those_that_live_and_one_that_comes_back_is_known():
     coordinator = Coordinator({0: 7, 1: 8, 2: 9})
     members = memberships(coordinator, range(3))
     assert not any(m.restarted for m in members.values())
-    everyone = local_opt.Members(20, (0, 1, 2), (7, 8, 9))
+    everyone = local_opt.elastic.Members(20, (0, 1, 2), (7, 8, 9))
     assert coordinator.meet(members, dict.fromkeys(range(3), 20)) == 3 * [everyone]
     coordinator.calls.clear()
     for step in (40, 60):  # where nothing has changed: one key and one barrier
@@ -201,14 +201,14 @@ def test_members_are_those_that_live_and_one_that_comes_back_is_known():
     )
     coordinator.change({0: 7, 2: 9})
     found = coordinator.meet(members, {0: 80, 2: 80})
-    assert found == 2 * [local_opt.Members(80, (0, 2), (7, 9))]
+    assert found == 2 * [local_opt.elastic.Members(80, (0, 2), (7, 9))]
     coordinator.change({0: 7, 1: 12, 2: 9})  # another incarnation of 1, at whatever step
     members |= memberships(coordinator, [1])
     assert members[1].restarted
     found = coordinator.meet(members, {0: 100, 1: 0, 2: 100})
-    assert found == 3 * [local_opt.Members(100, (0, 1, 2), (7, 12, 9), (1,))]
+    assert found == 3 * [local_opt.elastic.Members(100, (0, 1, 2), (7, 12, 9), (1,))]
     found = coordinator.meet(members, dict.fromkeys(range(3), 120))
-    assert found == 3 * [local_opt.Members(120, (0, 1, 2), (7, 12, 9))]
+    assert found == 3 * [local_opt.elastic.Members(120, (0, 1, 2), (7, 12, 9))]
 
 
 @pytest.mark.parametrize("before", [0, 1, 3])
@@ -235,7 +235,7 @@ def test_one_that_has_gone_on_is_read_at_the_step_that_it_left():
         while json.loads(coordinator.store[f"{elastic.RECORDS}/0"])[1][1] != 70:
             time.sleep(0.001)
         slow.set()
-        assert waits.result() == local_opt.Members(40, (0, 1), (7, 8))
+        assert waits.result() == local_opt.elastic.Members(40, (0, 1), (7, 8))
         assert pool.submit(members[1].barrier, 70).result() == ahead.result()
 
 
@@ -272,7 +272,7 @@ number, address, steps = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
 jax.config.update("jax_enable_recoverability", True)
 jax.distributed.initialize(
     address, 2, number, heartbeat_timeout_seconds=3, coordinator_bind_address=address)
-elastic = local_opt.ElasticSync(lambda p, s: (p, s))
+elastic = local_opt.elastic.ElasticSync(lambda p, s: (p, s))
 for step in steps:
     if step == "die":
         os._exit(1)
@@ -282,7 +282,7 @@ for step in steps:
         sys.stdin.readline()
     else:
         found = elastic.barrier(int(step))
-        again = local_opt.ElasticSync(lambda p, s: (p, s))  # has not come back
+        again = local_opt.elastic.ElasticSync(lambda p, s: (p, s))  # has not come back
         print(json.dumps([found.step, found.processes, found.rejoined, elastic.rejoined,
                           again.rejoined]), flush=True)
 elastic.shutdown(int(steps[-1]))
@@ -332,7 +332,10 @@ def test_a_wait_ends_and_names_who_is_late(monkeypatch):
     membership = elastic.Membership(client, 0, 1)
     membership.last, membership.living = elastic.Record(2, 20), {0: 7, 1: 8}
     monkeypatch.setattr(elastic, "membership_of", lambda client: membership)
-    waits, before = local_opt.ElasticSync(lambda p, s: (p, s), timeout=0.1), threading.enumerate()
+    waits, before = (
+        elastic.ElasticSync(lambda p, s: (p, s), timeout=0.1),
+        threading.enumerate(),
+    )
     told = (
         r"process 0 after step 40 has waited 0.1 s for process 1 \(last seen after step 20\): look"
     )
@@ -349,7 +352,7 @@ def test_a_wait_ends_and_names_who_is_late(monkeypatch):
 ])  # fmt: skip
 def test_only_where_one_is_gone_a_sync_says_so(monkeypatch, lives, match):
     monkeypatch.setattr(elastic, "ASKING", 0.1)
-    waits = local_opt.ElasticSync(lambda x: (x,))
+    waits = local_opt.elastic.ElasticSync(lambda x: (x,))
     who_lives = lambda: threading.Event().wait() if lives is None else lives  # noqa: E731
     waits._membership = types.SimpleNamespace(who_lives=who_lives)
 
@@ -360,7 +363,7 @@ def test_only_where_one_is_gone_a_sync_says_so(monkeypatch, lives, match):
         lower=lambda *args: types.SimpleNamespace(compile=lambda: fails)
     )
     with pytest.raises(RuntimeError, match=match) as caught:
-        waits._run(program, local_opt.Members(40, (0, 1), (7, 8)))
+        waits._run(program, local_opt.elastic.Members(40, (0, 1), (7, 8)))
     notes = getattr(caught.value, "__notes__", [])
     assert len(notes) == (lives is None) and all("one of which may be gone" in n for n in notes)
 
@@ -392,7 +395,7 @@ def scaffold_in_numpy(phases, length=60):
 
 def test_control_variates_add_up_to_nothing_over_those_that_live():
     """Workers converge to the optimum of the living, after a death and after a return."""
-    rounds = local_opt.local_rounds(optax.sgd(RATE), correction=local_opt.scaffold())
+    rounds = local_opt.local_rounds(optax.sgd(RATE), correction=local_opt.corrections.scaffold())
 
     @jax.jit
     @functools.partial(jax.vmap, axis_name="worker")
@@ -487,9 +490,9 @@ def test_the_example_goes_on_without_the_process_that_it_kills(example):
 def test_processes_that_would_end_together_are_refused(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ValueError, match="call jax.config.update.*, True. before"):
-        local_opt.ElasticSync(lambda p, s: (p, s))
+        local_opt.elastic.ElasticSync(lambda p, s: (p, s))
     with pytest.raises(ValueError, match="timeout is 0"):
-        local_opt.ElasticSync(lambda p, s: (p, s), timeout=0)
+        local_opt.elastic.ElasticSync(lambda p, s: (p, s), timeout=0)
 
 
 @pytest.mark.slow

@@ -19,8 +19,8 @@ OUTER = {
 HOW = {
     **{name: {"outer": outer} for name, outer in OUTER.items()},
     **{name: {"compress": COMPRESSORS[name], "outer": OUTER["adam"]} for name in ("int8", "top_k")},
-    "scaffold": {"correction": local_opt.scaffold()},
-    "fedprox": {"correction": local_opt.fedprox(0.5), "outer": OUTER["lion"]},
+    "scaffold": {"correction": local_opt.corrections.scaffold()},
+    "fedprox": {"correction": local_opt.corrections.fedprox(0.5), "outer": OUTER["lion"]},
 }
 
 
@@ -83,7 +83,7 @@ def test_a_compressor_leaves_numbers_of_64_bits_where_nothing_moves(name):
 
 @pytest.mark.parametrize("mixing", [0.3, 0.7])
 def test_a_stream_leaves_what_no_worker_moves(mixing):
-    stream = local_opt.streaming_rounds(optax.sgd(0.1), fragments=1, mixing=mixing)
+    stream = local_opt.streaming.streaming_rounds(optax.sgd(0.1), fragments=1, mixing=mixing)
     x = copies(START, 5)
 
     @jax.jit

@@ -133,7 +133,7 @@ def planned(run):
 
 
 def streaming(run):
-    stream = local_opt.streaming_rounds(SGD, fragments=2)
+    stream = local_opt.streaming.streaming_rounds(SGD, fragments=2)
 
     def sync(w, state, weight):
         for f in range(2):
@@ -234,7 +234,7 @@ FEATURES = {
         weighed=True,
     ),
     "`scaffold`, the same": lambda run: trained(
-        run, local_opt.local_rounds(optax.sgd(0.05), correction=local_opt.scaffold())
+        run, local_opt.local_rounds(optax.sgd(0.05), correction=local_opt.corrections.scaffold())
     ),
     "`streaming_rounds`, the same": streaming,
     "a compressor, `specs=jax.P()`": lambda run: trained(

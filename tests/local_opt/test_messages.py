@@ -21,7 +21,7 @@ PLAN = local_opt.constant(2, total_steps=4)
 MAKERS = {
     "local_steps": functools.partial(local_opt.local_steps, plan=PLAN),
     "local_rounds": local_opt.local_rounds,
-    "streaming": functools.partial(local_opt.streaming_rounds, fragments=1),
+    "streaming": functools.partial(local_opt.streaming.streaming_rounds, fragments=1),
     "parallel": local_opt.parallel_rounds,
     "accumulated": local_opt.accumulated_rounds,
 }
@@ -75,7 +75,8 @@ test_what_does_not_fit_is_named = refuses({
     },
     "specs of another tree": (lambda: sent({"w": SPECS}), "specs .* do not have the structure"),
     "specs of no mesh": (lambda: sent(SPECS), r"axes \['model'\] and the mesh in scope has"),
-    "a plan without name": (lambda: local_opt.stream_segments(PLAN), "plans are SyncPlan.*{0: "),
+    "a plan without name": (
+        lambda: local_opt.streaming.stream_segments(PLAN), "plans are SyncPlan.*{0: "),
 })  # fmt: skip
 
 
@@ -140,7 +141,7 @@ def test_none_is_the_only_axis_in_scope(name):
 
 def corrected(rate):
     rounds, one = (
-        local_opt.local_rounds(SGD, correction=local_opt.scaffold()),
+        local_opt.local_rounds(SGD, correction=local_opt.corrections.scaffold()),
         jnp.ones(2),
     )
     return rounds.update(one, rounds.init(one), one, rate=rate)

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import local_opt
+from local_opt import presets
 from tests import reference
 from tests.problems import (
     NESTEROV,
@@ -44,12 +45,12 @@ def expected_outer(rate, momentum, nesterov=False, h_base=None):
     return np.cumsum([u * n for u, n in zip(moves, lengths, strict=True)], axis=0)[:, None]
 
 
-NORMALIZED = local_opt.normalize_by_period(NESTEROV, h_base=2)
+NORMALIZED = presets.normalize_by_period(NESTEROV, h_base=2)
 HEAVY = optax.chain(optax.clip_by_global_norm(1e6), optax.sgd(1.0, momentum=0.6))
 OUTER = {
     "nesterov": (NESTEROV, (0.7, 0.9, True)),
     "heavy ball": (optax.sgd(0.8, momentum=0.6), (0.8, 0.6)),
-    "by period": (local_opt.normalize_by_period(HEAVY, h_base=3), (1.0, 0.6, False, 3)),
+    "by period": (presets.normalize_by_period(HEAVY, h_base=3), (1.0, 0.6, False, 3)),
     "chained": (optax.chain(optax.identity(), NORMALIZED), (0.7, 0.9, True, 2)),
 }
 
@@ -62,7 +63,7 @@ def test_outer_optimizers_equal_their_papers(outer, settings):
 
 def test_normalized_velocities_are_per_base_round():
     """Of a change of 1 per step, whatever the rounds."""
-    outer = local_opt.normalize_by_period(optax.sgd(1.0, momentum=0.5), h_base=4)
+    outer = presets.normalize_by_period(optax.sgd(1.0, momentum=0.5), h_base=4)
 
     def velocities(periods):
         state, found = outer.init(jnp.zeros(())), []
@@ -77,24 +78,24 @@ def test_normalized_velocities_are_per_base_round():
 def test_few_rounds_are_warned_of():
     plan = local_opt.constant(30, total_steps=17 * 30)
     with pytest.warns(UserWarning, match="diloco has 17 rounds for .* momentum of 0.9: .* 41% "):
-        local_opt.diloco(SGD, plan, axis_name="worker")
+        presets.diloco(SGD, plan, axis_name="worker")
     with pytest.warns(UserWarning, match="slowmo has 2 rounds .* at least 7 rounds"):
-        local_opt.slowmo(SGD, local_opt.constant(8, total_steps=16), axis_name="worker")
+        presets.slowmo(SGD, local_opt.constant(8, total_steps=16), axis_name="worker")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        local_opt.diloco(SGD, local_opt.constant(30, total_steps=44 * 30), axis_name="worker")
+        presets.diloco(SGD, local_opt.constant(30, total_steps=44 * 30), axis_name="worker")
     with pytest.warns(UserWarning, match="Take at least 44 rounds"):
-        local_opt.diloco(SGD, local_opt.constant(30, total_steps=43 * 30), axis_name="worker")
+        presets.diloco(SGD, local_opt.constant(30, total_steps=43 * 30), axis_name="worker")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        local_opt.diloco(SGD, plan, axis_name="worker", momentum=0.0)
+        presets.diloco(SGD, plan, axis_name="worker", momentum=0.0)
 
 
 # The outer optimizer gets one round length, of all workers.
 
 STEPS, WEIGHTS = np.array([4, 2, 3, 7]), np.float32([1, 5, 2, 0])
 BASE = 4
-BY_PERIOD = local_opt.normalize_by_period(
+BY_PERIOD = presets.normalize_by_period(
     optax.chain(optax.trace(0.5), optax.scale(-0.7)), h_base=BASE
 )
 
@@ -113,7 +114,7 @@ def means_of(changes, steps, weights):
 def after_two_rounds(way, run, weights):
     """x of every worker, which moves by its own number of steps of its own size."""
     if way == "streaming":
-        stream = local_opt.streaming_rounds(
+        stream = local_opt.streaming.streaming_rounds(
             optax.sgd(1.0), fragments=1, mixing=0.0, outer=BY_PERIOD
         )
         rounds = local_opt.Rounds(stream.init, stream.update, None)

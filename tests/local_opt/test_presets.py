@@ -115,7 +115,7 @@ def slowmo_by_hand(params, gradient, periods, rates, outer):
 @pytest.mark.parametrize("run", ["vmap", "shard_map"])
 def test_diloco_equals_its_pseudocode(run):
     """And with the paper's numbers, and an option of `local_steps`, where none are given."""
-    opt = local_opt.diloco(SGD, PLAN, learning_rate=0.6, momentum=0.8)
+    opt = local_opt.presets.diloco(SGD, PLAN, learning_rate=0.6, momentum=0.8)
     found, _ = run_squares(opt, RUNS[run])
     assert distance(found, nesterov(square_gradient, (0.6, 0.8))) < 2e-6
     options, inner = (
@@ -123,7 +123,7 @@ def test_diloco_equals_its_pseudocode(run):
         optax.sgd(RATE, momentum=0.9),
     )
     plain = local_opt.local_steps(inner, PLAN, outer=NESTEROV, **options)
-    found = run_squares(local_opt.diloco(inner, PLAN, **options))
+    found = run_squares(local_opt.presets.diloco(inner, PLAN, **options))
     assert_bitwise_equal(found, run_squares(plain))
 
 
@@ -135,14 +135,14 @@ def test_slowmo_equals_its_pseudocode_at_a_rate_that_falls(run):
     expected = slowmo_by_hand(first, square_gradient, PLAN.periods, rates, (0.8, 0.7))
     given = dict(learning_rate=0.8, momentum=0.7)
     found, state = run_squares(
-        local_opt.slowmo(optax.sgd(lr), PLAN, inner_rate=lr, **given), RUNS[run]
+        local_opt.presets.slowmo(optax.sgd(lr), PLAN, inner_rate=lr, **given), RUNS[run]
     )
     assert distance(found, expected) < 2e-6
     assert state.rounds.outer.count.tolist() == [PLAN.total_steps] * W
-    without, _ = run_squares(local_opt.slowmo(optax.sgd(lr), PLAN, **given), RUNS[run])
+    without, _ = run_squares(local_opt.presets.slowmo(optax.sgd(lr), PLAN, **given), RUNS[run])
     assert distance(without, expected) > 1e-2
     for rate in (RATE, 1.0):  # a constant one cancels
-        opt = local_opt.slowmo(SGD, PLAN, inner_rate=rate, **given)
+        opt = local_opt.presets.slowmo(SGD, PLAN, inner_rate=rate, **given)
         rates = [RATE] * PLAN.total_steps
         expected = slowmo_by_hand(first, square_gradient, PLAN.periods, rates, (0.8, 0.7))
         assert distance(run_squares(opt, RUNS[run])[0], expected) < 2e-6
@@ -180,7 +180,7 @@ FIRST = {n: RNG.normal(size=s).astype(np.float32) for n, s in SHAPES.items()}
 def test_muloco_equals_its_pseudocode():
     decays = {"weight_decay": 0.1, "adam_weight_decay": 0.1}
     muon = optax.contrib.muon(0.1, beta=0.9, nesterov=False, adam_b2=0.99, **decays)
-    opt = local_opt.diloco(muon, PLAN, learning_rate=0.7, momentum=0.6)
+    opt = local_opt.presets.diloco(muon, PLAN, learning_rate=0.7, momentum=0.6)
     expected = muloco_by_hand(FIRST, GRADS, PLAN.periods, 0.1, (0.7, 0.6), 0.1)
     assert distance(run_given(opt, FIRST, GRADS), expected) < 1e-5
 

@@ -97,7 +97,7 @@ def test_a_compressor_gathers_over_the_workers_alone(optimised):
 
 def test_fragments_are_sent_in_shards():
     """A mean in bfloat16 is within 2^-7 of the largest change of the exact one."""
-    stream = local_opt.streaming_rounds(
+    stream = local_opt.streaming.streaming_rounds(
         SGD, axis_name="worker", fragments=2, compress=COMPRESSORS["bfloat16"], specs=SPECS
     )
 

@@ -50,7 +50,7 @@ TWO = {  # (plans, delay)
 
 def segments_of(plans):
     turns, delay = plans
-    return local_opt.stream_segments(turns, delay=delay)
+    return local_opt.streaming.stream_segments(turns, delay=delay)
 
 
 def expected(plans, mixing, outer, weights=None):
@@ -71,7 +71,7 @@ STEPPED[:, 0] = 1
 def test_fragments_equal_the_reference(name, weights, run):
     """Every fragment with the weights of its own sync."""
     outer = optax.sgd(0.7, momentum=0.5, nesterov=True)
-    stream = local_opt.streaming_rounds(
+    stream = local_opt.streaming.streaming_rounds(
         optax.sgd(RATE), axis_name="worker", fragments=2, mixing=0.25, outer=outer
     )
     found, params, _ = run_segments(stream, segments_of(TWO[name]), run, weights)
@@ -83,7 +83,7 @@ def test_fragments_equal_the_reference(name, weights, run):
 
 @functools.cache
 def averaging(mixing):
-    return local_opt.streaming_rounds(
+    return local_opt.streaming.streaming_rounds(
         optax.sgd(RATE), axis_name="worker", fragments=2, mixing=mixing
     )
 
@@ -118,18 +118,18 @@ def test_one_fragment_without_delay_is_plain_averaging_bitwise(outer, monkeypatc
     if "fusion_emitters" in FAST_XLA:
         options = {"xla_cpu_use_fusion_emitters": True}
         monkeypatch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options=options))
-    stream = local_opt.streaming_rounds(
+    stream = local_opt.streaming.streaming_rounds(
         SGD, axis_name="worker", fragments=1, mixing=0.0, outer=outer
     )
     found, _, _ = run_segments(stream, segments_of(({0: PLAN}, 0)))
     # A stream's mean is of changes from what workers share, as of rounds with a correction.
-    nothing = None if outer else local_opt.fedprox(0.0)
+    nothing = None if outer else local_opt.corrections.fedprox(0.0)
     rounds = local_opt.local_rounds(SGD, axis_name="worker", outer=outer, correction=nothing)
     np.testing.assert_array_equal(found, run_rounds(rounds, PLAN)[0])
 
 
 def test_a_run_that_stops_with_a_mean_in_transit_resumes_bitwise():
-    stream = local_opt.streaming_rounds(
+    stream = local_opt.streaming.streaming_rounds(
         SGD, axis_name="worker", fragments=2, outer=NESTEROV, compress=COMPRESSORS["int8"]
     )
     turns, delay = TWO["constant"]
@@ -139,7 +139,7 @@ def test_a_run_that_stops_with_a_mean_in_transit_resumes_bitwise():
         until = [s._replace(end=min(s.end, stop)) for s in segments if s.begin < stop]
         head, *kept = run_segments(stream, until)
         saved = jax.tree.map(np.asarray, tuple(kept))
-        rest = local_opt.stream_segments(turns, delay=delay, start=stop)
+        rest = local_opt.streaming.stream_segments(turns, delay=delay, start=stop)
         tail, *after = run_segments(stream, rest, begin=saved)
         # What is due at the stop is done after it.
         np.testing.assert_array_equal(head[:-1], whole[: stop - 1])
@@ -149,7 +149,7 @@ def test_a_run_that_stops_with_a_mean_in_transit_resumes_bitwise():
 
 def test_the_last_syncs_follow_the_last_step():
     for start in (0, 5, 13):
-        segments = local_opt.stream_segments(TWO["qsr"][0], delay=2, start=start)
+        segments = local_opt.streaming.stream_segments(TWO["qsr"][0], delay=2, start=start)
         assert [s.begin for s in segments] == [start, *(s.end for s in segments[:-1])]
         assert segments[-1].end == segments[-1].begin == 13
 
@@ -166,14 +166,16 @@ def test_fragments_are_even_and_whole():
 
 
 def stream(**options):
-    return local_opt.streaming_rounds(SGD, axis_name="worker", **{"fragments": 2} | options)
+    return local_opt.streaming.streaming_rounds(
+        SGD, axis_name="worker", **{"fragments": 2} | options
+    )
 
 
 FOUR = local_opt.constant(4, total_steps=13)
 
 
 def turns(*plans, delay=0):
-    return local_opt.stream_segments(dict(enumerate(plans)), delay=delay)
+    return local_opt.streaming.stream_segments(dict(enumerate(plans)), delay=delay)
 
 
 test_bad_fragments_and_plans_are_refused = refuses({
@@ -199,7 +201,7 @@ BY_NAME = {
     "masked": optax.masked(optax.sgd(0.3), lambda p: named(p, "'b'", False, True)),
     "muon": optax.contrib.muon(0.1),
     "factored": optax.adafactor(0.1, min_dim_size_to_factor=2),
-    "by period": local_opt.normalize_by_period(
+    "by period": local_opt.presets.normalize_by_period(
         optax.partition(RATES_OF, {"embed": "slow", "body": "fast"}), h_base=2
     ),
 }  # fmt: skip
@@ -219,7 +221,7 @@ def test_outer_optimizers_see_the_names_of_the_leaves(name, run):
     outer, ends = BY_NAME[name], []
     for count in (None, 2, 4):
         if count:
-            made = local_opt.streaming_rounds(SGD, fragments=count, outer=outer)
+            made = local_opt.streaming.streaming_rounds(SGD, fragments=count, outer=outer)
         else:
             made = local_opt.local_rounds(SGD, outer=outer)
 
@@ -239,7 +241,7 @@ def test_outer_optimizers_see_the_names_of_the_leaves(name, run):
 @pytest.mark.parametrize("compressor", [None, "int8", "top_k"])
 def test_a_finish_takes_back_a_worker_that_does_not_count(compressor):
     """One fragment: all that was not finite is overwritten, and nobody else has seen it."""
-    stream = local_opt.streaming_rounds(
+    stream = local_opt.streaming.streaming_rounds(
         optax.sgd(RATE), fragments=1, mixing=0.5, compress=compressor and COMPRESSORS[compressor]
     )
     segments = segments_of(({0: local_opt.constant(1, total_steps=13)}, 0))
@@ -251,7 +253,7 @@ def test_a_finish_takes_back_a_worker_that_does_not_count(compressor):
 
 @pytest.mark.parametrize("compressor", [None, "int8"])
 def test_weights_are_one_collective_of_a_start_and_none_of_a_finish(compressor):
-    stream = local_opt.streaming_rounds(
+    stream = local_opt.streaming.streaming_rounds(
         optax.sgd(RATE), fragments=2, mixing=0.5, compress=compressor and COMPRESSORS[compressor]
     )
     x, weight = copies(START), jnp.ones(W)

@@ -30,7 +30,7 @@ def scheduled(delay):
         platform="tpu", topology_name="v5e:2x2", num_slices=2
     ).devices
     mesh = Mesh(np.array(found), ("worker",))
-    stream = local_opt.streaming_rounds(optax.sgd(0.1), axis_name="worker", fragments=2)
+    stream = local_opt.streaming.streaming_rounds(optax.sgd(0.1), axis_name="worker", fragments=2)
 
     def program(params, state, x):
         params, state, x = jax.tree.map(lambda leaf: leaf[0], (params, state, x))

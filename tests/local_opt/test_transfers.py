@@ -11,6 +11,7 @@ import pytest
 import local_opt
 from experiments.cluster.devices import worker_mesh
 from local_opt import resize
+from tests.public import packages
 
 SGD, PLAN, RATES = optax.sgd(0.1, momentum=0.9), local_opt.constant(1, total_steps=99), jnp.ones(9)
 FALL, KEY = optax.cosine_decay_schedule(0.1, 9), jax.random.PRNGKey(0)
@@ -30,8 +31,8 @@ HOST = {
     "mean_over_workers": lambda: local_opt.mean_over_workers(TREE),
     "constant": lambda: local_opt.constant(2, total_steps=9).syncs_after(STEPS),
     "scaffold": lambda: local_opt.local_rounds(
-        SGD, correction=local_opt.scaffold(), drift=True).init(X),
-    "diloco": lambda: local_opt.diloco(SGD, PLAN).init(X),
+        SGD, correction=local_opt.corrections.scaffold(), drift=True).init(X),
+    "diloco": lambda: local_opt.presets.diloco(SGD, PLAN).init(X),
     "from_function": lambda: local_opt.from_function(lambda t: 2, total_steps=9),
     "map_workers": lambda: local_opt.map_workers(
         local_opt.local_steps(SGD, PLAN).init, 2, in_specs="worker", out_specs="worker")(X),
@@ -40,19 +41,20 @@ HOST = {
     "top_k": lambda: local_opt.top_k(1 / 64, feedback=0.5),
     "local_steps": lambda: local_opt.local_steps(SGD, PLAN, outer=SGD).init(X),
     "normalize_by_period": lambda: local_opt.local_rounds(
-        SGD, outer=local_opt.normalize_by_period(SGD, h_base=2)).init(X),
+        SGD, outer=local_opt.presets.normalize_by_period(SGD, h_base=2)).init(X),
     "replicate": lambda: local_opt.replicate({"step": 0, "np": np.ones(3)} | X, MESH),
     "replicate, keys": lambda: local_opt.replicate({"step": 0, "key": TYPED}, 2, keys="fold"),
     "parallel_rounds": lambda: local_opt.parallel_rounds(SGD).init(X),
-    "fedprox": lambda: local_opt.local_rounds(SGD, correction=local_opt.fedprox(0.1)).init(X),
+    "fedprox": lambda: local_opt.local_rounds(
+        SGD, correction=local_opt.corrections.fedprox(0.1)).init(X),
     "qsr": lambda: local_opt.qsr(FALL, **BY_POWER),
     "qsr, step by step": lambda: local_opt.qsr(lambda t: float(FALL(t)), **BY_POWER),
     "resize": lambda: resize.resize(*STATES, 3, "mean"),
     "resize.mean_of": lambda: resize.mean_of(TREE, 3),
-    "slowmo": lambda: local_opt.slowmo(SGD, PLAN, inner_rate=FALL).init(X),
-    "stream_segments": lambda: local_opt.stream_segments({0: PLAN}),
-    "streaming_rounds": lambda: local_opt.streaming_rounds(SGD, fragments=1).init(X),
-    "sync_bytes": lambda: local_opt.sync_bytes(10, num_workers=2),
+    "slowmo": lambda: local_opt.presets.slowmo(SGD, PLAN, inner_rate=FALL).init(X),
+    "stream_segments": lambda: local_opt.streaming.stream_segments({0: PLAN}),
+    "streaming_rounds": lambda: local_opt.streaming.streaming_rounds(SGD, fragments=1).init(X),
+    "sync_bytes": lambda: local_opt.costs.sync_bytes(10, num_workers=2),
 }  # fmt: skip
 IN_STEPS = {"count_collectives", "pmean"}
 
@@ -65,5 +67,6 @@ def test_host_work_passes_a_transfer_guard(call):
 
 
 def test_the_host_work_of_all_public_functions_is_tried():
-    functions = {name for name in local_opt.__all__ if inspect.isfunction(getattr(local_opt, name))}
+    public = {name: getattr(m, name) for m in packages(local_opt) for name in m.__all__}
+    functions = {name for name in public if inspect.isfunction(public[name])}
     assert functions - set(HOST) == IN_STEPS

@@ -20,9 +20,9 @@ DOORS = {  # an optimizer, and the worker's x after a step from 0 with gradients
     "accumulated": (local_opt.accumulated_rounds(SGD), np.zeros(4)),
     "planned": (local_opt.local_steps(SGD, PLAN), OWN),
     "chain": (optax.chain(optax.clip(9.0), local_opt.local_steps(SGD, PLAN)), OWN),
-    "streaming": (local_opt.streaming_rounds(SGD, fragments=1), OWN),
-    "diloco": (local_opt.diloco(SGD, local_opt.constant(2, total_steps=400)), OWN),
-    "control": (local_opt.local_rounds(SGD, correction=local_opt.scaffold()), OWN),
+    "streaming": (local_opt.streaming.streaming_rounds(SGD, fragments=1), OWN),
+    "diloco": (local_opt.presets.diloco(SGD, local_opt.constant(2, total_steps=400)), OWN),
+    "control": (local_opt.local_rounds(SGD, correction=local_opt.corrections.scaffold()), OWN),
 }
 
 
@@ -85,7 +85,7 @@ def test_a_mean_of_what_is_equal_by_its_type_is_refused_and_beside_others_it_is_
     found = over(lambda x, t: local_opt.pmean({"own": t, "rate": x, "n": 3}), jax.P())
     assert found["own"] == 2.5 and found["rate"]["w"] == 1 and found["n"] == 3
     rounds = local_opt.local_rounds(SGD)
-    stream = local_opt.streaming_rounds(SGD, fragments=1, mixing=0.0)
+    stream = local_opt.streaming.streaming_rounds(SGD, fragments=1, mixing=0.0)
 
     def streamed(x, state):
         return stream.finish(x, stream.start(x, state, fragment=0), fragment=0)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType
 
 import local_opt
+from local_opt import presets
 from tests import reference
 from tests.problems import (
     COMPRESSORS,
@@ -46,8 +47,8 @@ WAYS = {
     "outer": {"outer": NESTEROV, "drift": True},
     "int8": {"compress": COMPRESSORS["int8"]},
     "top_k": {"compress": COMPRESSORS["top_k"], "sync_opt_state": "mean"},
-    "control": {"correction": local_opt.scaffold()},
-    "proximal": {"correction": local_opt.fedprox(0.1)},
+    "control": {"correction": local_opt.corrections.scaffold()},
+    "proximal": {"correction": local_opt.corrections.fedprox(0.1)},
 }
 RUN = {"vmap": vmap, "mesh": on_mesh}
 
@@ -166,7 +167,7 @@ def test_every_sync_of_a_run_is_weighed_as_in_the_reference(run):
     assert state.num_syncs.tolist() == [5] * W
 
 
-@pytest.mark.parametrize("make", [local_opt.local_steps, local_opt.diloco, local_opt.slowmo])
+@pytest.mark.parametrize("make", [local_opt.local_steps, presets.diloco, presets.slowmo])
 def test_a_planned_sync_takes_back_a_worker_whose_last_gradient_is_not_finite(make, recwarn):
     opt = make(optax.sgd(RATE), local_opt.constant(2, total_steps=4), sync_opt_state="mean")
     step, x = jax.jit(vmap(lambda g, s, x, w: opt.update(g, s, x, weight=w))), copies(jnp.ones(3))

@@ -249,9 +249,9 @@ PLAN = local_opt.constant(2, total_steps=4)
 PLAIN = optax.scale(-0.5)  # optax' own optimizers promote types
 OPTIONS = {
     "plain": {}, "mean": {"sync_opt_state": "mean"}, "drift": {"drift": True},
-    "period": {"outer": local_opt.normalize_by_period(PLAIN, h_base=2)},
-    "control": {"correction": local_opt.scaffold()},
-    "proximal": {"correction": local_opt.fedprox(0.5)},
+    "period": {"outer": local_opt.presets.normalize_by_period(PLAIN, h_base=2)},
+    "control": {"correction": local_opt.corrections.scaffold()},
+    "proximal": {"correction": local_opt.corrections.fedprox(0.5)},
     **{name: {"compress": compressor} for name, compressor in COMPRESSORS.items()},
 }  # fmt: skip
 

@@ -245,7 +245,7 @@ def test_state_that_would_undo_a_sync_is_refused(name):
                 ValueError, match=f"{message}. Pass sync_opt_state=.*{fields[0]}.*mean"
             ):
                 local(inner, sync_opt_state=policy).init(params)
-        stream = local_opt.streaming_rounds(inner, axis_name="worker", fragments=1)
+        stream = local_opt.streaming.streaming_rounds(inner, axis_name="worker", fragments=1)
         with pytest.raises(ValueError, match=f"{message}.* Fragments have no sync of the state"):
             stream.init(params)
         for policy in ("mean", "reset", dict.fromkeys(fields, "reset")):
@@ -303,7 +303,7 @@ def test_optimizers_of_other_gradients_are_refused_by_name(name):
             local_opt.local_rounds(inner).init,
             local_opt.parallel_rounds(inner).init,
             local_opt.accumulated_rounds(inner).init,
-            local_opt.streaming_rounds(inner, fragments=1).init,
+            local_opt.streaming.streaming_rounds(inner, fragments=1).init,
             local_opt.local_rounds(SGD, outer=inner).init,
         ):
             with pytest.raises(ValueError, match=f"optax.*{name} takes {message}"):

@@ -116,14 +116,14 @@ SUBJECTS = {
     "local_steps, compressor": of_steps(
         opt(local_opt.local_steps, PLAN, compress=local_opt.quantize("int8"), sync_opt_state="mean")
     ),
-    "diloco": of_steps(opt(local_opt.diloco, PLAN, momentum=0.0)),
+    "diloco": of_steps(opt(local_opt.presets.diloco, PLAN, momentum=0.0)),
     "local_rounds": of_rounds(opt(local_opt.local_rounds)),
     "local_rounds, corrected": of_rounds(
-        opt(local_opt.local_rounds, correction=local_opt.scaffold())
+        opt(local_opt.local_rounds, correction=local_opt.corrections.scaffold())
     ),
     "parallel_rounds": of_rounds(opt(local_opt.parallel_rounds)),
     "accumulated_rounds": of_rounds(opt(local_opt.accumulated_rounds)),
-    "streaming_rounds": of_streaming(opt(local_opt.streaming_rounds, fragments=1)),
+    "streaming_rounds": of_streaming(opt(local_opt.streaming.streaming_rounds, fragments=1)),
 }
 
 

@@ -17,7 +17,8 @@ RAW = 10  # of 1,000 bad arguments: errors that are not ours, or name neither ar
 # Without arguments, and records that hold what others make.
 PLAIN = {"scaffold", "Ordering", "SignRule", "SketchLeaf", "Correction", "Members", "Rounds",
          "Source", "Epochs", "ReadState", "Blocks", "BlockEpochs", "BlockState", "Factor",
-         "Measured", "Repeated", "Streaming", "Compressor", "LoadError", "Model"}  # fmt: skip
+         "Measured", "Repeated", "Streaming", "Segment", "Event", "Compressor",
+         "LoadError", "Model"}  # fmt: skip
 
 
 def calls_of(package):

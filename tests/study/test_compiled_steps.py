@@ -25,7 +25,7 @@ def rounds_of(opt=SGD, **options):
     return local_opt.local_rounds(opt, axis_name="worker", **options)
 
 
-STREAM = local_opt.streaming_rounds(
+STREAM = local_opt.streaming.streaming_rounds(
     SGD, axis_name="worker", fragments={"b": 0, "w": 1}, outer=NESTEROV
 )
 HOT = {
@@ -33,15 +33,15 @@ HOT = {
         rounds_of(optax.adamw(0.1), outer=NESTEROV, sync_opt_state=dict(mu="mean", nu="mean")), {}),
     "planned": (
         local_opt.local_steps(optax.adamw(0.1), PLAN, axis_name="worker"), {"sync": False}),
-    "control variates": (rounds_of(correction=local_opt.scaffold()), {}),
-    "proximal": (rounds_of(correction=local_opt.fedprox(0.1)), {}),
+    "control variates": (rounds_of(correction=local_opt.corrections.scaffold()), {}),
+    "proximal": (rounds_of(correction=local_opt.corrections.fedprox(0.1)), {}),
     "streaming": (STREAM, {}),
 }  # fmt: skip
 SYNCS = {
     "plain": {},
     "mean": {"sync_opt_state": "mean"},
-    "control variates": {"correction": local_opt.scaffold()},
-    "proximal": {"correction": local_opt.fedprox(0.1)},
+    "control variates": {"correction": local_opt.corrections.scaffold()},
+    "proximal": {"correction": local_opt.corrections.fedprox(0.1)},
     "outer": {"outer": NESTEROV},
     **{name: {"compress": compressor} for name, compressor in COMPRESSORS.items()},
 }
@@ -105,7 +105,7 @@ def test_a_sync_sends_the_bytes_of_the_forecast(name, kind):
     # Of what a worker holds of all, an eighth is its own; an all-reduce does both halves.
     total = sum((2 if one.kind == "all-reduce" else 1) * one.bytes * 7 / 8 for one in found)
     numbers = 24 * (2 if name == "mean" else 1) + (33 if name == "control variates" else 0)
-    assert total == local_opt.sync_bytes(numbers, num_workers=8, compress=compressor)
+    assert total == local_opt.costs.sync_bytes(numbers, num_workers=8, compress=compressor)
 
 
 def test_the_only_collective_of_a_planned_step_is_in_a_branch():

@@ -39,7 +39,8 @@ from experiments.study.study import Arm, Study
 from experiments.tasks import Recipe, Task
 from experiments.tasks.base import abstract_set
 from experiments.training.config import OrderSetting, Sizes
-from local_opt import exchange, sync_bytes
+from local_opt import exchange
+from local_opt.costs import sync_bytes
 from tests.commands import parsed, rows_of
 from tests.compiled_runs import CPU, compiled_by, donated, kinds, marks_of, operations, text_of
 
@@ -261,7 +262,7 @@ def test_a_compressor_takes_memory_for_a_group_and_sends_the_bytes_of_all(monkey
         monkeypatch.setattr(exchange, "GROUPS", 2**30)
         sync = local_opt.map_workers(rounds.sync, mesh, in_specs="worker", out_specs="worker")
         found.append(jax.jit(sync, donate_argnums=(0, 1)).lower(*args).compile())
-    sent = local_opt.sync_bytes(2**22, num_workers=WORKERS, compress=compressor)
+    sent = local_opt.costs.sync_bytes(2**22, num_workers=WORKERS, compress=compressor)
     sent *= WORKERS / (WORKERS - 1)
     collectives = [collectives_of(one.as_text()) for one in found]
     assert [sum(c.bytes for c in each) for each in collectives] == [sent, sent]
@@ -492,7 +493,7 @@ def test_collectives_of_a_step_are_counted():
         return jax.lax.cond(x.sum() > 0, lambda x: jax.lax.pmax(x, "worker"), jnp.sin, x)
 
     def count(step):
-        found = local_opt.count_collectives(over_mesh(step), rows)
+        found = local_opt.costs.count_collectives(over_mesh(step), rows)
         compiled = jax.jit(over_mesh(step)).lower(rows).compile().as_text()
         assert found == collections.Counter(one.kind for one in collectives_of(compiled))
         return found
@@ -501,9 +502,9 @@ def test_collectives_of_a_step_are_counted():
     assert count(step) == {"all-reduce": 3, "all-gather": 1, "collective-permute": 1}
     assert count(jnp.sin) == {}
     simulated = local_opt.map_workers(step, WORKERS, in_specs="worker", out_specs="worker")
-    assert local_opt.count_collectives(jax.jit(simulated), jnp.ones((WORKERS, 3))) == {}
+    assert local_opt.costs.count_collectives(jax.jit(simulated), jnp.ones((WORKERS, 3))) == {}
     rounds = local_opt.local_rounds(optax.sgd(0.1))
     assert count(lambda x: rounds.update(x, rounds.init(x), x)[0]) == {}
     assert count(lambda x: rounds.sync(x, rounds.init(x))[0]) == {"all-reduce": 1}
     with pytest.raises(ValueError, match=r"step is .*: pass a function of \(args.0.\)"):
-        local_opt.count_collectives(lambda: 0, rows)
+        local_opt.costs.count_collectives(lambda: 0, rows)

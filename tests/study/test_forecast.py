@@ -89,10 +89,10 @@ def test_a_forecast_counts_what_compressors_send():
     sent = {
         "QSR": 9711 * whole,
         "QSR, int8": 9711
-        * local_opt.sync_bytes(size, num_workers=16, compress=COMPRESSORS["int8"]),
+        * local_opt.costs.sync_bytes(size, num_workers=16, compress=COMPRESSORS["int8"]),
         "constant H": 23_400 * whole,
         "constant H, int4": 23_400
-        * local_opt.sync_bytes(size, num_workers=16, compress=COMPRESSORS["int4"]),
+        * local_opt.costs.sync_bytes(size, num_workers=16, compress=COMPRESSORS["int4"]),
     }
     assert set(rows) == set(sent)
     hours = float(rows["QSR"]["compute h"])

@@ -10,6 +10,8 @@ import numpy as np
 from local_opt.formats import LANES, Compressor, check_compressor, rows_of
 from syncopate.plans import check_function, check_whole
 
+__all__ = ["count_collectives", "sync_bytes"]
+
 KINDS = (
     "all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute",
     "collective-broadcast", "ragged-all-to-all",
@@ -36,7 +38,7 @@ def count_collectives(step: Callable, *args: Any) -> dict[str, int]:
     Examples:
       >>> import jax
       >>> from syncopate import local_opt
-      >>> local_opt.count_collectives(lambda x: x + 1, jax.numpy.ones(3))
+      >>> local_opt.costs.count_collectives(lambda x: x + 1, jax.numpy.ones(3))
       {}
     """
     check_function("step", step, *(f"args[{i}]" for i in range(len(args))))
@@ -68,10 +70,10 @@ def sync_bytes(num_params: int, *, num_workers: int, compress: Compressor | None
 
     Examples:
       >>> from syncopate import local_opt
-      >>> local_opt.sync_bytes(1000, num_workers=4)
+      >>> local_opt.costs.sync_bytes(1000, num_workers=4)
       6000.0
       >>> bfloat16 = local_opt.quantize("bfloat16")
-      >>> local_opt.sync_bytes(2**20, num_workers=4, compress=bfloat16) / 2**20
+      >>> local_opt.costs.sync_bytes(2**20, num_workers=4, compress=bfloat16) / 2**20
       3.0
 
     References:
