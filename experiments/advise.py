@@ -169,7 +169,7 @@ def machines_of(task, recipe, values) -> list:
     if mesh is not None:
         syncs = {"measured": measured_sync(mesh, size)}
     else:
-        bits = 8 * syncopate.local_opt.sync_bytes(size, num_workers=workers)
+        bits = 8 * syncopate.local_opt.costs.sync_bytes(size, num_workers=workers)
         syncs = {
             f"{speed:g} Gb/s": LATENCY + bits / (1e9 * speed) if bits else 0.0
             for speed in values.gigabits

@@ -353,7 +353,7 @@ def _nesterov(rate: float, momentum: float, *, normalized: bool):
 
     outer = optax.sgd(rate, momentum, nesterov=True)
     # It is linear, so that any h_base gives the same.
-    return syncopate.local_opt.normalize_by_period(outer, h_base=1) if normalized else outer
+    return syncopate.local_opt.presets.normalize_by_period(outer, h_base=1) if normalized else outer
 
 
 def _outer() -> dict[str, tuple[str, Callable]]:
@@ -387,9 +387,9 @@ OPTIONS = {
         name: (name, make) for name, make in COMPRESSORS.items()
     }),
     "correction": Option("sync", "of the drift between two syncs", {
-        "control": ("control variates", lambda: syncopate.local_opt.scaffold()),
-        "proximal": ("proximal 0.1", lambda: syncopate.local_opt.fedprox(0.1)),
-        "proximal1": ("proximal 1", lambda: syncopate.local_opt.fedprox(1.0)),
+        "control": ("control variates", lambda: syncopate.local_opt.corrections.scaffold()),
+        "proximal": ("proximal 0.1", lambda: syncopate.local_opt.corrections.fedprox(0.1)),
+        "proximal1": ("proximal 1", lambda: syncopate.local_opt.corrections.fedprox(1.0)),
     }),
     "outer": Option("sync", "outer optimizer: rate and momentum", _outer()),
     "align": Option("sync", "where rounds end besides", {
