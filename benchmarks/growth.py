@@ -137,8 +137,8 @@ def plan_row(name: str, steps: int, repeats: int) -> dict:
         found = {part: medians({part: call}, repeats)[part] for part, call in calls.items()}
         size = path.stat().st_size
     return {
-        "plan": name, "steps": f"{steps:,}", "stretches": f"{len(plan.marked):,}",
-        "held_kb": round(plan.bounds.nbytes / 1e3, 2), "file_kb": round(size / 1e3, 2),
+        "plan": name, "steps": f"{steps:,}", "stretches": f"{len(plan._marked):,}",
+        "held_kb": round(plan._bounds.nbytes / 1e3, 2), "file_kb": round(size / 1e3, 2),
         **{f"{part}_ms": round(1e3 * found[part], 2) for part in calls},
     }  # fmt: skip
 

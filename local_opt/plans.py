@@ -6,7 +6,7 @@ R rounds, T steps. A round is the steps between two syncs; the sync follows its 
 import dataclasses
 import functools
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -42,12 +42,12 @@ class SyncPlan(plans.Plan):
       >>> import numpy as np
       >>> from syncopate import local_opt
       >>> plan = local_opt.SyncPlan(np.array([0, 4, 8]), total_steps=10)
-      >>> plan.rounds, plan.syncs_per_step, plan.periods.tolist()
-      (3, 0.3, [4, 4, 2])
+      >>> plan.rounds, plan.periods.tolist(), plan.syncs_after(3)
+      (3, [4, 4, 2], True)
     """
 
-    marks = "starts"
-    stretches = "rounds"
+    _marks = "starts"
+    _stretches = "rounds"
 
     def __init__(self, starts: np.ndarray, total_steps: int, rule: str = "given starts"):
         super().__init__(starts, total_steps, rule)
@@ -55,7 +55,7 @@ class SyncPlan(plans.Plan):
     @property
     def starts(self) -> np.ndarray:
         """int64[R], the first step of each round."""
-        return self.marked
+        return self._marked
 
     @property
     def rounds(self) -> int:
@@ -63,36 +63,31 @@ class SyncPlan(plans.Plan):
         return len(self.starts)
 
     @property
-    def syncs_per_step(self) -> float:
-        """R / T, the communication as a share of synchronising after every step."""
-        return self.rounds / self.total_steps
-
-    @property
-    def ends(self) -> np.ndarray:
-        """int64[R], one past the last step of each round."""
-        return self.bounds[1:]
-
-    @property
     def periods(self) -> np.ndarray:
         """int64[R], H of each round."""
-        return self.lengths
+        return self._lengths
 
-    def round_at(self, step: int | np.ndarray) -> np.ndarray:
-        """The round that a step (or an array of steps) of 0 .. T - 1 belongs to."""
-        return np.searchsorted(self.starts, self._checked(step), side="right") - 1
+    def syncs_after(self, step: int | np.ndarray) -> bool | np.ndarray:
+        """Whether workers synchronise after a step, or after each of an array of steps.
 
-    def period_at(self, step: int | np.ndarray) -> np.ndarray:
-        """H of the round that a step belongs to."""
-        at = self.round_at(step)
-        return self.ends[at] - self.starts[at]
+        Args:
+          step: in 0 .. T - 1.
 
-    def start_at(self, step: int | np.ndarray) -> np.ndarray:
-        """The first step of the round that a step belongs to."""
-        return self.starts[self.round_at(step)]
-
-    def syncs_after(self, step: int | np.ndarray) -> np.ndarray:
-        """Whether workers synchronise after a step."""
-        return self.ends[self.round_at(step)] == self._checked(step) + 1
+        Raises:
+          ValueError: for a step outside of the plan, or one that is traced.
+        """
+        given, (step, kind) = step, plans.as_array(step)
+        if step.dtype.kind not in "iu":
+            where = plans.if_traced(given)
+            raise ValueError(f"step is {given} ({kind}): pass whole numbers{where}.")
+        if (step < 0).any() or (step >= self.total_steps).any():
+            raise ValueError(
+                f"step {step} is outside the plan's 0 .. {self.total_steps - 1}: make a plan for "
+                "the whole run."
+            )
+        following = step.astype(np.int64) + 1
+        syncs = self._bounds[np.searchsorted(self._bounds, following)] == following
+        return syncs if syncs.ndim else bool(syncs)
 
     @jax.transfer_guard("allow")
     def after(
@@ -163,8 +158,8 @@ class SyncPlan(plans.Plan):
         Examples:
           >>> from syncopate import local_opt
           >>> plan = local_opt.constant(5, total_steps=24)
-          >>> plan.aligned(every=6).ends.tolist()
-          [6, 12, 18, 24]
+          >>> plan.aligned(every=6).starts.tolist()
+          [0, 6, 12, 18]
         """
         plans.check_number("every", every, "[1, inf)")
         total_steps = self.total_steps
@@ -173,44 +168,19 @@ class SyncPlan(plans.Plan):
         marks = np.floor(every * np.arange(1, int(count / every) + 2) + 0.5).astype(np.int64)
         marks = marks[marks < count]
         ends = np.append(marks if loads is None else loads[marks], total_steps)
-        ended = np.searchsorted(self.ends, ends, side="right")  # the rounds up to each mark
+        ended = np.searchsorted(self._bounds[1:], ends, side="right")  # the rounds up to each mark
         found = ends[np.diff(ended, prepend=0) > 0]
-        if np.array_equal(found, self.ends):
+        if np.array_equal(found, self._bounds[1:]):
             return self
         rule = f"{self.rule}, to the next {every:g} loads"
         return SyncPlan(np.append(0, found[:-1]), total_steps, rule)
-
-    def ends_after(self, step: jax.Array) -> jax.Array:
-        """Whether workers synchronise after a traced step; true beyond the plan."""
-        # From the host's array only here, as a traced array could not leave its trace.
-        byte = jnp.asarray(self._bits)[jnp.minimum(step, self.total_steps - 1) // 8]
-        return ((byte >> (step % 8).astype(jnp.uint8)) % 2 == 1) | (step >= self.total_steps)
 
     @functools.cached_property
     def _bits(self):
         """uint8[T / 8], a bit for each step: whether workers synchronise after it."""
         syncs = np.zeros(self.total_steps, bool)
-        syncs[self.ends - 1] = True
+        syncs[self._bounds[1:] - 1] = True
         return np.packbits(syncs, bitorder="little")
-
-    def rounds_from(self, step: int) -> Iterator[tuple[int, int]]:
-        """(first step, number of steps) of the rounds that are left at a step, for resuming."""
-        step = plans.check_whole("step", step, 0, self.total_steps)
-        for end in self.ends[np.searchsorted(self.ends, step, side="right") :].tolist():
-            yield step, end - step
-            step = end
-
-    def _checked(self, step):
-        given, (step, kind) = step, plans.as_array(step)
-        if step.dtype.kind not in "iu":
-            where = plans.if_traced(given)
-            raise ValueError(f"step is {given} ({kind}): pass whole numbers{where}.")
-        if (step < 0).any() or (step >= self.total_steps).any():
-            raise ValueError(
-                f"step {step} is outside the plan's 0 .. {self.total_steps - 1}: make a plan for "
-                "the whole run."
-            )
-        return step.astype(np.int64)
 
     def _summary(self):
         periods = self.periods
@@ -218,8 +188,16 @@ class SyncPlan(plans.Plan):
         lines = [f"{self.starts[r]:>11}{periods[r]:>6}" for r in changes]
         if len(lines) > 14:
             lines = [*lines[:7], "        ...", *lines[-6:]]
-        sizes = f"volume {self.syncs_per_step:.3%}, H from {periods.min()} to {periods.max()}"
+        volume = f"volume {self.rounds / self.total_steps:.3%}"
+        sizes = f"{volume}, H from {periods.min()} to {periods.max()}"
         return sizes, ["  from step     H", *lines]
+
+
+def syncs_after_traced(plan: SyncPlan, step: jax.Array) -> jax.Array:
+    """As `plan.syncs_after`, of a traced step; true beyond the plan."""
+    # From the host's array only here, as a traced array could not leave its trace.
+    byte = jnp.asarray(plan._bits)[jnp.minimum(step, plan.total_steps - 1) // 8]
+    return ((byte >> (step % 8).astype(jnp.uint8)) % 2 == 1) | (step >= plan.total_steps)
 
 
 @functools.lru_cache(maxsize=16)

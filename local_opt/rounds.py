@@ -18,7 +18,7 @@ from local_opt.exchange import no_residual, synchronize_changes
 from local_opt.formats import Compressor, check_compressor
 from local_opt.mean import averaged, check_own, check_scalar, if_counted, moved_from, pmean
 from local_opt.opt_state import LOCAL, check_call, check_state, checked
-from local_opt.plans import SyncPlan, check_plan
+from local_opt.plans import SyncPlan, check_plan, syncs_after_traced
 from local_opt.workers import AxisName, check_kind, in_scope, wide_type
 from syncopate import mesh
 from syncopate.plans import is_whole
@@ -514,7 +514,7 @@ def local_steps(
         check_state(state, PlannedState)
         step = state.num_steps if step is None else step
         if sync is None and is_whole(step):  # not while it is traced
-            plan.round_at(step)  # refuses a step beyond the plan
+            plan.syncs_after(step)  # refuses a step beyond the plan
         updates, own = rounds.update(updates, state.rounds, params, **extra)
         # A sync's update needs the precision of the parameters, whatever that of the gradients.
         updates = jax.tree.map(lambda u, p: u.astype(p.dtype), updates, params)
@@ -529,7 +529,7 @@ def local_steps(
             return back, own
 
         step = jnp.asarray(step, jnp.int32)
-        now = plan.ends_after(step) if sync is None else sync
+        now = syncs_after_traced(plan, step) if sync is None else sync
         updates, own = _decide(now, synced, updates, own)
         counts = step + 1, state.num_syncs + jnp.asarray(now, jnp.int32)
         num_steps, num_syncs = mesh.varying(counts, state.num_steps)  # typed as they were

@@ -317,8 +317,8 @@ def stream_segments(
         )
     found = []
     for place, (name, plan) in enumerate(plans_of.items()):
-        ends = [end for end in before[name].ends.tolist() if end < start]
-        ends += [end for end in plan.ends.tolist() if end >= start]
+        ends = [end for end in _ends_of(before[name]) if end < start]
+        ends += [end for end in _ends_of(plan) if end >= start]
         for end, following in zip(ends, [*ends[1:], total], strict=True):
             arrives, last = min(end + delay, following), end == total
             # Finish what was in transit before anything starts, and what has no delay at once.
@@ -330,6 +330,11 @@ def stream_segments(
             due_at.setdefault(step, []).append(event)
     ends = [*due_at, total][1:]
     return [Segment(at, end, tuple(due_at[at])) for at, end in zip(due_at, ends, strict=True)]
+
+
+def _ends_of(plan) -> list[int]:
+    """One past the last step of each round."""
+    return (plan.starts + plan.periods).tolist()
 
 
 def check_turns(plans_of: Mapping[Any, SyncPlan], delay: int) -> int:

@@ -145,11 +145,11 @@ class Plan:
       rule: a description of how the plan was made.
     """
 
-    marks: ClassVar[str]  # the name of the marked steps, also in saved files
-    stretches: ClassVar[str]  # what a marked step begins: "rounds" or "loads"
+    _marks: ClassVar[str]  # the name of the marked steps, also in saved files
+    _stretches: ClassVar[str]  # what a marked step begins: "rounds" or "loads"
     online: ClassVar[bool] = False  # whether decisions are made during the run
 
-    bounds: np.ndarray  # int64[n + 1], read-only: the marked steps and T
+    _bounds: np.ndarray  # int64[n + 1], read-only: the marked steps and T
     rule: str
 
     def __init__(self, marked: Any, total_steps: int, rule: str):
@@ -157,39 +157,39 @@ class Plan:
         total_steps = check_total_steps(total_steps)
         if marked.ndim != 1 or marked.dtype.kind not in "iu" or not len(marked):
             raise ValueError(
-                f"{self.marks} is {found}: it must be a list of the whole numbers of the steps at "
-                f"which {self.stretches} start."
+                f"{self._marks} is {found}: it must be a list of the whole numbers of the steps at "
+                f"which {self._stretches} start."
             )
         bounds = np.append(marked.astype(np.int64), total_steps)
         if bounds[0] != 0 or (np.diff(bounds) < 1).any():
             raise ValueError(
-                f"{self.marks} go from {marked[0]} to {marked[-1]}: they must begin at 0, increase "
-                f"strictly and end below the {total_steps} steps of the run."
+                f"{self._marks} go from {marked[0]} to {marked[-1]}: they must begin at 0, "
+                f"increase strictly and end below the {total_steps} steps of the run."
             )
         if not isinstance(rule, str):
             raise ValueError(f"rule is {rule!r}: describe the plan in words.")
         bounds.setflags(write=False)
-        object.__setattr__(self, "bounds", bounds)
+        object.__setattr__(self, "_bounds", bounds)
         object.__setattr__(self, "rule", rule)
 
     @property
     def total_steps(self) -> int:
         """T."""
-        return int(self.bounds[-1])
+        return int(self._bounds[-1])
 
     @property
-    def marked(self) -> np.ndarray:
+    def _marked(self) -> np.ndarray:
         """int64[n], the marked steps."""
-        return self.bounds[:-1]
+        return self._bounds[:-1]
 
     @property
-    def lengths(self) -> np.ndarray:
+    def _lengths(self) -> np.ndarray:
         """int64[n], the number of steps from each marked one to the next or to the end."""
-        return np.diff(self.bounds)
+        return np.diff(self._bounds)
 
     def digest(self) -> str:
         """A hash (64 hex digits) of all marked steps and T; independent of machine and rule."""
-        return hashlib.sha256(self.bounds.astype("<i8").tobytes()).hexdigest()
+        return hashlib.sha256(self._bounds.astype("<i8").tobytes()).hexdigest()
 
     def check_same(self) -> None:
         """Raises ValueError if a process has another plan: all would wait for ever."""
@@ -210,13 +210,13 @@ class Plan:
         return hash(self.digest())
 
     def __repr__(self):
-        count = f"{len(self.marked)} {self.stretches} in {self.total_steps} steps"
+        count = f"{len(self._marked)} {self._stretches} in {self.total_steps} steps"
         return f"{type(self).__name__}({self.rule}: {count})"
 
     def describe(self) -> str:
         """A summary that fits one screen: rule, sizes, hash, and changes over the run."""
         sizes, table = self._summary()
-        head = f"{self.total_steps} steps, {len(self.marked)} {self.stretches}, {sizes}"
+        head = f"{self.total_steps} steps, {len(self._marked)} {self._stretches}, {sizes}"
         return "\n".join([self.rule, f"{head}, hash {self.digest()[:12]}", *table])
 
     def _summary(self) -> tuple[str, list[str]]:
@@ -231,7 +231,7 @@ class Plan:
         content = {
             "rule": self.rule,
             "total_steps": self.total_steps,
-            self.marks: self.marked.tolist(),
+            self._marks: self._marked.tolist(),
             "digest": self.digest(),
         }
         name = os.fsdecode(path)
@@ -257,9 +257,9 @@ class Plan:
             text = file.read()
         try:
             content = json.loads(text.decode("utf-8"))
-            marked, digest = content[cls.marks], content["digest"]
+            marked, digest = content[cls._marks], content["digest"]
             if not isinstance(marked, list) or {*map(type, marked)} != {int}:
-                raise TypeError(f"its {cls.marks} must be a list of whole numbers")
+                raise TypeError(f"its {cls._marks} must be a list of whole numbers")
             plan = object.__new__(cls)
             Plan.__init__(plan, marked, content["total_steps"], content["rule"])
         except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:

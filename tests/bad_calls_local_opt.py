@@ -55,14 +55,10 @@ TURNS = [PLAN, {"a": 3}, {"a": None}, {"a": PLAN, "b": local_opt.constant(1, tot
          [PLAN]]  # fmt: skip
 CALLS = {
     "SyncPlan": call(local_opt.SyncPlan, starts=Arg([0, 2, 4], STARTS), total_steps=T),
-    "SyncPlan.round_at": call(PLAN.round_at, step=STEP),
     "SyncPlan.after": call(
         PLAN.after, step=Arg(3, STEP.bad), tree=Arg(jnp.ones((W, 3)), leaves_of(3)),
         workers=also("workers", W, 3), weight=Arg(None, [np.ones(W + 1), "1", THING])),
-    "SyncPlan.period_at": call(PLAN.period_at, step=STEP),
     "SyncPlan.syncs_after": call(PLAN.syncs_after, step=STEP),
-    "SyncPlan.rounds_from": call(lambda step: [*PLAN.rounds_from(step)],
-                                 step=also("step", 2, T + 1)),
     "constant": call(local_opt.constant, period=2, offset=OFFSET, total_steps=T),
     "bernoulli": call(local_opt.bernoulli, p=0.5, total_steps=T, key=KEY),
     "qsr": call(local_opt.qsr, power=Arg(2.0, real(0)), **RULE),

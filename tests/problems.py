@@ -121,10 +121,15 @@ def run_squares(opt, run=vmap, steps=13, weights=None):
     step, params, history = jax.jit(run(one)), copies(START), []
     state = jax.jit(run(opt.init))(params)
     for t in range(steps):
-        weight = np.ones(W) if weights is None else weights[PLAN.round_at(t)]
+        weight = np.ones(W) if weights is None else weights[np.count_nonzero(PLAN.starts <= t) - 1]
         params, state = step(params, state, MATRICES, TARGETS[t], weight)
         history.append(flat(params))
     return np.stack(history), state
+
+
+def ends_of(plan) -> list[int]:
+    """One past the last step of each round."""
+    return (plan.starts + plan.periods).tolist()
 
 
 def run_rounds(rounds, plan, run=vmap, weights=None):
@@ -132,7 +137,7 @@ def run_rounds(rounds, plan, run=vmap, weights=None):
     step, params, history = jax.jit(run(square_step(rounds))), copies(START), []
     sync = jax.jit(run(rounds.sync if weights is None else weighed(rounds.sync)))
     state = jax.jit(run(rounds.init))(params)
-    for r, (start, length) in enumerate(plan.rounds_from(0)):
+    for r, (start, length) in enumerate(zip(plan.starts, plan.periods, strict=True)):
         for t in range(start, start + length):
             params, state = step(params, state, MATRICES, TARGETS[t])
             if t == start + length - 1:

@@ -37,7 +37,7 @@ def resumed(plans: Plans, step: int, decided: Sequence[bool] = ()) -> Progress:
     fresh = np.asarray(decided if plans.echo.online else plans.echo.fresh[:step], bool)
     loads = int(fresh.sum())
     if plans.sync is not None:
-        rounds = int((plans.sync.ends <= step).sum())
+        rounds = int(np.count_nonzero(plans.sync.starts + plans.sync.periods <= step))
     else:  # the sync after a load happens before the next load, or at the end
         rounds = loads if step == plans.total_steps else max(0, loads - 1)
     return Progress(step, loads, rounds, tuple(decided))
@@ -186,7 +186,7 @@ def _online(program, plans, at, stops, pace, ready) -> Iterator[Segment]:
         syncs, first = last, last_load
         if plans.sync is not None:
             syncs = bool(plans.sync.syncs_after(step))
-            first = plans.sync.start_at(step)
+            first = plans.sync.starts[plans.sync.starts <= step][-1]
         ended = last and loads % sizes.loads_per_epoch == 0
         yield segment(step, 1, fresh, syncs, ended, rates[first])
 

@@ -69,7 +69,8 @@ def timeline(
     stops = np.asarray(sorted(stops), int)
     cut[stops[(stops > 0) & (stops <= len(cut))] - 1] = True
     cut[-1] = True
-    round_rate, ends = rates[plans.sync.start_at(steps)], np.flatnonzero(cut) + 1
+    round_rate = np.repeat(rates[plans.sync.starts], plans.sync.periods)
+    ends = np.flatnonzero(cut) + 1
     return Timeline(fresh, sync, epoch_end, load, round_rate, units, meets, ends)
 
 

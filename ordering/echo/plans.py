@@ -37,8 +37,8 @@ class EchoPlan(plans.Plan):
       (2, 0.4, [2, 3])
     """
 
-    marks = "load_steps"
-    stretches = "loads"
+    _marks = "load_steps"
+    _stretches = "loads"
 
     def __init__(self, fresh: ArrayLike, rule: str = "given steps"):
         fresh, kind = plans.as_array(fresh)
@@ -53,19 +53,19 @@ class EchoPlan(plans.Plan):
     def fresh(self) -> np.ndarray:
         """bool[T], whether each step loads."""
         fresh = np.zeros(self.total_steps, bool)
-        fresh[self.marked] = True
+        fresh[self._marked] = True
         fresh.setflags(write=False)
         return fresh
 
     @property
     def load_steps(self) -> np.ndarray:
         """int64[L], the steps that load."""
-        return self.marked
+        return self._marked
 
     @property
     def loads(self) -> int:
         """L, the number of loads."""
-        return len(self.marked)
+        return len(self._marked)
 
     @property
     def loads_per_step(self) -> float:
@@ -75,7 +75,7 @@ class EchoPlan(plans.Plan):
     @property
     def uses(self) -> np.ndarray:
         """int64[L], how many steps use each batch: its echo factor."""
-        return self.lengths
+        return self._lengths
 
     def loads_before(self, step: Int[ArrayLike, "..."]) -> Int[np.ndarray, "..."]:
         """The number of loads before a step, or before every one of an array, in [0, T]."""
@@ -84,7 +84,7 @@ class EchoPlan(plans.Plan):
             raise ValueError(f"step is {step} ({step.dtype}): pass a whole number.")
         if (step < 0).any() or (step > self.total_steps).any():
             raise ValueError(f"step {step} is outside [0, {self.total_steps}]: pass a step in it.")
-        return np.searchsorted(self.marked, step)
+        return np.searchsorted(self._marked, step)
 
     def first_load(self, step: int) -> int:
         """The number of the first load that a run needs if it resumes at a step.

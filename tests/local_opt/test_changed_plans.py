@@ -49,7 +49,7 @@ def expected(ends):
 def ends_of(plans):
     until = [*plans, T][1:]
     pairs = zip(plans.items(), until, strict=True)
-    return {e for (begin, plan), end in pairs for e in plan.ends.tolist() if begin < e <= end}
+    return {e for (begin, plan), end in pairs for e in problems.ends_of(plan) if begin < e <= end}
 
 
 def run(plans):
@@ -115,7 +115,8 @@ def test_fragments_go_on_under_other_plans(name):
     cut = [s._replace(end=min(s.end, change)) for s in first if s.begin < change]
     found, *_ = problems.run_segments(stream, cut + rest)
     ends = [
-        {e for e in was.ends.tolist() if e < change} | {e for e in now.ends.tolist() if e >= change}
+        {e for e in problems.ends_of(was) if e < change}
+        | {e for e in problems.ends_of(now) if e >= change}
         for was, now in zip(*(p.values() for p in plans), strict=True)
     ]
     expected = reference.streaming_diloco(

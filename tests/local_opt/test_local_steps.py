@@ -27,6 +27,7 @@ from tests.problems import (
     assert_workers_bitwise_equal,
     copies,
     distance,
+    ends_of,
     expected_squares,
     flat,
     run_rounds,
@@ -53,7 +54,7 @@ def test_planned_steps_equal_the_reference(run):
     assert np.abs(expected[4] - expected[4, :1]).max() > 1e-2
     # float32 against float64: 13 steps of a rounding (6e-8) of numbers of this size.
     assert distance(history, expected) < 1e-6
-    for end in PLAN.ends:
+    for end in ends_of(PLAN):
         met = history[end - 1]
         # x + (mean - x) rounds as x does, so a small mean of large x is one ulp of the large ones.
         assert np.abs(met - met[:1]).max() <= np.spacing(np.abs(met).max())
@@ -188,7 +189,7 @@ def test_accumulating_on_workers_is_a_step_with_the_mean_gradient_of_all_their_b
     history, state = run_rounds(local_opt.accumulated_rounds(adamw), PLAN)
     assert_workers_bitwise_equal(state)
     x, own, before = START, adamw.init(START), flat(copies(START))
-    for start, length in PLAN.rounds_from(0):
+    for start, length in zip(PLAN.starts, PLAN.periods, strict=True):
         steps = range(start, start + length)
         for t in steps[:-1]:
             np.testing.assert_array_equal(history[t], before)  # no movement inside a round

@@ -128,7 +128,7 @@ def trained(run, rounds, specs=None, weighed=False):
 
 def planned(run):
     plan = local_opt.qsr(lambda t: 0.1 / (t + 1), alpha=0.06, h_base=2, total_steps=STEPS)
-    assert len(set(plan.lengths.tolist())) > 1
+    assert len(set(plan.periods.tolist())) > 1
     return trained(run, local_opt.local_steps(optax.adam(0.05), plan))
 
 

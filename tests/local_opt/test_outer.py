@@ -37,7 +37,7 @@ def run(outer):
 def expected_outer(rate, momentum, nesterov=False, h_base=None):
     """Parameters [R, 1, 3] after every sync, in float64."""
     mean = RATE * np.asarray(CHANGES, np.float64).mean(axis=1)
-    changes = [mean[s : s + h].sum(axis=0) for s, h in PLAN.rounds_from(0)]
+    changes = [mean[s : s + h].sum(axis=0) for s, h in zip(PLAN.starts, PLAN.periods, strict=True)]
     lengths = PLAN.periods / h_base if h_base else np.ones(PLAN.rounds)
     moves = reference.outer_momentum(
         [d / n for d, n in zip(changes, lengths, strict=True)], rate, momentum, nesterov

@@ -19,6 +19,7 @@ from tests.problems import (
     W,
     assert_bitwise_equal,
     distance,
+    ends_of,
     flat,
     run_given,
     run_squares,
@@ -40,7 +41,7 @@ of_one.workers = 1
 
 def nesterov(gradient, outer):
     """DiLoCo, as Streaming DiLoCo with one fragment that is received when it is sent."""
-    ends, rates = [set(PLAN.ends.tolist())], [RATE] * PLAN.total_steps
+    ends, rates = [set(ends_of(PLAN))], [RATE] * PLAN.total_steps
     return reference.streaming_diloco(
         flat(START), gradient, [np.arange(6)], ends, rates, delay=0, mixing=0.0, outer=outer
     )
@@ -197,7 +198,7 @@ def test_sparseloco_equals_its_pseudocode():
         {"x": first}, [[{"x": g} for g in own] for own in grads], plan,
     )  # fmt: skip
     anchor, lost = np.asarray(first, np.float64), np.zeros((W, size))
-    for (start, length), new in zip(plan.rounds_from(0), found, strict=True):
+    for start, length, new in zip(plan.starts, plan.periods, found, strict=True):
         changes = -rate * grads[start : start + length].astype(np.float64).sum(axis=0)
         mean, lost = reference.synchronize_changes(anchor, changes, lost, "top_k_2bit", 0.95)
         anchor = anchor + 0.65 * (mean - anchor)

@@ -27,6 +27,7 @@ from tests.problems import (
     assert_workers_bitwise_equal,
     copies,
     distance,
+    ends_of,
     flat,
     run_rounds,
     run_segments,
@@ -57,7 +58,7 @@ def expected(plans, mixing, outer, weights=None):
     turns, delay = plans
     return reference.streaming_diloco(
         flat(START), square_gradient, [np.array(p) for p in PLACES],
-        [set(plan.ends.tolist()) for plan in turns.values()], 13 * [RATE],
+        [set(ends_of(plan)) for plan in turns.values()], 13 * [RATE],
         delay=delay, mixing=mixing, outer=outer, weights=weights,
     )  # fmt: skip
 
@@ -105,7 +106,7 @@ def test_any_plans_equal_the_reference(data):
     for name, plan in turns.items():
         own = [(s.begin, action) for s in segments for action, f, _ in s.due if f == name]
         assert [a for _, a in own] == plan.rounds * ["start", "finish"]  # never two on the way
-        assert [step for step, _ in own[::2]] == plan.ends.tolist()
+        assert [step for step, _ in own[::2]] == ends_of(plan)
         assert all(0 <= b - a <= delay for (a, _), (b, _) in zip(own[::2], own[1::2], strict=True))
     found, _, _ = run_segments(averaging(mixing), segments)
     # A mean is an outer step of rate 1, which rounds once more.

@@ -56,7 +56,7 @@ TAKE_KEYS = {
     "loss": lambda key: ordering.per_example_grads(
         lambda p, x, key: p * x.sum() * jax.random.normal(key)
     )(jnp.ones(()), jnp.asarray(ROWS[0]), key=key),
-    "echo": lambda key: echo.bernoulli(0.5, total_steps=40, key=key).marked,
+    "echo": lambda key: echo.bernoulli(0.5, total_steps=40, key=key).load_steps,
     "model": lambda key: models.lenet().init(key),
 }  # fmt: skip
 

@@ -11,6 +11,7 @@ from experiments.study.arms import TABLES, Arm, arm_of, parsed, row_of
 from experiments.tasks import TASKS
 from experiments.training import config
 from local_opt import Rounds
+from tests.problems import ends_of
 from tests.words import all_rows, further
 
 
@@ -139,14 +140,14 @@ def test_words_of_the_outer_optimizer():
 def test_aligned_rules_end_rounds_with_epochs():
     given = own(60, 14, floor=1e-3, growth=1.0, h_base=4, warmup_steps=0)  # epochs of 7 loads
     halves = {*range(7, 120, 7), *range(4, 120, 7), 120}
-    ends = row_of("sync", "constant+half").plan(given).ends.tolist()
+    ends = ends_of(row_of("sync", "constant+half").plan(given))
     assert set(ends) < halves and ends[:6] == [4, 11, 14, 18, 21, 25]  # of 4, 8, 12, 16, 20, 24
     for name in ("qsr", "constant"):
-        ends = row_of("sync", f"{name}+epoch").plan(given).ends
-        assert not (ends[:-1] % 7).any() and len(ends) < row_of("sync", name).plan(given).rounds
+        starts = row_of("sync", f"{name}+epoch").plan(given).starts
+        assert not (starts % 7).any() and len(starts) < row_of("sync", name).plan(given).rounds
     # Of an echoed run, seven loads: no round ends before the last use of the seventh.
     plan = row_of("echo", "fixed").make(given)
-    ends = row_of("sync", "qsr+epoch").plan(given._replace(fresh=plan.fresh)).ends
-    assert given.echo_factor == 4 and not (ends[:-1] % 28).any()
+    starts = row_of("sync", "qsr+epoch").plan(given._replace(fresh=plan.fresh)).starts
+    assert given.echo_factor == 4 and not (starts % 28).any()
     with pytest.raises(ValueError, match="needs an epoch's loads: use a study"):
         row_of("sync", "qsr+half").plan(given._replace(loads_per_epoch=None))
