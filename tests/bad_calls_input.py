@@ -1,5 +1,8 @@
 """The calls of `ordering.data` and `ordering.echo`: valid arguments, and bad ones for each."""
 
+import importlib
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -99,6 +102,10 @@ DEALT = {**SIZES, "orders": Arg(np.arange(12).reshape(2, 6), NO_ORDERS[:6]), "to
 SHARDINGS = [3, "cpu", THING, jax.P("worker"), {"x": 3}, jax.devices]
 
 
+def tf_data():
+    return importlib.import_module("tensorflow").data.Dataset
+
+
 def loaded(batches=batches, **args):
     with ordering.data.prefetch_to_device(made(batches), **args) as loader:
         return first(loader)
@@ -131,6 +138,13 @@ CALLS |= {
                        sharding=Arg(None, SHARDINGS), first_load=0),
     "tf_dataset": call(lambda **args: list(ordering.data.tf_dataset(**args)),
                        source=Arg(SOURCE, NO_SOURCES), indices=Arg(np.arange(4), NO_INDICES)),
+    "reordered": call(
+        lambda dataset, indices: list(ordering.data.reordered(
+            dataset() if inspect.isfunction(dataset) else dataset, indices)),
+        dataset=Arg(lambda: tf_data().range(12), [
+            *NO_SOURCES, SOURCE, lambda: tf_data().range(12).repeat(), lambda: tf_data().range(0),
+            lambda: tf_data().range(12).filter(lambda i: i > 0)]),
+        indices=Arg(np.arange(4), NO_INDICES)),
     "read_epochs": call(
         epochs, source=Arg(SOURCE, [
             {"x": np.ones(3)}, lambda o: [np.ones(2)], lambda o, s, e: None, lambda o, s, e: 3,

@@ -11,11 +11,11 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ordering.base import State
-from ordering.data.loader import Loader, LoadError
+from ordering.data.loader import LoadError, Prefetch
 from syncopate.unstable import multihost_utils
 
 # (orders from a step on, that step, the epoch, the number of the first batch) -> its loader
-Load = Callable[[np.ndarray, int, int, int], Loader]
+Load = Callable[[np.ndarray, int, int, int], Prefetch]
 
 
 class Sizes(NamedTuple):
@@ -51,7 +51,7 @@ class EpochBatches:
             self._first + sizes.steps(sizes.num_units - unit),
         )
         self.opened = self.step
-        self._loaders: collections.deque[tuple[int, Loader]] = collections.deque()  # and its end
+        self._loaders: collections.deque[tuple[int, Prefetch]] = collections.deque()  # and its end
 
     @property
     def unit(self) -> int:
@@ -78,15 +78,15 @@ class EpochBatches:
             self._loaders.append((stop, self._load(part, self.opened, self.epoch, number)))
             self.opened = stop
 
-    def loader(self) -> Loader | None:
+    def loader(self) -> Prefetch | None:
         """The loader of the next batch, if there is one yet."""
         while self._loaders and self._loaders[0][0] <= self.step:
             self._loaders.popleft()
         return self._loaders[0][1] if self._loaders else None
 
-    def wait(self) -> Loader:
+    def wait(self) -> Prefetch:
         """The loader, which has the next batch; raises what `next` would raise."""
-        loader = cast(Loader, self.loader())
+        loader = cast(Prefetch, self.loader())
         try:
             loader.wait()
         except StopIteration:

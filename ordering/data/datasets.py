@@ -58,12 +58,7 @@ def tf_dataset(
     """
     examples = as_source(source)
     indices = check_indices(indices, len(examples))
-    try:
-        import tensorflow as tf
-    except ImportError as error:
-        raise ImportError(
-            f"tf_dataset needs TensorFlow, which cannot be imported: {install('data')}."
-        ) from error
+    tf = _tensorflow("tf_dataset")
 
     def kind(leaf):
         try:
@@ -99,6 +94,115 @@ def tf_dataset(
     make = tf.autograph.experimental.do_not_convert(make)
     parts = tf.data.Dataset.range(0, indices.size, READ_AT_ONCE)
     return parts.map(make, tf.data.AUTOTUNE, deterministic=True).unbatch()
+
+
+def _tensorflow(name: str) -> Any:
+    try:
+        import tensorflow as tf
+    except ImportError as error:
+        raise ImportError(
+            f"{name} needs TensorFlow, which cannot be imported: {install('data')}."
+        ) from error
+    return tf
+
+
+def reordered(
+    dataset: "tf.data.Dataset", indices: Int[ArrayLike, "n"] | Sequence[int]
+) -> "tf.data.Dataset":
+    """The examples of a finite `tf.data.Dataset` in another order, one by one.
+
+    Element i is element `indices[i]` of the dataset. It takes the place of
+    `dataset.shuffle(...).repeat()`; the `map`, `batch` and `prefetch` behind it stay.
+
+    The call reads the dataset and holds its examples as tensors, as `dataset.cache()` does: in the
+    memory of all of them, and while it reads in twice as much. So random maps belong behind it, and
+    large images are decoded behind it.
+
+    Args:
+      dataset: of N examples, whose cardinality is known: a tree (dict, tuple, NamedTuple) of dense
+        tensors, also of texts; all examples have the same shapes, and come in the same sequence
+        whenever they are read.
+      indices: as in `tf_dataset`: int[n] in [0, N).
+
+    Returns:
+      A `tf.data.Dataset` of one epoch, with the structure and the types of the examples.
+
+    Raises:
+      ValueError: for a dataset that is not finite, empty, of unknown cardinality, of ragged or
+        sparse tensors or of several shapes, or that is shuffled; for indices that do not fit.
+      ImportError: if TensorFlow is not installed.
+
+    Examples:
+      >>> import tensorflow as tf
+      >>> from syncopate import ordering
+      >>> dataset = tf.data.Dataset.range(5).map(lambda i: {"i": i, "square": i**2})
+      >>> for example in ordering.data.reordered(dataset, [4, 0]).as_numpy_iterator():
+      ...     print(int(example["i"]), int(example["square"]))
+      4 16
+      0 0
+    """
+    tf = _tensorflow("reordered")
+    size = _check_finite(tf, dataset)
+    indices = check_indices(indices, size)
+    with tf.device("/CPU:0"):
+        examples = _in_memory(tf, dataset, size)
+        rows = lambda part: tf.nest.map_structure(lambda x: tf.gather(x, part), examples)  # noqa: E731
+        parts = tf.data.Dataset.from_tensor_slices(indices).batch(READ_AT_ONCE)
+        parts = parts.map(
+            tf.autograph.experimental.do_not_convert(rows), tf.data.AUTOTUNE, deterministic=True
+        )
+        known = tf.data.experimental.assert_cardinality(indices.size)
+        return parts.unbatch().apply(known)
+
+
+def _check_finite(tf: Any, dataset: Any) -> int:
+    """N of a finite dataset of dense tensors; raises ValueError for another."""
+    if not isinstance(dataset, tf.data.Dataset):
+        raise ValueError(
+            f"dataset is a {type(dataset).__name__}: pass a tf.data.Dataset, or give what has "
+            "source[i] to tf_dataset(source, indices)."
+        )
+    for path, spec in jax.tree_util.tree_leaves_with_path(dataset.element_spec):
+        if not isinstance(spec, tf.TensorSpec):
+            raise ValueError(
+                f"dataset{jax.tree_util.keystr(path)} is a {type(spec).__name__}: make dense "
+                "tensors in a map in front, as x.to_tensor(shape=...) or tf.sparse.to_dense(x)."
+            )
+    size = int(dataset.cardinality())
+    if size == tf.data.INFINITE_CARDINALITY:
+        raise ValueError(
+            "dataset repeats for ever: leave out repeat(), as every epoch has an order of its own."
+        )
+    if size == tf.data.UNKNOWN_CARDINALITY:
+        raise ValueError(
+            "dataset does not know how many examples it has: write "
+            "dataset.apply(tf.data.experimental.assert_cardinality(n)) in its place, for n of them."
+        )
+    if size == 0:
+        raise ValueError("dataset is empty: pass at least one example.")
+    return size
+
+
+def _in_memory(tf: Any, dataset: Any, size: int) -> Any:
+    """The examples as one tree of tensors [N, ...]; ValueError if they come in another sequence."""
+    few = min(size, READ_AT_ONCE)
+    try:
+        examples = dataset.batch(size).get_single_element()
+        again = dataset.take(few).batch(few).get_single_element()
+    except tf.errors.InvalidArgumentError as error:
+        if "different shapes" not in f"{error}":
+            raise
+        raise ValueError(
+            "dataset has examples of several shapes: pad or cut them in a map in front, and decode "
+            f"images behind it. {error.message}"
+        ) from None
+    as_bytes = lambda x: tf.io.serialize_tensor(x[:few]).numpy()  # noqa: E731
+    if jax.tree.map(as_bytes, examples) != jax.tree.map(as_bytes, again):
+        raise ValueError(
+            "dataset gives other examples when it is read again: leave out shuffle and "
+            "shuffle_files, and put maps that draw random numbers behind reordered."
+        )
+    return examples
 
 
 class _Reads:

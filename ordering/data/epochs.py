@@ -14,7 +14,7 @@ from jaxtyping import Key, PyTree
 from ordering import base
 from ordering.base import Ordering, Scope, State
 from ordering.data.batches import Load, Reader, Sizes, epoch_of, of_process
-from ordering.data.loader import Loader, check_steps, prefetch_to_device, representable
+from ordering.data.loader import Prefetch, check_steps, prefetch_to_device, representable
 from ordering.data.place import ReadState, check_place, check_state, key_data, restored
 from ordering.data.reading import reading
 from ordering.data.sources import as_source
@@ -236,7 +236,7 @@ def read_epochs(
     return Epochs(load, Sizes(num_units, window), order, scope, place, num_epochs, ahead)
 
 
-def on_devices(batches: Iterable, sharding: Any, **options: Any) -> Loader:
+def on_devices(batches: Iterable, sharding: Any, **options: Any) -> Prefetch:
     """`prefetch_to_device`, also over the devices of several processes."""
     if getattr(sharding, "is_fully_addressable", True):
         return prefetch_to_device(batches, sharding=sharding, **options)

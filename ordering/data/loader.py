@@ -43,8 +43,12 @@ def said(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}".rstrip(".: ")
 
 
-class Loader(Iterator, contextlib.AbstractContextManager):
-    """An iterator of batches on the device; see `prefetch_to_device`."""
+class Prefetch(Iterator, contextlib.AbstractContextManager):
+    """What `prefetch_to_device` returns: an iterator of batches on the device, as a context.
+
+    Attributes:
+      close: a function without arguments, which ends the thread.
+    """
 
     def __init__(self, shared: "_Shared", thread: threading.Thread, first_load: int, timeout: Any):
         self._shared, self._load, self._timeout = shared, first_load, timeout
@@ -100,7 +104,7 @@ def prefetch_to_device(
     timeout: float | None = None,
     sharding: jax.sharding.Sharding | PyTree | None = None,
     first_load: int = 0,
-) -> Loader:
+) -> Prefetch:
     """Loads batches and copies them to the device on a thread, during the steps before them.
 
     The queue holds `depth` finished batches. The thread holds one more, which it loads or for
@@ -115,8 +119,8 @@ def prefetch_to_device(
       first_load: number of the first batch in messages, for a resumed run.
 
     Returns:
-      A `Loader`: an iterator and context manager. `ready()` tells whether the next batch is on the
-      device; `close()` ends the thread.
+      A `Prefetch`: an iterator and context manager. `ready()` tells whether the next batch is on
+      the device; `close()` ends the thread.
 
     Raises:
       ValueError: for batches that are no iterable, or a depth, timeout or first_load out of range.
@@ -147,7 +151,7 @@ def prefetch_to_device(
     args = iter(batches), sharding, shared, carried_settings()
     thread = threading.Thread(target=_work, args=args, daemon=True)
     thread.start()
-    return Loader(shared, thread, first_load, timeout)
+    return Prefetch(shared, thread, first_load, timeout)
 
 
 def carried_settings() -> Callable[[], contextlib.AbstractContextManager]:

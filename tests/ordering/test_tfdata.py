@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import ordering
-from ordering.data import datasets, read_epochs, step_indices, tf_dataset
+from ordering.data import datasets, read_epochs, reordered, step_indices, tf_dataset
 from tests.sources import SIZES, Examples, assert_same, epoch_of
 
 tf = None  # imported where it is used: every process of the tests collects this file
@@ -204,5 +204,87 @@ def test_examples_that_do_not_fit_together(source, indices, message):
 
 def test_without_tensorflow(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorflow", None)
-    with pytest.raises(ImportError, match=r"pip install 'syncopate-jax\[data\]'"):
-        tf_dataset(np.arange(3), [0])
+    for name, make in ("tf_dataset", tf_dataset), ("reordered", reordered):
+        with pytest.raises(ImportError, match=rf"{name} .*pip install 'syncopate-jax\[data\]'"):
+            make(np.arange(3), [0])
+
+
+def finite(size):
+    """A dataset of nested examples of many types, some of which its maps make."""
+    rng = np.random.default_rng(0)
+    texts = [rng.bytes(i % 4) + b"\0" for i in range(size)]
+    arrays = {"image": rng.normal(size=(size, 2, 3)), "pair": (np.arange(size) % 3 == 0, texts)}
+    numbers = tf.data.Dataset.range(size).map(lambda i: Pair(i, tf.cast(i, tf.bfloat16)))
+    return tf.data.Dataset.zip((tf.data.Dataset.from_tensor_slices(arrays), numbers))
+
+
+@pytest.mark.parametrize("size", [1, 64, 150])
+def test_a_finite_dataset_in_another_order(size):
+    """More or fewer examples than are taken at once, some of them twice."""
+    dataset, indices = finite(size), np.random.default_rng(1).integers(0, size, size + 3)
+    examples = list(dataset.as_numpy_iterator())
+    found = reordered(dataset, indices)
+    assert found.element_spec == dataset.element_spec and found.cardinality() == size + 3
+    assert_same_or_texts(list(found.as_numpy_iterator()), [examples[i] for i in indices])
+    assert list(reordered(dataset, [])) == []
+
+
+def assert_same_or_texts(found, wanted):
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert type(x) is type(y) and getattr(x, "dtype", None) == getattr(y, "dtype", None)
+        assert np.array_equal(x, y)
+
+
+def test_it_takes_the_place_of_a_shuffle_in_a_pipeline():
+    """It is read once when it is made, and a pipeline goes on from any step."""
+    order, found, begun = ordering.random_reshuffling(14, units_per_step=4), [], []
+
+    def examples():
+        begun.append(len(begun))
+        yield from range(14)
+
+    counted = tf.data.Dataset.from_generator(examples, output_signature=tf.TensorSpec((), tf.int32))
+    counted = counted.apply(tf.data.experimental.assert_cardinality(14))
+
+    def pipeline(indices, first_step, epoch):
+        return reordered(counted, indices).map(lambda x: 10 * x).batch(4)
+
+    with read_epochs(pipeline, order, jax.random.key(0), num_epochs=1) as reads:
+        orders = np.asarray(reads.order_state.current)
+        found += next(reads).tolist()
+        saved = reads.state()
+    assert len(begun) == 2, "all examples, and the first ones again"
+    with read_epochs(pipeline, order, jax.random.key(0), num_epochs=1, state=saved) as reads:
+        found += [x for batch in reads for x in batch.tolist()]
+    assert found == (10 * orders).tolist()
+
+
+REFUSED = {
+    "array": (lambda: np.arange(3), "dataset is a ndarray: pass a tf.data.Dataset, or give"),
+    "endless": (lambda: tf.data.Dataset.range(3).repeat(), "repeats for ever: leave out repeat"),
+    "unknown": (lambda: tf.data.Dataset.range(3).filter(lambda i: i > 0),
+                r"write dataset.apply\(tf.data.experimental.assert_cardinality\(n\)\)"),
+    "empty": (lambda: tf.data.Dataset.range(0), "dataset is empty"),
+    "ragged": (lambda: tf.data.Dataset.from_tensors({"x": tf.ragged.constant([[1], []])}),
+               r"dataset\['x'\] is a RaggedTensorSpec: make dense .*to_tensor"),
+    "nested": (lambda: tf.data.Dataset.range(4).window(2), "dataset is a DatasetSpec: make dense"),
+    "none": (lambda: tf.data.Dataset.from_tensors((1, None)), r"dataset\[1\] is a NoneTensorSpec"),
+    "shapes": (lambda: tf.data.Dataset.range(3).map(tf.range), "of several shapes: pad or cut"),
+    "shuffled": (lambda: tf.data.Dataset.range(99).shuffle(99), "when it is read again: leave out"),
+    "random": (lambda: tf.data.Dataset.range(3).map(lambda i: tf.random.uniform([3])),
+               "put maps that draw random numbers behind"),
+    "batches": (lambda: tf.data.Dataset.range(6).batch(3), "index 2 is out of .* 2 examples"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("make,message", REFUSED.values(), ids=REFUSED)
+def test_datasets_without_an_order(make, message):
+    with pytest.raises(ValueError, match=message):
+        reordered(make(), [2, 0])
+
+
+def test_errors_of_a_dataset_stay_its_own():
+    checked = tf.data.Dataset.range(3).map(lambda i: tf.debugging.check_numerics(1 / i, "no rate"))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="no rate"):
+        reordered(checked, [0])
