@@ -14,8 +14,8 @@ from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from local_opt.replication import ARRAYS, fold_in_workers, spec_of
-from local_opt.workers import wide_type
+from local_opt.replication import fold_in_workers, spec_of
+from local_opt.workers import LEAVES, wide_type
 from syncopate.mesh import is_key, names_of, typed_key
 from syncopate.workers import count_of
 
@@ -168,7 +168,7 @@ def _split(tree, words, known, root="") -> tuple[_Skeleton, dict[str, list]]:
     arrays, names, rest = {word: [] for word in known}, [], []
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     for (path, x), word in zip(leaves, words, strict=True):
-        is_array = isinstance(x, ARRAYS | NUMBERS if word in REDUCE else ARRAYS)
+        is_array = isinstance(x, LEAVES | NUMBERS if word in REDUCE else LEAVES)
         names.append((root + jax.tree_util.keystr(path)).removeprefix("."))
         rest.append(None if is_array else (type(x), x))
         if is_array:
@@ -186,7 +186,7 @@ def _words(in_specs, args, kwargs) -> list[str]:
     words = _broadcast("in_specs", in_specs, args)
     for (path, x), word in zip(jax.tree.leaves_with_path(args), words, strict=True):
         needed = word == "key" or (word != "replicated" and len(path) == 1)
-        if needed and not isinstance(x, ARRAYS):
+        if needed and not isinstance(x, LEAVES):
             raise ValueError(
                 f"args{jax.tree_util.keystr(path)} is {x!r}, and {word!r} in in_specs: pass an "
                 "array, or say 'replicated'."

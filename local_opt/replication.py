@@ -1,7 +1,6 @@
 """The same state for all workers."""
 
 import functools
-import sys
 import warnings
 from typing import Any
 
@@ -12,11 +11,10 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Key, PyTree
 
-from local_opt.workers import check_synced
+from local_opt.workers import check_synced, is_module, joined, parted
 from syncopate.mesh import is_key, is_legacy, name_of
 from syncopate.workers import count_of
 
-ARRAYS = jax.Array | np.ndarray | np.generic
 KEYS = (None, "fold", "copy")
 
 
@@ -91,14 +89,13 @@ def replicate(
 
 def _counters(tree):
     """The tree with arrays in place of whole numbers, without those of equinox' modules: sizes."""
-    module = getattr(sys.modules.get("equinox"), "Module", ())
 
     def number(x):
         if isinstance(x, bool) or not isinstance(x, int):
             return x
         return jnp.asarray(x, jnp.result_type(x))  # not a weak type, which the first step changes
 
-    return jax.tree.map(number, tree, is_leaf=lambda x: isinstance(x, module))
+    return jax.tree.map(number, tree, is_leaf=is_module)
 
 
 def _spread(tree, count, mesh, axis_name, *, folds=False):
@@ -130,19 +127,6 @@ def _repeat(count, folds, places):
         return list(map(fold_in_workers, arrays)) if folds else arrays
 
     return jax.jit(repeat, out_shardings=None if places is None else list(places))
-
-
-def parted(tree: PyTree) -> tuple[PyTree, PyTree]:
-    """The tree's arrays, and its other leaves; None in place of the other kind."""
-    arrays = jax.tree.map(lambda x: x if isinstance(x, ARRAYS) else None, tree)
-    return arrays, jax.tree.map(lambda x: None if isinstance(x, ARRAYS) else x, tree)
-
-
-def joined(arrays: PyTree, rest: PyTree) -> PyTree:
-    """The inverse of `parted`."""
-    return jax.tree.map(
-        lambda x, other: other if x is None else x, arrays, rest, is_leaf=lambda x: x is None
-    )
 
 
 def fold_in_workers(keys: Key[Array, "W ..."]) -> Key[Array, "W ..."]:

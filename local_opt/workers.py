@@ -1,5 +1,6 @@
 """Where workers are, what must be equal on all of them, and one model from those of all."""
 
+import sys
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from syncopate.unstable import axis_names
 from syncopate.workers import axis_of
 
 AxisName = str | tuple[str, ...] | None  # None is the only one in scope
+LEAVES = jax.Array | np.ndarray | np.generic  # that are arrays
 ARRAYS = "pass arrays alone, without texts and the arrays of other libraries."
 TRAINED = "only floating parameters can be trained and averaged. Keep it outside the parameters."
 
@@ -25,7 +27,8 @@ def mean_over_workers(tree: PyTree) -> PyTree:
 
     x_bar = x_0 + 1/W sum_w (x_w - x_0) in float32, cast back: the mean of equal numbers is that
     number. Leaves that are not floating are worker 0's. NumPy arrays of 64 bits are averaged in
-    NumPy and keep their type.
+    NumPy and keep their type. What is no array in a module of equinox passes through: its sizes and
+    activations.
 
     The mean of averages that workers keep of their own parameters is the average of the mean
     parameters, whatever a sync does: averages are linear.
@@ -54,8 +57,12 @@ def mean_over_workers(tree: PyTree) -> PyTree:
         x = jnp.asarray(x)
         return _mean(x) if floating else first(x)
 
-    check_leading(tree, "worker")
-    return jax.tree.map(mean, tree)
+    def of_modules(part):
+        return lambda x: (parted(x) if is_module(x) else (x, None))[part]
+
+    arrays, rest = (jax.tree.map(of_modules(part), tree, is_leaf=is_module) for part in (0, 1))
+    check_leading(arrays, "worker")
+    return joined(jax.tree.map(mean, arrays), rest)
 
 
 def check_synced(
@@ -158,6 +165,24 @@ def first(x: jax.Array) -> jax.Array:
         own = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0, out_sharding=where) == 0
         return jnp.sum(jnp.where(own, wide, jnp.zeros_like(wide)), axis=0).astype(x.dtype)
     return wide[0].astype(x.dtype)
+
+
+def parted(tree: PyTree) -> tuple[PyTree, PyTree]:
+    """The tree's arrays, and its other leaves; None in place of the other kind."""
+    arrays = jax.tree.map(lambda x: x if isinstance(x, LEAVES) else None, tree)
+    return arrays, jax.tree.map(lambda x: None if isinstance(x, LEAVES) else x, tree)
+
+
+def joined(arrays: PyTree, rest: PyTree) -> PyTree:
+    """The inverse of `parted`."""
+    return jax.tree.map(
+        lambda x, other: other if x is None else x, arrays, rest, is_leaf=lambda x: x is None
+    )
+
+
+def is_module(x: Any) -> bool:
+    """Whether this is a module of equinox, whose leaves may be sizes and functions."""
+    return isinstance(x, getattr(sys.modules.get("equinox"), "Module", ()))
 
 
 def in_scope(axis_name: Any) -> Any:

@@ -374,6 +374,7 @@ def test_sizes_of_an_equinox_module_stay_whole_numbers():
     class Cell(eqx.Module):
         size: int
         w: Any
+        activation: Any = jnp.tanh
 
         def __call__(self, x):
             return jnp.zeros(self.size) + self.w * x
@@ -386,6 +387,8 @@ def test_sizes_of_an_equinox_module_stay_whole_numbers():
     assert eqx.filter_jit(run)(cell, jnp.arange(4.0)).tolist() == [[w] * 3 for w in range(W)]
     again = local_opt.map_workers(lambda cell: cell, W, in_specs="worker", out_specs="worker")
     assert type(eqx.filter_jit(again)(cell).size) is int
+    one = local_opt.mean_over_workers(tree)["net"]["cell"]
+    assert type(one.size) is int and one.activation is jnp.tanh and one.w.shape == ()
 
 
 @by_kind
