@@ -12,13 +12,13 @@ import os
 import pathlib
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from absl import flags
 
 from experiments.cluster import entry, files, lock
-from experiments.results import archive, plots, records, tables
-from experiments.results.statistics import Comparison
+from experiments.results import archive, plots, records, statistics, tables
+from experiments.results.statistics import Comparison, Criterion
 from syncopate.command import experiments
 
 TABLE = "table.md"
@@ -75,6 +75,18 @@ def write(comparison: Comparison, study, folder: str, title: str) -> str:
     texts = {name: "\n\n".join(parts) for name, parts in texts.items()}
     question = experiments().get(study.name, "").partition(" (")[0]
     return write_all(folder, title, texts, pictures, (question, tables.answer(comparison)))
+
+
+def write_run(rows: Sequence[Mapping], label: str, folder: str, title: str) -> str:
+    """Writes a table, a picture and report.html of the records of one run. Returns its result."""
+    known = any(statistics.ABOVE in row for row in rows)
+    criterion = Criterion(statistics.ABOVE if known else statistics.LOSS)
+    compared = statistics.compare(rows, {"run": label}, criterion)
+    draw = functools.partial(plots.comparison, compared, plots.RUN_PANELS)
+    told = tables.result(rows[-1])
+    texts, pictures = {"table_run.md": tables.course(rows)}, {"run.png": draw}
+    write_all(folder, title, texts, pictures, (label, told))
+    return told
 
 
 @contextlib.contextmanager
@@ -134,7 +146,7 @@ def _body(folder, title, texts, drawn, asked) -> Iterator[str]:
         words = name.removesuffix(".md").removeprefix("table").strip("_").replace("_", " ")
         words = html.escape(words[:1].upper() + words[1:] or "Comparison")
         yield f"<h2>{words}</h2>\n{parser.render(text)}"
-    yield f"<p>{INTERVALS}</p>"
+    yield f"<p>{INTERVALS}</p>" * any("±" in text or "arrive" in text for text in texts.values())
     yield from map(_picture, drawn)
     yield f"<h2>Command</h2>\n<pre>{html.escape(command_line())}</pre>"
     for path in filter(pathlib.Path.exists, (folder / name for name in SHOWN)):

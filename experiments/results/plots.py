@@ -53,6 +53,7 @@ SYNC_PANELS = (
     Panel("train/loss", ("step", "seconds")),
     Panel("drift", ("step", "rounds")),
 )
+RUN_PANELS = tuple(Panel(name, ("step",)) for name in ("objective", "metric", "drift"))
 ECHO_PANELS = (Panel("metric", ("loads", "step")), Panel("metric", ("seconds", "rounds")))
 COMBINED_PANELS = (
     Panel("objective", ("step", "loads", "allreduces", "seconds")),
@@ -113,7 +114,9 @@ def comparison(
     at = "" if speed is None else f", R = {speed:g}"
     if rows[0].fastest:  # the legend says at which rates
         return save(figure, path, f"{title}{at}: {many}")
-    told = textwrap.fill(f"each at its own best learning rate, {many}", int(12 * size[0]))
+    several = any(len(own.tried) > 1 for own in shown.values())
+    best = "each at its own best learning rate, " * several
+    told = textwrap.fill(f"{best}{many}", int(12 * size[0]))
     save(figure, path, f"{title}{at}\n{told}")
 
 

@@ -5,11 +5,12 @@ not slow), learning_rate, seed, phase ("run", or "tune" and then "report"), step
 rounds, allreduces, seconds, scalars named PART/NAME ("train/loss", "train/above_optimum",
 "train/batch_loss", "valid/accuracy", "test/loss", "bound/linf", "drift"), and in the
 last record of a run "ended": true, "diverged": null or the message, and "load_steps" where echoing
-was measured. With --average also PART/NAME/averaged of the "average" with the least training loss.
-Where "train/loss" is that of the first training examples alone there are "train_examples", their
-number. Where seconds say nothing, for loads were not waited for or another run shared the device,
-there is "timed": false. With --survive "living" are the workers whose processes live. A scalar
-that is null was measured and is not finite: NaN or infinite.
+was measured. "allreduces" is what a worker has sent, in all-reduces of the parameters: also parts
+of one, for an order or compressed. With --average also PART/NAME/averaged of the "average" with the
+least training loss. Where "train/loss" is that of the first training examples alone there are
+"train_examples", their number. Where seconds say nothing, for loads were not waited for or another
+run shared the device, there is "timed": false. With --survive "living" are the workers whose
+processes live. A scalar that is null was measured and is not finite: NaN or infinite.
 
 metrics.sha256 holds a hash of every line of metrics.jsonl, so that a changed line is noticed.
 Of several processes all read, and process 0 alone writes.
@@ -254,6 +255,7 @@ def numbers_of(record: Mapping) -> dict[str, float]:
 def console_line(record: Mapping) -> str:
     """The numbers of a record in one line, and which of its scalars are not finite."""
     numbers = {"step": record["step"]} | numbers_of(record)
-    words = [f"{k} {v:,}" if isinstance(v, int) else f"{k} {v:.4g}" for k, v in numbers.items()]
+    whole = lambda k, v: isinstance(v, int) or k == "allreduces"  # noqa: E731
+    words = [f"{k} {v:,.0f}" if whole(k, v) else f"{k} {v:.4g}" for k, v in numbers.items()]
     words += [f"{k} not finite" for k, v in record.items() if v is None and "/" in k]
     return "  ".join(words)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from experiments.results import statistics
-from experiments.results.frame import against, ends, measured, named, paired
+from experiments.results.frame import COSTS, against, ends, measured, named, paired
 from experiments.results.statistics import Chosen, Comparison, fastest, interval, volume
 from experiments.tasks.metrics import METRICS
 
@@ -22,7 +22,7 @@ LABELS = {
     "epoch": "epochs",
     "loads": "loads",
     "rounds": "communication rounds",
-    "allreduces": "sent, in all-reduces",
+    "allreduces": "sent, in all-reduces of the parameters",
     "seconds": "seconds of training",
 }
 
@@ -278,6 +278,38 @@ def show_bytes(number: float) -> str:
             return f"{number:.3g} {unit}"
         number /= 1000
     return f"{number:.3g} TB"
+
+
+# One run.
+def result(record: Mapping) -> str:
+    """What a record has of the test set, then of training: a sentence."""
+    found = [name for part in ("test/", "train/") for name in record if name.startswith(part)]
+    found = [name for name in found if name != "train/batch_loss"] or found
+    words = [f"{_whose(name)} {_one(name, record[name])}" for name in found]
+    return f"After {record['step']:,} steps: {', '.join(words)}."
+
+
+def course(rows: Sequence[Mapping]) -> str:
+    """The scalars and costs of a run at its first and last evaluation."""
+    first, last = rows[0], rows[-1]
+    names = sorted((name for name in last if "/" in name), key=lambda name: name.split("/")[0])
+    names += [name for name in ("drift", *COSTS) if name in last and name != "step"]
+    return markdown([
+        {"of the run": _whose(name)}
+        | {f"step {r['step']:,}": _one(name, r.get(name)) for r in (first, last)}
+        for name in names
+    ])  # fmt: skip
+
+
+def _whose(scalar: str) -> str:
+    return name_of(scalar) + " of averaged weights" * scalar.endswith(statistics.AVERAGED)
+
+
+def _one(name: str, value: float | None) -> str:
+    if value is None:
+        return "not finite"
+    whole = name in ("loads", "rounds", "allreduces")
+    return f"{value:,.0f}" if whole else f"{value:.4g}"
 
 
 # Sections of a report.

@@ -9,7 +9,7 @@ from absl import flags as absl_flags
 
 from experiments.cluster import agree, living, lock, processes, progress
 from experiments.cluster.agree import data_hash
-from experiments.results import records
+from experiments.results import page, records
 from experiments.study import flags
 from experiments.study.arms import arm_from_flags
 from experiments.study.cost import dry_run, traffic
@@ -55,7 +55,7 @@ def run(values: absl_flags.FlagValues) -> None:
         checkpoint.check_export(folder)
         built, plans, begun = _prepared(task, recipe, arm.rows, values, known)
         outcome = _train(task, recipe, arm, built, plans, values, folder, settings, begun, done)
-        _finish(outcome, built, plans, folder, values)
+        _finish(outcome, built, plans, folder, values, " + ".join(row.label for row in arm.rows))
 
 
 def _without_bounds(values, recipe):
@@ -153,7 +153,7 @@ def _train(task, recipe, arm, built, plans, values, folder, settings, begun, don
         return training_run.train(built, plans, watch, seed=values.seed, begun=begun, saving=saving)
 
 
-def _finish(outcome, built, plans, folder, values):
+def _finish(outcome, built, plans, folder, values, label):
     """What is written beside the records; SystemExit where the run has not come to its end."""
     # What was decided online is a plan too, as far as the run has come.
     echo = EchoPlan(list(outcome.decided), "measured") if plans.echo.online else plans.echo
@@ -167,12 +167,20 @@ def _finish(outcome, built, plans, folder, values):
     if outcome.diverged:
         sys.exit(outcome.diverged)
     checkpoint.export(folder, input.on_host(built.mean_params(outcome.state)))
-    last = records.found(folder)[-1]
-    found = [
-        f"{name} {value:.4g}"
-        for name, value in last.items()
-        if name.startswith(("train/", "test/"))
-    ]
-    processes.say(f"Result at step {last['step']:,}: {', '.join(found)}.")
+    rows = records.found(folder)
+    if processes.is_first():
+        title = f"{values.task}, {built.sizes.workers} workers"
+        print(page.write_run(rows, label, folder, title))
+        print(_sent(rows[-1]))
     processes.say(f"This took {training_run.told(outcome.seconds)}.")
-    processes.say(f"Written to {folder}: metrics, plans, checkpoints, model")
+    processes.say(f"Written to {folder}: report.html, metrics, plans, checkpoints, model")
+
+
+def _sent(record) -> str:
+    """What a worker has sent: sketches and compressed syncs are parts of an all-reduce."""
+    rounds, sent = record["rounds"], record["allreduces"]
+    order = " and for the order" * (sent > rounds)
+    return (
+        f"A worker has sent as much as {sent:,.0f} all-reduces of the parameters: in {rounds:,} "
+        f"syncs{order}."
+    )

@@ -355,9 +355,13 @@ def test_a_run_that_had_ended_says_so_and_shows_its_result(finished, tmp_path, c
     train_run(SAVED, folder)
     text = capsys.readouterr()
     assert f"The run in {folder} had come to its end, step 24." in text.out
-    assert f"Result at step 24: train/batch_loss {last['train/batch_loss']:.4g}, " in text.out
-    assert f"test/accuracy {last['test/accuracy']:.4g}" in text.out
-    assert "Compiling" not in text.err
+    result = f"After 24 steps: test accuracy {last['test/accuracy']:.4g}, train loss "
+    assert result in text.out and "Compiling" not in text.err
+    assert f"as {last['allreduces']:,.0f} all-reduces of the parameters: in " in text.out
+    report = (pathlib.Path(folder) / "report.html").read_text()
+    assert f"<strong>{result}" in report and "of averaged" not in report and "±" not in report
+    assert f"<td>loads</td>\n<td>6</td>\n<td>{last['loads']}</td>" in report
+    assert report.count('src="data:image/png;base64,') == 1
     versions = json.loads((pathlib.Path(folder) / "versions.json").read_text())
     assert versions["syncopate"] == syncopate.__version__
 
