@@ -212,8 +212,10 @@ def effect_of(claim: Claim, recorded: Mapping[str, Comparison]) -> Effect:
     else:
         change = 100 * np.expm1((-mean, -mean - half, half - mean))
         text = "{:#.4g} against {:#.4g}: {:+.3g} % ({:+.3g} to {:+.3g})".format(*pair, *change)
-    both = zip((claim.arm, claim.base), rows, strict=True)
-    rates = [_named(compared, claim, arm, of["learning_rate"].iloc[0]) for arm, of in both]
+    rates = []
+    for arm, of in zip((claim.arm, claim.base), rows, strict=True):
+        tried = () if claim.rate else statistics.runs_of(compared.records, arm, claim.speed)
+        rates.append(tables.marked(of["learning_rate"].iloc[0], tried))
     text += "; lr " + " and ".join(dict.fromkeys(rates))
     if cost:
         late = tuple(int(never[arm][values.index].sum()) for arm in (claim.arm, claim.base))
@@ -223,13 +225,6 @@ def effect_of(claim: Claim, recorded: Mapping[str, Comparison]) -> Effect:
     controls = CONTROLS.get((claim.arm, claim.base), ()) if mean - half > 0 else ()
     also = [f"{compared.arms[arm]} as well" for arm in controls if better(arm).mean() >= mean / 2]
     return Effect(values, text, ", ".join(also), late)
-
-
-def _named(compared: Comparison, claim: Claim, arm: str, rate: float) -> str:
-    """A rate, and whether it was chosen at an edge of those tried: a better one may lie beyond."""
-    tried = sorted(statistics.runs_of(compared.records, arm, claim.speed))
-    at_edge = claim.rate is None and len(tried) > 1 and rate in (tried[0], tried[-1])
-    return f"{rate:g}{' (edge)' * at_edge}"
 
 
 def looked(claim: Claim, effect: Effect, looks: int) -> str:

@@ -43,8 +43,9 @@ PAGE = """<!DOCTYPE html>
 """
 INTERVALS = (
     "± is the half width of the 95 % interval over seeds (Student's t); “2 of 5” counts the seeds "
-    "that arrive at all. A factor with ± is the arithmetic mean of the seeds' factors; one with "
-    "its interval in brackets, as “1.2 (1.1 to 1.3)”, is the geometric mean."
+    "that arrive at all. A factor with its interval in brackets, as “1.2 (1.1 to 1.3)”, is the "
+    "geometric mean of the seeds' factors. A rate is at an “edge” if it is the smallest or the "
+    "largest of those tried: a better one may lie beyond."
 )
 
 

@@ -56,16 +56,19 @@ def arm(head: str) -> Column:
     return Column(head, lambda comparison, own: own.label, always=True)
 
 
-def rate(head: str, *, edge: bool = True) -> Column:
-    """The arm's own learning rate; edge: mark the smallest and largest of those tried."""
+def rate(head: str) -> Column:
+    """The arm's own learning rate."""
 
     def cell(comparison, own):
-        if own.rate is None:
-            return "all diverge"
-        at_edge = edge and len(own.tried) > 1 and own.rate in (own.tried[0], own.tried[-1])
-        return f"{own.rate:g}{' (edge)' * at_edge}"
+        return "all diverge" if own.rate is None else marked(own.rate, own.tried)
 
     return Column(head, cell, always=True)
+
+
+def marked(rate: float, tried: Iterable[float]) -> str:
+    """A learning rate, and whether it is at an edge of those tried: a better one may lie beyond."""
+    tried = sorted(tried)
+    return f"{rate:g}{' (edge)' * (len(tried) > 1 and rate in (tried[0], tried[-1]))}"
 
 
 def mean(head, form: str, values: Callable, word: str = "") -> Column:
@@ -113,14 +116,14 @@ def own_rate(head: str) -> Column:
 
     def cell(comparison, own):
         known = math.isfinite(statistics.target_of(comparison))
-        return f"{fastest(comparison, own.arm)[0]:g}" if known else "-"
+        return marked(fastest(comparison, own.arm)[0], own.tried) if known else "-"
 
     return Column(head, cell)
 
 
 def _times_fewer(comparison, own):
-    found = np.exp(against(comparison, own, "to epoch", "fastest", ratio=True))
-    return found if np.isfinite(found).all() and found.all() else ()
+    logs = against(comparison, own, "to epoch", "fastest", ratio=True)
+    return times(logs) if len(logs) and np.isfinite(logs).all() else "-"
 
 
 def _lowest(comparison, own):
@@ -131,19 +134,19 @@ FIRST_ORDER_COLUMNS = (
     arm("order"),
     end(lambda c: f"epochs to {c.baseline().label}'s best", "to epoch", "{:.0f}", rate="fastest"),
     own_rate("at lr"),
-    mean("times fewer", "{:.1f}", _times_fewer),
+    Column("times fewer", _times_fewer),
     mean(lambda c: f"lowest {name_of(c.criterion.scalar)}", "{:.1e}", _lowest),
-    rate("reached at lr", edge=False),
+    rate("reached at lr"),
 )
 ORDER_COLUMNS = (
     arm("order"),
-    rate("best lr", edge=False),
+    rate("best lr"),
     mean(lambda c: f"best {name_of(c.criterion.scalar)}", "{:.2e}", _lowest),
     end(lambda c: f"epochs to {c.baseline().label}'s best, its lr", "to epoch", "{:.0f}",
         rate="baseline"),
     own_rate("own lr"),
     end("epochs, own lr", "to epoch", "{:.0f}", rate="fastest"),
-    mean("times fewer", "{:.1f}", _times_fewer),
+    Column("times fewer", _times_fewer),
     end("seconds, own lr", "to seconds", "{:.2f}", rate="fastest"),
     metric("{:.4f}"),
     end("last bound L∞", "bound/linf", "{:.2f}"),
@@ -409,10 +412,10 @@ def _gains(comparison, own) -> Mapping[str, str]:
         fewer = times(paired(both, own.arm, base.arm, "value", ratio=True))
     return {
         "at the end": own.label, "weights": "last" if plain == scalar else "averaged",
-        "lr": f"{own.rate:g}", "seeds": f"{len(own.runs)}",
+        "lr": marked(own.rate, own.tried), "seeds": f"{len(own.runs)}",
         name_of(scalar): show([statistics.last(run, scalar) for run in own.runs.values()], form),
         column.head(comparison): column.cell(comparison, own),
-        "times fewer epochs at this lr (geometric mean)": fewer,
+        "times fewer epochs at this lr": fewer,
     }  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """What pages say is there: names, links, files, tables, and the commands that CI runs."""
 
+import importlib.util
 import inspect
 import pathlib
 import pkgutil
@@ -14,6 +15,7 @@ import yaml
 import local_opt
 import ordering
 from experiments.study.arms import TABLES
+from tests import commands
 from tests.installed import module_of
 from tests.public import PACKAGES, packages
 
@@ -101,6 +103,35 @@ def test_pictures_stand_on_a_page_with_the_command_that_draws_them(tmp_path):
     command = [sys.executable, "-m", "docs.pictures", "outer_muon.png", f"--folder={tmp_path}"]
     subprocess.run(command, cwd=ROOT, check=True)
     assert (tmp_path / "outer_muon.png").stat().st_size > 20_000
+
+
+def _flags(module):
+    """What a command may be called with: the flags of an experiment, the text of a benchmark."""
+    if module.startswith("experiments"):
+        return {*commands.flags_of(importlib.import_module(module)), "flagfile"}
+    return (ROOT / f"{module.replace('.', '/')}.py").read_text()
+
+
+def test_commands_on_pages_exist_or_say_in_their_line_at_which_commit_they_ran():
+    folders = ("docs", "experiments", "examples", "benchmarks")
+    pages = [
+        *ROOT.glob("*.md"),
+        *(page for name in folders for page in ROOT.glob(f"{name}/**/*.md")),
+    ]
+    pattern = r"python -m ((?:experiments|benchmarks)\.[a-z_]+)\b((?: [^`#\s]+)*)"
+    found = [
+        (page.name, *each)
+        for page in pages for line in page.read_text().split("\n") if "at commit" not in line
+        for each in re.findall(pattern, line)
+    ]  # fmt: skip
+    assert found
+    lost = [each for each in found if importlib.util.find_spec(each[1]) is None]
+    for page, module, arguments in (each for each in found if each not in lost):
+        known = _flags(module)
+        for name, value in re.findall(r"--(?:no)?(\w+)(?:=(\w+))?", arguments.split(" -- ")[0]):
+            lost += [(page, module, name)] * (name not in known)
+            lost += [(page, module, value)] * (name == "part" and value not in known)
+    assert not lost
 
 
 def test_the_site_shows_docstrings_whole(hooks):

@@ -1,6 +1,8 @@
 """Every published table equals that of its recorded runs, character by character."""
 
+import importlib.util
 import pathlib
+import re
 
 import pytest
 
@@ -20,6 +22,10 @@ def check(text, whole):
     lost = [line for line in text.splitlines() if line not in lines]
     assert not lost, "\n".join(lost)
     assert text in whole
+
+
+def _name(path):
+    return path.parent.name
 
 
 def check_commands(name, whole):
@@ -74,3 +80,14 @@ def test_the_arms_of_slow_input(name):
     assert comparison.speeds == (2, 8)
     for speed in comparison.speeds:
         check(tables.table(comparison, tables.ECHO_COLUMNS, speed), whole)
+
+
+@pytest.mark.parametrize("path", sorted(archive.FOLDER.glob("*/command.txt")), ids=_name)
+def test_the_commands_of_a_record_exist_or_name_their_commit_and_have_its_seeds(path):
+    lines = archive.commands(path.parent)
+    for line in lines:
+        module = re.match(r"python -m ([\w.]+)", line)[1]
+        assert re.search("  # at commits? [0-9a-f]{7,8}", line) or importlib.util.find_spec(module)
+    seeds = 1 + max(row["seed"] for row in archive.rows_of(path.parent))
+    named = [int(n) for line in lines for n in re.findall(r"(?<=--seeds=)\d+|\d+(?= seeds)", line)]
+    assert seeds in named or seeds <= 5 and len(named) < len(lines)  # of a study's own default
