@@ -234,3 +234,11 @@ def test_the_readme_is_read_in_a_minute():
     assert re.search(r"^\|.*\|$", README, re.M)[0].count("|") - 1 <= 5
     shown = re.findall(r"!\[[^\]]*\]\(([^)]+)\)|<img src=\"([^\"]+)\"", README)
     assert shown and all((ROOT / (a or b)).exists() for a, b in shown)
+
+
+def test_no_sentence_of_the_first_pages_has_more_than_two_numbers():
+    for page in (README, (ROOT / "docs" / "index.md").read_text()):
+        text = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)|<img[^>]*>", " ", page, flags=re.S)
+        for sentence in re.split(r"[.;:]\s|\||\n\n|^- ", text, flags=re.M):
+            numbers = re.findall(r"(?<![\w-])\d+(?:[./]\d+)*", sentence)
+            assert len(numbers) <= 2, (numbers, sentence)

@@ -83,6 +83,40 @@ def test_the_program_of_the_readme_is_short_and_prints_what_stands_there(capsys)
     assert printed == re.findall(r"`(\S+ above the lowest loss)`", README) and len(printed) == 2
 
 
+LOOP = """
+import jax, jax.numpy as jnp, numpy as np, optax, sklearn.datasets
+from syncopate import local_opt, ordering
+
+x, y = sklearn.datasets.load_digits(return_X_y=True)
+data, lr = (x / 16, y), optax.cosine_decay_schedule(0.5, 400)
+entropy = optax.softmax_cross_entropy_with_integer_labels
+loss = lambda w, x, y: entropy(x @ w, y).mean()
+params, optimizer = jnp.zeros((64, 10)), optax.sgd(lr)
+state, rng = optimizer.init(params), np.random.default_rng(0)
+rows = rng.integers(1797, size=({loads}, 32))
+loader = ((data[0][r], data[1][r]) for r in rows)
+"""
+
+
+@pytest.mark.parametrize("way,loads", [("an order", 400), ("local steps", 100)])
+def test_the_diffs_of_the_readme_are_whole(way, loads, capsys):
+    """Every line that a loop of your own needs stands there, and what is marked is the change."""
+    (diff,) = re.findall(r"```diff\n(.*?)```", README, re.S)
+    order, local = re.split(r"^ #.*\n", diff, flags=re.M)[1:]
+    shown = order if way == "an order" else local
+    before, after = ("".join(re.findall(rf"^[ {m}](.*\n)", shown, re.M)) for m in "-+")
+    plain = "".join(re.findall(r"^[ -](.*\n)", order, re.M))
+    step = "" if way == "an order" else plain.partition("for ")[0]
+    start = LOOP.format(loads=loads)
+    run(start + step + before, capsys)
+    left, *_ = run(start + step + after, capsys)
+    assert left["params"].shape == (64, 10) and left["loss"](left["params"], *left["data"]) < 0.6
+    if way == "an order":
+        assert left["loader"].epoch == 6  # the last of seven
+    else:
+        assert left["plan"].rounds < 100 and left["t"] == 399
+
+
 FROM_THE_WHEEL = """
 import ordering, pathlib, sys
 files = [getattr(m, "__file__", None) or "" for m in sys.modules.values()]
