@@ -80,7 +80,7 @@ def test_the_program_of_the_readme_is_short_and_prints_what_stands_there(capsys)
     lines = [line for line in program.split("\n") if line.strip()]
     assert len(lines) <= 23 and max(map(len, lines)) <= 100
     printed = run(program, capsys)[-1].splitlines()
-    assert printed == re.findall(r"`(\S+ above the lowest loss)`", README) and len(printed) == 2
+    assert printed == re.findall(r"`(\w+: \S+ above the lowest)`", README) and len(printed) == 2
 
 
 LOOP = """
