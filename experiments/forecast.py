@@ -29,19 +29,20 @@ from experiments.study.arms import SYNC_RULES, Arm, arm_of, plans_of, rows_from_
 from experiments.tasks import Recipe, Task
 from experiments.tasks.base import POSITIVE, SPEED
 from experiments.training.config import Plans, num_params, sizes_of
+from local_opt import costs
 from syncopate.refusals import UserError
 
 # Gradient accumulation communicates as constant H does.
 SHOWN = ["parallel", "constant", "post_local", "swap", "inverse", "qsr", "cubic"]
 
-# Hours of computation of ViT-B on 16 GPUs, by appendix F of Gu et al. 2024: T - (T - T_qsr) /
-# (1 - volume), of 26.7 h with AdamW synchronised in every step, and 20.2 h under QSR, of 9,711
-# rounds in 93,600 steps.
-COMPUTATION = 26.7 - (26.7 - 20.2) / (1 - 9711 / 93_600)
+# ViT-B with AdamW on 16 GPUs (Gu et al. 2024): 26.7 h with a sync after each of 93,600 steps, and
+# 20.2 h under QSR, of 9,711 rounds.
+PUBLISHED = costs.communication_time([1, 9711 / 93_600], [26.7, 20.2])
 # Published runs: label, seconds of computation per step, and the source of these seconds.
 KNOWN = {
     "imagenet_vit_b": (
-        "ViT-B, AdamW, 300 epochs", 3600 * COMPUTATION / 93_600, "derived from published times"),
+        "ViT-B, AdamW, 300 epochs", 3600 * PUBLISHED.computation / 93_600,
+        "derived from published times"),
     "imagenet_resnet152": ("ResNet-152, SGD, 200 epochs", 0.5, "an assumption, not measured"),
 }  # fmt: skip
 

@@ -1,16 +1,16 @@
-"""What a sync costs: collectives, bytes and seconds."""
+"""What syncs cost: collectives, bytes, and their part of a run's time."""
 
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from local_opt.formats import LANES, Compressor, check_compressor, rows_of
-from syncopate.plans import check_function, check_whole
+from syncopate.plans import as_array, check_function, check_whole
 
-__all__ = ["count_collectives", "sync_bytes"]
+__all__ = ["RunTime", "communication_time", "count_collectives", "sync_bytes"]
 
 KINDS = (
     "all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute",
@@ -89,3 +89,63 @@ def sync_bytes(num_params: int, *, num_workers: int, compress: Compressor | None
     message = compress.message_rows(rows_of(compress, num_params, parts) // parts)
     messages = (num_workers - 1) * (1 if compress.gathers else 2)
     return float(messages * message * LANES * np.dtype(compress.dtype).itemsize)
+
+
+class RunTime(NamedTuple):
+    """The two parts of a run's time, in the unit of the measurements; see `communication_time`."""
+
+    computation: float  # of a run that never synchronises
+    communication: float  # in addition, if it synchronises after every step
+
+
+def communication_time(volumes: Sequence[float], seconds: Sequence[float]) -> RunTime:
+    """The time of computation and of communication, from whole runs that differ in their plans.
+
+    seconds_i = computation + volume_i communication, solved for both; of more than two runs by
+    least squares.
+
+    Args:
+      volumes: of each run, syncs per step in [0, 1]: 1 if workers synchronise after every step,
+        and `plan.rounds / plan.total_steps` of a plan. At least two, not all equal.
+      seconds: of the same runs, > 0, in any one unit. Let runs warm up and repeat them, so that
+        they differ by more than one run from its repetition.
+
+    Returns:
+      Both parts, in the unit of `seconds`.
+
+    Raises:
+      ValueError: for fewer than two runs, equal volumes, or values out of range; and where one part
+        would be negative, as of a run that communicates more and takes less time.
+
+    Examples:
+      >>> from syncopate import local_opt  # 10 s with a sync after every step, 7 s with H = 4
+      >>> found = local_opt.costs.communication_time([1, 1 / 4], [10, 7])
+      >>> round(found.computation, 9), round(found.communication, 9)
+      (6.0, 4.0)
+
+    References:
+      Gu et al., A Quadratic Synchronization Rule for Distributed Deep Learning, 2024, appendix F,
+      https://arxiv.org/abs/2310.14423
+    """
+    (x, of_x), (y, of_y) = as_array(volumes), as_array(seconds)
+    if x.ndim != 1 or x.shape != y.shape or not {x.dtype.kind, y.dtype.kind} <= {*"iuf"}:
+        raise ValueError(
+            f"volumes is {of_x} and seconds {of_y}: pass two lists of numbers of one length."
+        )
+    if not ((x >= 0) & (x <= 1)).all():  # so written NaN fails, too
+        raise ValueError(f"volumes is {x.tolist()}: pass syncs per step, in [0, 1].")
+    if not (np.isfinite(y) & (y > 0)).all():
+        raise ValueError(f"seconds is {y.tolist()}: pass positive, finite times.")
+    if len({*x.tolist()}) < 2:
+        raise ValueError(
+            f"volumes is {x.tolist()}: pass runs of two different volumes at least, as of "
+            "constant(1) and constant(8)."
+        )
+    slope, intercept = np.polyfit(x.astype(float), y.astype(float), 1)
+    if min(intercept, slope) < -1e-9 * y.max():  # beyond rounding
+        raise ValueError(
+            f"seconds is {y.tolist()} for volumes {x.tolist()}, which gives {intercept:.3g} for "
+            f"computation and {slope:.3g} for communication: neither can be negative. Measure "
+            "longer runs, or more of them."
+        )
+    return RunTime(max(float(intercept), 0.0), max(float(slope), 0.0))

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 
 import local_opt
-from local_opt import presets
+from local_opt import costs, presets
 from ordering import echo
 from tests.bad_calls_ordering import W, given, over_workers, traced, varying
 from tests.bad_values import (
@@ -53,6 +53,8 @@ PERIODS = wrong_functions(
 PARTS = {"a": local_opt.constant(4, total_steps=T), "b": PLAN}
 TURNS = [PLAN, {"a": 3}, {"a": None}, {"a": PLAN, "b": local_opt.constant(1, total_steps=T + 1)},
          [PLAN]]  # fmt: skip
+PAIRS = [None, 3, "text", [], [1.0], [1.0, 0.5, 0.25], [1.0, NAN], [INF, 1.0], [1.0, -0.5],
+         ["1", "0.5"], THING, {}]  # fmt: skip
 CALLS = {
     "SyncPlan": call(local_opt.SyncPlan, starts=Arg([0, 2, 4], STARTS), total_steps=T),
     "SyncPlan.after": call(
@@ -67,15 +69,19 @@ CALLS = {
     "SyncPlan.aligned": call(PLAN.aligned, every=Arg(2, real(0, 0.5)),
                     fresh=also("fresh", FRESH, FRESH[:-1], [])),
     "count_collectives": call(
-        lambda step: local_opt.costs.count_collectives(step, jnp.ones(3)),
+        lambda step: costs.count_collectives(step, jnp.ones(3)),
         step=Arg(jnp.negative, [3, "text", None, THING, {}, lambda: 0])),
+    "communication_time": call(
+        costs.communication_time,
+        volumes=Arg([1.0, 0.25], [[1.0, 1.0], [2.0, 0.5], [0.25, 1.0], *PAIRS]),
+        seconds=Arg([10.0, 7.0], [[1.0, 0.1], [7.0, 10.0], *PAIRS])),
     "quantize": call(
         local_opt.quantize, dtype=Arg("int8", word(jnp.int16, 16)),
         feedback=Arg(1, but_none(real(1.5)))),
     "top_k": call(
         local_opt.top_k, density=Arg(1 / 64, real(0)), bits=Arg(2, [4, *whole()]),
         block=Arg(4096, [100, *whole()]), feedback=Arg(0.5, real(0))),
-    "sync_bytes": call(local_opt.costs.sync_bytes, num_params=100, num_workers=2, compress=None),
+    "sync_bytes": call(costs.sync_bytes, num_params=100, num_workers=2, compress=None),
     "stream_segments": call(
         local_opt.streaming.stream_segments, plans_of=Arg(PARTS, [*NO_PLANS, *TURNS]),
         delay=also("delay", 1, 5), start=also("start", 0, T + 1),

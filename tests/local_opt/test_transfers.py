@@ -18,6 +18,7 @@ FALL, KEY = optax.cosine_decay_schedule(0.1, 9), jax.random.PRNGKey(0)
 TYPED = jax.random.key(0)
 X, STEPS = {"w": jnp.ones((2, 3))}, jnp.arange(9)
 FRESH = STEPS % 3 == 0
+VOLUMES_AND_SECONDS = jnp.array([1.0, 0.5]), jnp.array([3.0, 2.0])
 TREE = X | {"n": jnp.array([5, 5]), "np": np.ones((2, 2), np.float32), "rng": jnp.stack([KEY, KEY])}
 BY_POWER = dict(total_steps=9, alpha=0.2, h_base=1)
 STATES = [jax.vmap(local_opt.local_rounds(SGD).init, axis_size=w)({"w": jnp.ones((w, 3))})
@@ -54,6 +55,7 @@ HOST = {
     "slowmo": lambda: local_opt.presets.slowmo(SGD, PLAN, inner_rate=FALL).init(X),
     "stream_segments": lambda: local_opt.streaming.stream_segments({0: PLAN}),
     "streaming_rounds": lambda: local_opt.streaming.streaming_rounds(SGD, fragments=1).init(X),
+    "communication_time": lambda: local_opt.costs.communication_time(*VOLUMES_AND_SECONDS),
     "sync_bytes": lambda: local_opt.costs.sync_bytes(10, num_workers=2),
 }  # fmt: skip
 IN_STEPS = {"count_collectives", "pmean"}

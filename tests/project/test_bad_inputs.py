@@ -18,7 +18,7 @@ RAW = 10  # of 1,000 bad arguments: errors that are not ours, or name neither ar
 PLAIN = {"scaffold", "Ordering", "SignRule", "SketchLeaf", "Correction", "Members", "Rounds",
          "Source", "Epochs", "ReadState", "Blocks", "BlockEpochs", "BlockState", "Factor",
          "Measured", "Repeated", "Streaming", "Segment", "Event", "Compressor",
-         "LoadError", "Model", "Prefetch"}  # fmt: skip
+         "LoadError", "RunTime", "Model", "Prefetch"}  # fmt: skip
 
 
 def calls_of(package):

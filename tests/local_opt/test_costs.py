@@ -1,0 +1,39 @@
+"""Computation and communication, from the times of whole runs."""
+
+import numpy as np
+import pytest
+
+from local_opt.costs import communication_time
+
+
+def test_the_published_times_of_vit_b():
+    """Gu et al. 2024, appendix F: 26.7 h, and 20.2 h with 10.4 % of the communication."""
+    found = communication_time([1, 9711 / 93_600], [26.7, 20.2])
+    assert found == pytest.approx((19.45, 7.25), abs=5e-3)
+    # Their formula for a constant H: H / (H - 1) times the difference.
+    found = communication_time([1, 1 / 4], [26.7, 21.2])
+    assert found == pytest.approx((26.7 - 4 / 3 * 5.5, 4 / 3 * 5.5))
+
+
+def test_of_more_runs_it_is_the_line_of_least_squares():
+    volumes = np.array([1, 0.5, 0.25, 0.1])
+    seconds = 19.5 + 7.25 * volumes + np.array([0.2, -0.1, 0.3, -0.2])
+    columns = np.stack([np.ones(4), volumes], 1)
+    wanted = np.linalg.lstsq(columns, seconds, rcond=None)[0]
+    assert communication_time(volumes, seconds) == pytest.approx(tuple(wanted))
+
+
+def test_nothing_is_shared_out_where_times_do_not_differ():
+    assert communication_time([1, 0.5, 0.25], [3, 3, 3]) == pytest.approx((3, 0))
+
+
+@pytest.mark.parametrize("volumes, seconds, message", [
+    ([1], [3], "two different volumes"), ([1, 0.5], [3], "of one length"),
+    ([0.5, 0.5], [3, 4], "two different volumes"), ([1, -0.1], [3, 4], r"in \[0, 1\]"),
+    ([1, 0.5], [3, 0], "positive, finite"),
+    ([1, 0.5], [3, 4], r"gives 5 for computation and -2 for communication: neither"),
+    ([1, 0.5], [3, 1], r"gives -1 for computation and 4 for communication: neither"),
+])  # fmt: skip
+def test_what_is_no_measurement_is_refused(volumes, seconds, message):
+    with pytest.raises(ValueError, match=message):
+        communication_time(volumes, seconds)
