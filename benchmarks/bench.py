@@ -54,9 +54,9 @@ def step_rows(task_name: str, repeats: int) -> Iterator[dict]:
     for unit, (*sizes, epochs) in UNITS[task_name].items():
         recipe = Recipe(*sizes, (1e-3,), epochs=epochs)
         calls, steps = training_calls(task, recipe, {name: (name, "parallel") for name in ARMS})
-        found = medians(calls, repeats)
+        times = medians(calls, repeats)
         sizes, parameters = sizes_of(task, recipe), num_params(task.model)
-        for name, seconds in found.items():
+        for name, seconds in times.items():
             order = row_of("order", name)
             # Of one worker's step on a device of its own, as XLA lays it out.
             lowered = lower_step(task, recipe, order, local_opt.parallel_rounds)
@@ -67,7 +67,7 @@ def step_rows(task_name: str, repeats: int) -> Iterator[dict]:
             yield {
                 "part": "step", "task": task.name, "parameters": parameters, "unit": unit,
                 "order": order.label, "us_per_step": round(seconds / steps * 1e6, 1),
-                "times_plain": round(seconds / found["so"], 3), "megabytes": round(peak / 1e6, 4),
+                "times_plain": round(seconds / times["so"], 3), "megabytes": round(peak / 1e6, 4),
                 "allreduces_per_step": round(sent, 4),
             }  # fmt: skip
 
@@ -98,13 +98,13 @@ def loop_rows(repeats: int) -> Iterator[dict]:
     task = TASKS["digits"](None)
     recipe = task.recipe._replace(epochs=20, schedule="cosine", floor=1e-3)
     calls, steps = training_calls(task, recipe, {arm: arm for arm in LOOPS})
-    found = medians(calls, repeats)
-    for (order, sync), seconds in found.items():
+    measured = medians(calls, repeats)
+    for (order, sync), seconds in measured.items():
         yield {
             "part": "loops",
             "order": row_of("order", order).label, "rule": row_of("sync", sync).label,
             "us_per_step": round(seconds / steps * 1e6, 1),
-            "times_first": round(seconds / found[LOOPS[0]], 3),
+            "times_first": round(seconds / measured[LOOPS[0]], 3),
         }  # fmt: skip
 
 

@@ -89,13 +89,13 @@ def measured(case: Case, folder: pathlib.Path, seconds: float) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def row_of(case: Case, found: list[dict]) -> dict:
+def row_of(case: Case, results: list[dict]) -> dict:
     """A row of medians."""
 
     def median(part, name):
-        return statistics.median(each[part][name] for each in found)
+        return statistics.median(each[part][name] for each in results)
 
-    ratio = statistics.median(each["cold"]["rate"] / each["plain"] for each in found)
+    ratio = statistics.median(each["cold"]["rate"] / each["plain"] for each in results)
     return {
         "files": case.files, "reader": case.way,
         "block": case.block or "", "window": case.window or "", "readers": case.readers or "",
@@ -104,7 +104,7 @@ def row_of(case: Case, found: list[dict]) -> dict:
         "requests": f"{1e3 * median('cold', 'requests'):.4g}",
         "bytes": f"{median('cold', 'bytes') / block_files.RECORD:.4g}",
         "first s": f"{median('cold', 'first'):.2f}",
-        "resumed s": f"{statistics.median(each['resume'] for each in found):.2f}",
+        "resumed s": f"{statistics.median(each['resume'] for each in results):.2f}",
         "memory": f"{median('cold', 'memory'):.0f}",
         "warm: thousand examples/s": f"{median('warm', 'rate') / 1e3:.1f}",
     }  # fmt: skip
@@ -112,7 +112,7 @@ def row_of(case: Case, found: list[dict]) -> dict:
 
 def rows(folder: pathlib.Path, count: int, seconds: float, turns: int, cases=CASES) -> Iterator:
     """A row for each case whose packages are installed."""
-    written, found = block_files.write(folder, count), {}
+    written, results = block_files.write(folder, count), {}
     cases = [case for case in cases if case.files in written]
     for turn in range(turns):
         for case in list(cases):
@@ -121,9 +121,9 @@ def rows(folder: pathlib.Path, count: int, seconds: float, turns: int, cases=CAS
                 print(f"{case.way} is left out: {new['left out']}")
                 cases.remove(case)
                 continue
-            found.setdefault(case, []).append(new)
+            results.setdefault(case, []).append(new)
             if turn == turns - 1:
-                yield row_of(case, found[case])
+                yield row_of(case, results[case])
 
 
 def main(argv):

@@ -107,7 +107,7 @@ FORMATS = {  # {name: writer of a folder}; files of tokens are the bytes of the 
 
 def write(folder: pathlib.Path, count: int) -> list[str]:
     """Writes what is not there yet; the formats whose packages are installed."""
-    found = []
+    names = []
     folder.mkdir(parents=True, exist_ok=True)
     missing = sum(not (folder / f"{count}" / f"{name}.done").exists() for name in FORMATS)
     free, needed = shutil.disk_usage(folder).free, 1.1 * missing * count * RECORD
@@ -126,8 +126,8 @@ def write(folder: pathlib.Path, count: int) -> list[str]:
                 print(f"{name} is left out: {error}")
                 continue
             done.touch()
-        found.append(name)
-    return found
+        names.append(name)
+    return names
 
 
 def files_of(folder: pathlib.Path) -> list[pathlib.Path]:

@@ -194,7 +194,7 @@ def _mosaicml(algorithm):
         loader = streaming.StreamingDataLoader(
             dataset,
             batch_size=BATCH,
-            collate_fn=lambda found: np.stack([x["record"] for x in found]),
+            collate_fn=lambda examples: np.stack([x["record"] for x in examples]),
         )
         if saved is not None:
             loader.load_state_dict(saved)
@@ -221,9 +221,9 @@ WAYS = {
 def counters() -> dict[str, int]:
     """Calls that read, of which those of mapped memory are faults, and bytes from the disk."""
     with open("/proc/self/io") as file:
-        found = {name: int(value) for name, value in (line.split(":") for line in file)}
+        counts = {name: int(value) for name, value in (line.split(":") for line in file)}
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
-    return {"requests": found["syscr"] + faults, "bytes": found["read_bytes"]}
+    return {"requests": counts["syscr"] + faults, "bytes": counts["read_bytes"]}
 
 
 def memory(field: str) -> float:
@@ -255,9 +255,9 @@ def timed(read: Callable, place: Place, saved, seconds: float, most=np.inf) -> t
     while now < first + seconds and total < most and (batch := next(batches, None)) is not None:
         total, now = total + len(batch), time.perf_counter()
     after, rate = counters(), (total - number) / max(now - first, 1e-9)
-    found = {name: (after[name] - before[name]) / total for name in before}
-    found |= {"first": first - start, "rate": rate, "memory": memory("VmHWM") - base}
-    return found | {"examples": total}, reader
+    measured = {name: (after[name] - before[name]) / total for name in before}
+    measured |= {"first": first - start, "rate": rate, "memory": memory("VmHWM") - base}
+    return measured | {"examples": total}, reader
 
 
 def measure(name: str, place: Place, array: pathlib.Path, seconds: float) -> dict:
@@ -284,10 +284,10 @@ def main(argv):
     task = json.loads(argv[1])
     place = Place(pathlib.Path(task["folder"]), *task["sizes"])
     try:
-        found = measure(task["way"], place, pathlib.Path(task["array"]), task["seconds"])
+        result = measure(task["way"], place, pathlib.Path(task["array"]), task["seconds"])
     except ImportError as error:
-        found = {"left out": str(error)}
-    print(json.dumps(found), flush=True)
+        result = {"left out": str(error)}
+    print(json.dumps(result), flush=True)
     os._exit(0)  # loaders' threads may still read
 
 

@@ -31,8 +31,8 @@ def ways_of(module) -> dict[str, Callable]:
     shapes = {name: p.expand(EXAMPLES, *p.shape) for name, p in params.items()}
 
     def run(x, y, project):
-        found = single(params, x, y)
-        return {name: g.mean(0) for name, g in found.items()}, project(found)
+        grads = single(params, x, y)
+        return {name: g.mean(0) for name, g in grads.items()}, project(grads)
 
     return {
         f"dattri, {kind}": functools.partial(

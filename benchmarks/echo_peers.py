@@ -176,8 +176,8 @@ def rows(
             seconds, share = timed(step, run, ratio * base, steps)
             turns[way].append((base, seconds / base, share))
     ours = np.array(turns["error_diffusion"])[:, 1]
-    for way, found in turns.items():
-        base, ratios, shares = np.array(found).T
+    for way, measured in turns.items():
+        base, ratios, shares = np.array(measured).T
         middle, low, high = median_interval(ratios)
         yield {
             "R": ratio, "way": way, "step ms": f"{1e3 * np.median(base):.2f}",
@@ -191,8 +191,8 @@ def main(argv):
     del argv
     folder, head = flags.FLAGS.repositories, ()
     for ratio in RATIOS:
-        found = rows(ratio, flags.FLAGS.repeats, folder=folder and pathlib.Path(folder))
-        head = timing.print_rows(found, head)
+        table = rows(ratio, flags.FLAGS.repeats, folder=folder and pathlib.Path(folder))
+        head = timing.print_rows(table, head)
 
 
 if __name__ == "__main__":

@@ -89,9 +89,9 @@ def train(process, count, address, folder, long):
         if plan.syncs_after(t):
             (folder / f"at_{process}").write_text(str(t + 1))
             trees = elastic(t + 1, *trees)
-            found = {"step": t + 1, "living": elastic.members.processes, "plan": plan.digest()}
-            found |= {"params": np.asarray(trees[0])[0].tolist(), "time": time.time()}
-            record.write(json.dumps(found | {"programs": len(programs)}) + "\n")
+            row = {"step": t + 1, "living": elastic.members.processes, "plan": plan.digest()}
+            row |= {"params": np.asarray(trees[0])[0].tolist(), "time": time.time()}
+            record.write(json.dumps(row | {"programs": len(programs)}) + "\n")
             np.savez(folder / f"{t + 1}_{process}_", *map(np.asarray, jax.tree.leaves(trees)))
             os.replace(folder / f"{t + 1}_{process}_.npz", folder / f"{t + 1}_{process}.npz")
     elastic.shutdown(STEPS)
@@ -136,7 +136,7 @@ def simulated(living: dict[int, tuple[int, ...]]) -> dict[int, np.ndarray]:
     everyone = sorted(max(living.values(), key=len))
     data = {n: [z.astype(np.float64) for z in data_of(n)] for n in everyone}
     w, speed = ({n: np.zeros(SIZE) for n in everyone} for _ in range(2))
-    anchor, outer, found = np.zeros(SIZE), np.zeros(SIZE), {}
+    anchor, outer, means = np.zeros(SIZE), np.zeros(SIZE), {}
     for t in range(STEPS):
         for n in w:
             x, y = data[n][0][t % UNITS], data[n][1][t % UNITS]
@@ -147,8 +147,8 @@ def simulated(living: dict[int, tuple[int, ...]]) -> dict[int, np.ndarray]:
             outer = MOMENTUM * outer + (anchor - mean)
             anchor = anchor - OUTER * outer
             w, speed = {n: anchor for n in living[t + 1]}, {n: speed[n] for n in living[t + 1]}
-            found[t + 1] = anchor
-    return found
+            means[t + 1] = anchor
+    return means
 
 
 def started(count, folder, long=0, size=0):
@@ -180,13 +180,13 @@ def records_of(folder, processes):
 
 def check(folder, left):
     """The largest relative difference to the simulation, and the sync that waited."""
-    found = records_of(folder, left)
-    living = {step: tuple(record["living"]) for step, record in found.items()}
+    recorded = records_of(folder, left)
+    living = {step: tuple(record["living"]) for step, record in recorded.items()}
     wanted = simulated(living)
-    assert max(found) == STEPS and living[STEPS] == tuple(left), living
-    off = [np.max(np.abs(r["params"] - wanted[s]) / np.abs(wanted[s]).max()) for s, r in found.items()]  # noqa: E501  # fmt: skip
-    times = [record["time"] for record in found.values()]
-    return max(off), max(np.diff(times)), len(found)
+    assert max(recorded) == STEPS and living[STEPS] == tuple(left), living
+    off = [np.max(np.abs(r["params"] - wanted[s]) / np.abs(wanted[s]).max()) for s, r in recorded.items()]  # noqa: E501  # fmt: skip
+    times = [record["time"] for record in recorded.values()]
+    return max(off), max(np.diff(times)), len(recorded)
 
 
 def wait_for(path, step):

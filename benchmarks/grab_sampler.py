@@ -45,14 +45,14 @@ def sorted_by(problem: Problem, kind: str) -> Callable:
 
 
 def ways() -> dict[str, Way]:
-    found = order_epochs.random_ways()
+    table = order_epochs.random_ways()
     for kind, name in SAME.items():
         peer = functools.partial(sorted_by, kind=kind)
         own = order_epochs.way_of_ours(name)
         (label,) = own
-        found[f"PyTorch, grab-sampler {kind}"] = Way(peer, "PyTorch, random order", label)
-        found |= own
-    return found
+        table[f"PyTorch, grab-sampler {kind}"] = Way(peer, "PyTorch, random order", label)
+        table |= own
+    return table
 
 
 def check(problem: Problem) -> None:

@@ -134,12 +134,12 @@ def plan_row(name: str, steps: int, repeats: int) -> dict:
             "make": lambda: PLANS[name](steps), "hash": plan.digest,
             "save": lambda: plan.save(path), "read": lambda: type(plan).read(path),
         }  # fmt: skip
-        found = {part: medians({part: call}, repeats)[part] for part, call in calls.items()}
+        measured = {part: medians({part: call}, repeats)[part] for part, call in calls.items()}
         size = path.stat().st_size
     return {
         "plan": name, "steps": f"{steps:,}", "stretches": f"{len(plan._marked):,}",
         "held_kb": round(plan._bounds.nbytes / 1e3, 2), "file_kb": round(size / 1e3, 2),
-        **{f"{part}_ms": round(1e3 * found[part], 2) for part in calls},
+        **{f"{part}_ms": round(1e3 * measured[part], 2) for part in calls},
     }  # fmt: skip
 
 

@@ -153,7 +153,7 @@ def unit_row(name: str, units: int, repeats: int) -> dict:
         save_seconds, restore_seconds, peak_save = saved(state, folder, repeats)
     batch = {name: phase(call, repeats) for name, call in first_batches(state, units).items()}
     peaks = {"order": max(peak, later), "checkpoint": peak_save}
-    peaks["batch"] = max(found for _, found in batch.values())
+    peaks["batch"] = max(megabytes for _, megabytes in batch.values())
     return {
         "order": name, "units": f"{units:,}", "workers": workers,
         "state_mb": round(tree_bytes(state) / 1e6, 1),
@@ -164,7 +164,7 @@ def unit_row(name: str, units: int, repeats: int) -> dict:
         "save_s": round(save_seconds, 2), "restore_s": round(restore_seconds, 2),
         "first_batch_s": round(batch["read_epochs"][0], 3),
         "first_by_tf_data_s": round(batch["tf.data"][0], 3),
-    } | {f"peak_mb_{name}": round(found - before) for name, found in peaks.items()}  # fmt: skip
+    } | {f"peak_mb_{name}": round(peak_mb - before) for name, peak_mb in peaks.items()}  # fmt: skip
 
 
 def main(argv) -> None:

@@ -94,26 +94,26 @@ def rows(size: int, units: int, repeats: int) -> list[dict]:
         "sketches": functools.partial(sign_sketches, gradients, jnp.zeros(min(size, SIZE))),
     }
     reads = {read: functools.partial(read, gradients) for read in READS}
-    found = medians(reads | calls | host_loops(gradients), repeats)
-    limit = min(found.pop(read) for read in READS)
+    measured = medians(reads | calls | host_loops(gradients), repeats)
+    limit = min(measured.pop(read) for read in READS)
     return [
         {
             "parameters": size, "way": name,
             "us_per_example": round(seconds / units * 1e6, 3),
             "times_read_once": round(seconds / limit, 2),
-            "times_syncopate": round(seconds / found["syncopate"], 2),
+            "times_syncopate": round(seconds / measured["syncopate"], 2),
         }
-        for name, seconds in {"read once": limit, **found}.items()
+        for name, seconds in {"read once": limit, **measured}.items()
     ]  # fmt: skip
 
 
 def signed_by_numpy(pairs: np.ndarray, total: np.ndarray) -> list[bool]:
     """Whether each pair gets a plus."""
-    found = []
+    signs = []
     for pair in pairs:
-        found.append(pair @ total <= 0)
-        total = total + pair if found[-1] else total - pair
-    return found
+        signs.append(pair @ total <= 0)
+        total = total + pair if signs[-1] else total - pair
+    return signs
 
 
 def pair_rows(repeats: int) -> Iterator[dict]:

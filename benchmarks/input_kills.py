@@ -76,12 +76,12 @@ def refusal(errors: str) -> str:
 
 def labels_of(logs: pathlib.Path, host: int, batches: int | None = None) -> list[np.ndarray]:
     """Labels of the batches that a host logged, or of the first ones."""
-    found = []
+    labels = []
     path = logs / str(host)
     with open(path, "rb") as log:
-        while log.tell() < path.stat().st_size and (batches is None or len(found) < batches):
-            found.append(pickle.load(log))
-    return found
+        while log.tell() < path.stat().st_size and (batches is None or len(labels) < batches):
+            labels.append(pickle.load(log))
+    return labels
 
 
 def counted(before: list[np.ndarray], after: list[np.ndarray], count: int) -> tuple[int, int]:

@@ -173,9 +173,11 @@ def check(data: Data, ways: dict[tuple, Callable]) -> None:
     for (*_, how), read in ways.items():
         labels = []
         for batch in read():
-            found = np.asarray(batch["y"]).reshape(-1)
-            labels.append(found)
-            np.testing.assert_array_equal(np.asarray(batch["x"]).reshape(-1, PIXELS), pixels[found])
+            places = np.asarray(batch["y"]).reshape(-1)
+            labels.append(places)
+            np.testing.assert_array_equal(
+                np.asarray(batch["x"]).reshape(-1, PIXELS), pixels[places]
+            )
         labels, whole = np.concatenate(labels), np.arange(len(pixels))
         if how == SHUFFLED:
             labels = np.sort(labels)

@@ -60,10 +60,10 @@ class Worker(NamedTuple):
 
 def start(widths: tuple[int, ...]) -> list[np.ndarray]:
     """Weights [in, out] and biases, layer by layer."""
-    rng, found = np.random.default_rng(0), []
+    rng, arrays = np.random.default_rng(0), []
     for inside, outside in zip(widths, widths[1:], strict=False):
-        found += [rng.normal(size=(inside, outside)) / np.sqrt(inside), np.zeros(outside)]
-    return [x.astype(np.float32) for x in found]
+        arrays += [rng.normal(size=(inside, outside)) / np.sqrt(inside), np.zeros(outside)]
+    return [x.astype(np.float32) for x in arrays]
 
 
 def batch(widths: tuple[int, ...], worker: int, step: int) -> tuple[np.ndarray, np.ndarray]:
@@ -89,11 +89,11 @@ def gradient(params: list[np.ndarray], x: np.ndarray, y: np.ndarray) -> list[np.
     error = chances / chances.sum(axis=1, keepdims=True)
     error[np.arange(len(y)), y] -= 1
     error /= np.float32(len(y))
-    found = []
+    grads = []
     for given, w in zip(inputs[::-1], params[-2::-2], strict=True):
-        found = [given.T @ error, error.sum(axis=0), *found]
+        grads = [given.T @ error, error.sum(axis=0), *grads]
         error = (error @ w.T) * (1 - given**2)
-    return found
+    return grads
 
 
 def simulated(widths: tuple[int, ...], outer: bool, syncs: int = SYNCS) -> Iterator[np.ndarray]:
@@ -109,7 +109,7 @@ def simulated(widths: tuple[int, ...], outer: bool, syncs: int = SYNCS) -> Itera
                     m *= np.float32(MOMENTUM)
                     m += g
                     p -= np.float32(RATE) * m
-        mean = [sum(found) / np.float32(WORKERS) for found in zip(*own, strict=True)]
+        mean = [sum(parts) / np.float32(WORKERS) for parts in zip(*own, strict=True)]
         for place, (a, m) in enumerate(zip(anchor, mean, strict=True)):
             if outer:
                 velocity[place] = np.float32(OUTER_MOMENTUM) * velocity[place] + (a - m)
@@ -132,9 +132,9 @@ def work(ways: dict[str, Callable[[Job], Worker]]) -> None:
         os.sched_setaffinity(0, {cores[job.rank % len(cores)]})
     worker = ways[job.way](job)
     meet = _meeting(job)
-    found = timed(job, worker, meet) if job.rounds else checked(job, worker, meet)
+    result = timed(job, worker, meet) if job.rounds else checked(job, worker, meet)
     meet()
-    pathlib.Path(job.out).with_suffix(".json").write_text(json.dumps(found))
+    pathlib.Path(job.out).with_suffix(".json").write_text(json.dumps(result))
 
 
 def _meeting(job: Job) -> Callable:

@@ -112,13 +112,13 @@ def run(module: str, job: Job, folder: str) -> list[dict]:
 
 def installed(table: Table) -> list[tuple[str, str]]:
     """(way, module) of the packages that are here; says which are not."""
-    found = []
+    modules = []
     for way, module, package in table.ways:
         if importlib.util.find_spec(package):
-            found.append((way, module))
+            modules.append((way, module))
         else:
             print(f"{way} is left out: {package} is not installed.")
-    return found
+    return modules
 
 
 def after_syncs(module: str, job: Job, folder: str) -> tuple[dict, np.ndarray]:
@@ -127,15 +127,15 @@ def after_syncs(module: str, job: Job, folder: str) -> tuple[dict, np.ndarray]:
     return taken, np.stack([np.load(f"{folder}/{rank}.npy") for rank in range(job.processes)])
 
 
-def apart(found: np.ndarray, told: np.ndarray) -> np.ndarray:
+def apart(params: np.ndarray, told: np.ndarray) -> np.ndarray:
     """The largest difference of a parameter of any process, after each sync."""
-    return np.abs(found - told).max(axis=(0, 2))
+    return np.abs(params - told).max(axis=(0, 2))
 
 
 def check(module: str, job: Job, folder: str, expected: np.ndarray) -> dict:
     """What a way's syncs take beside time; raises ValueError if its parameters are others."""
-    taken, found = after_syncs(module, job, folder)
-    off, most = apart(found, expected), np.abs(expected).max(axis=1)
+    taken, params = after_syncs(module, job, folder)
+    off, most = apart(params, expected), np.abs(expected).max(axis=1)
     if wrong := np.flatnonzero(~(off <= ULPS * np.finfo(np.float32).eps * most)).tolist():
         sync = wrong[0]
         raise ValueError(
@@ -162,16 +162,16 @@ def parity(tables: list[Table], size: str, folder: str) -> Iterator[dict]:
         simulated = np.stack(list(local_problem.simulated(job.widths, table.outer)))
         columns[f"{table.label}: NumPy"] = apart(ours, simulated)
         for way, module in others:
-            found = after_syncs(module, job._replace(way=way), folder)[1]
-            columns[f"{table.label}: {way.split(',')[0]}"] = apart(found, ours)
+            params = after_syncs(module, job._replace(way=way), folder)[1]
+            columns[f"{table.label}: {way.split(',')[0]}"] = apart(params, ours)
     for sync in range(local_problem.SYNCS):
         yield {"sync": sync + 1} | {name: f"{off[sync]:.1e}" for name, off in columns.items()}
 
 
 def timed(module: str, job: Job, folder: str) -> dict[str, float]:
     """Medians over the rounds of one start: of steps the workers' mean, of syncs the slower's."""
-    found = run(module, job, folder)
-    times = {name: np.array([own[name] for own in found]) for name in found[0]}
+    results = run(module, job, folder)
+    times = {name: np.array([own[name] for own in results]) for name in results[0]}
     step = times["step"].mean(axis=0)
     return {
         "step": float(np.median(step)),
@@ -192,13 +192,13 @@ def rows_of(
         for name, seconds in timed(module, job._replace(way=way), folder).items():
             times[way][name].append(seconds)
     (ours, _), *_ = ways
-    for way, found in times.items():
+    for way, measured in times.items():
         row = {"parameters": size, "protocol": table.label, "way": way}
         for name in ("step", "sync"):
-            own = np.array(found[name])
+            own = np.array(measured[name])
             row[f"ms of a {name}"] = f"{1e3 * np.median(own):.2f}"
             if name == "step":
-                row["times plain"] = told(np.array(found["plain"]))
+                row["times plain"] = told(np.array(measured["plain"]))
             row[f"{name}, times ours"] = told(own / np.array(times[ours][name]))
         yield row | taken[way]
 
@@ -220,8 +220,8 @@ def main(argv):
             expected = {}
             for table in tables:
                 if table.outer not in expected:
-                    found = local_problem.simulated(local_problem.SIZES[size], table.outer)
-                    expected = {table.outer: np.stack(list(found))}
+                    simulated = local_problem.simulated(local_problem.SIZES[size], table.outer)
+                    expected = {table.outer: np.stack(list(simulated))}
                 given = expected[table.outer], folder, values.turns, values.rounds
                 head = timing.print_rows(rows_of(table, size, *given), head)
 

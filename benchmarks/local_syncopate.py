@@ -55,9 +55,9 @@ def plain_of(job: Job):
 
 def bytes_of(compiled) -> int:
     """Arguments, outputs that are not arguments, and temporaries of a compiled call."""
-    found = compiled.memory_analysis()
-    made = found.output_size_in_bytes - found.alias_size_in_bytes
-    return found.argument_size_in_bytes + made + found.temp_size_in_bytes
+    memory = compiled.memory_analysis()
+    made = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return memory.argument_size_in_bytes + made + memory.temp_size_in_bytes
 
 
 def rounds(job: Job, outer, mesh) -> Worker:

@@ -51,8 +51,8 @@ def worker_of(job: Job, model, optimizer, update: Callable) -> Worker:
         plain.step()
 
     def params():
-        found = [p.detach().numpy() for p in model.parameters()]
-        return [np.ascontiguousarray(x.T) for x in found]
+        arrays = [p.detach().numpy() for p in model.parameters()]
+        return [np.ascontiguousarray(x.T) for x in arrays]
 
     return Worker(
         place=lambda x, y: (torch.from_numpy(x[0].copy()), torch.from_numpy(y[0].copy())),

@@ -78,8 +78,8 @@ def main():
     for name, load in {"digits": digits, "small GPT": gpt}.items():
         task = load()
         for arm, (workers, share) in ARMS.items():
-            found = np.array([run(task, workers, share, seed) for seed in range(SEEDS)])
-            told = (f"{m:.4f} ± {h:.4f}" for m, h in map(interval, found.T))
+            losses = np.array([run(task, workers, share, seed) for seed in range(SEEDS)])
+            told = (f"{m:.4f} ± {h:.4f}" for m, h in map(interval, losses.T))
             print(f"| {name} | {arm} | {' | '.join(told)} |", flush=True)
 
 

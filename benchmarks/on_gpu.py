@@ -149,9 +149,9 @@ def parts(sizes: Sizes, repeats: int) -> dict[str, Iterable[dict]]:
 def rows(toy: bool, names: Iterable[str], repeats: int | None = None) -> Iterator[dict]:
     """Rows of some parts, each with its part and the device."""
     sizes = TOY if toy else GPU
-    found, device = parts(sizes, repeats or sizes.repeats), jax.devices()[0].device_kind
+    tables, device = parts(sizes, repeats or sizes.repeats), jax.devices()[0].device_kind
     for name in names:
-        for row in found[name]:
+        for row in tables[name]:
             yield {"device": device, **row, "part": name}
 
 

@@ -156,12 +156,12 @@ def rows_of(problem: Problem, ways: dict[str, Way]) -> Iterator[dict]:
 
         return call
 
-    found = list(timing.compared({name: kept(name) for name in ways}, epochs - 1))
+    compared = list(timing.compared({name: kept(name) for name in ways}, epochs - 1))
     loss_of = torch_tasks.loss_of(problem)
     losses = {name: [loss_of(params) for params in kept] for name, kept in history.items()}
     target = losses["syncopate, random order"][-1]
     workers, units = problem.y.shape
-    for name, seconds, times in found:
+    for name, seconds, times in compared:
         _, plain, rival = ways[name]
         row = {
             "problem": problem.name, "workers x units": f"{workers} x {units:,}",

@@ -54,8 +54,8 @@ def published(problem: Problem, folder: str) -> Callable:
 def ways_of(problem: Problem, folder: str) -> dict[str, Way]:
     make, own = functools.partial(published, folder=folder), order_epochs.way_of_ours
     peer = Way(make, "PyTorch, random order", "syncopate, cd_grab")
-    found = order_epochs.random_ways() | {"PyTorch, CD_GraB as published": peer} | own("cd_grab")
-    return found | own("cd_grab on sketches") if problem.name == "lenet" else found
+    table = order_epochs.random_ways() | {"PyTorch, CD_GraB as published": peer} | own("cd_grab")
+    return table | own("cd_grab on sketches") if problem.name == "lenet" else table
 
 
 def check(problem: Problem, folder: str) -> None:

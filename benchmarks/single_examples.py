@@ -60,8 +60,8 @@ def _of_optax(mean_loss: Callable, to_sketch: Callable) -> dict[str, Callable]:
             mean_loss, microbatch_size=size, metrics_fn=to_sketch,
             accumulator=microbatching.AccumulationType.MEAN,
         )  # fmt: skip
-        mean, found = gradients(params, batch)
-        return mean, found.metrics
+        mean, aux = gradients(params, batch)
+        return mean, aux.metrics
 
     return {
         f"optax micro_grad, microbatches {size or 'none'}": functools.partial(run, size=size)
@@ -80,22 +80,22 @@ def _of_jax_privacy(mean_loss: Callable) -> dict[str, Callable]:
         gradients = clipping.clipped_grad(
             mean_loss, l2_clip_norm=jnp.inf, normalize_by=EXAMPLES, return_grad_norms=True
         )
-        mean, found = gradients(params, batch)
-        return mean, found.grad_norms
+        mean, aux = gradients(params, batch)
+        return mean, aux.grad_norms
 
     return {"jax-privacy clipped_grad, norms": run}
 
 
-def check(loss: Callable, params, batch, found: dict[str, tuple]) -> None:
+def check(loss: Callable, params, batch, results: dict[str, tuple]) -> None:
     """Raises AssertionError for a way that computes something else."""
     key = jax.random.key(0)
     formed = ordering.per_example_grads(loss)
     exact = jax.jit(lambda *args: formed(*args, key=key)[2])(params, batch)
     exact = np.concatenate([np.asarray(x).reshape(EXAMPLES, -1) for x in jax.tree.leaves(exact)], 1)
     norms = np.linalg.norm(exact, axis=1)
-    plain, formed = found["plain step"][0], np.asarray(found["vmap, then a sketch"][1])
+    plain, formed = results["plain step"][0], np.asarray(results["vmap, then a sketch"][1])
     scale = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(plain))
-    for way, (mean, rows) in found.items():
+    for way, (mean, rows) in results.items():
         for one, other in zip(jax.tree.leaves(mean), jax.tree.leaves(plain), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4 * scale, err_msg=way)
         if way.startswith("jax-privacy"):

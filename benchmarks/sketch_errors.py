@@ -94,12 +94,12 @@ def main(argv):
             with jax.default_matmul_precision("highest"):
                 return {"sketched": sketched, "sketch_rows": formed}, flat @ flat.T
 
-        run, found = jax.jit(both), {}
+        run, measured = jax.jit(both), {}
         for seed in range(values.keys):
             sketches, exact = run(jax.random.key(100 + seed))
             for how, rows in sketches.items():
-                found.setdefault(how, []).append(errors(np.asarray(rows), np.asarray(exact)))
-        for how, pairs in found.items():
+                measured.setdefault(how, []).append(errors(np.asarray(rows), np.asarray(exact)))
+        for how, pairs in measured.items():
             norm, inner = (float(jnp.sqrt(np.mean(np.square(x)))) for x in zip(*pairs, strict=True))
             print(
                 f"{name:24} {how:12} squared norms {norm:.3f}  inner products {inner:.3f}",

@@ -59,11 +59,11 @@ def gradients_of(model, params, data, units):
     one = jax.jit(
         lambda b: ordering.per_example_grads(model.loss)(params, b, key=jax.random.key(0))[2]
     )
-    found = {}
+    grads = {}
     for batch in batches(data, units):
         for path, leaf in jax.tree_util.tree_leaves_with_path(one(batch)):
-            found.setdefault(path, []).append(np.asarray(leaf))
-    return {path: np.concatenate(leaves) for path, leaves in found.items()}
+            grads.setdefault(path, []).append(np.asarray(leaf))
+    return {path: np.concatenate(leaves) for path, leaves in grads.items()}
 
 
 def batches(data, units):
@@ -79,9 +79,9 @@ def gram(rows):
     """float32[N, N] of rows around their mean."""
     rows = rows.reshape(len(rows), -1)
     upper = np.triu(blas.ssyrk(1.0, np.ascontiguousarray(rows).T, trans=1))
-    found = upper + np.triu(upper, 1).T
-    mean = found.mean(0)
-    return found - mean - mean[:, None] + mean.mean()
+    products = upper + np.triu(upper, 1).T
+    mean = products.mean(0)
+    return products - mean - mean[:, None] + mean.mean()
 
 
 def sketches(model, params, data, units, size, scale):
@@ -131,14 +131,14 @@ def prefixes(order, by_g, by_a):
 
 def parameters_table(gradients, scale):
     """Prints the first table; returns G, A and S."""
-    found = {}
+    sums = {}
     for path, leaf in gradients.items():
-        parts = found.setdefault(group_of(path), [0, 0, 0])
+        parts = sums.setdefault(group_of(path), [0, 0, 0])
         for n in range(3):
             parts[n] = parts[n] + gram(leaf * np.asarray(scale[path]) ** (n / 2))
-    whole = [sum(parts) for parts in zip(*found.values(), strict=True)]
+    whole = [sum(parts) for parts in zip(*sums.values(), strict=True)]
     print("parameter: by each of G, A, S its share, rank, and share of inner products")
-    for group, parts in {**found, "all": whole}.items():
+    for group, parts in {**sums, "all": whole}.items():
         told = [
             f"{np.trace(x) / np.trace(y):6.3f} {np.trace(x) ** 2 / np.sum(x * x):5.0f} "
             f"{np.sum(x * y) / np.sum(y * y):6.3f}"
@@ -165,17 +165,17 @@ def main(argv):
             rows[f"{size}{how}"] = sketches(task.model, params, data, units, size, scale), False
     measured = {}
     for how, given in rows.items():
-        rng, found = np.random.default_rng(1), 0
+        rng, lengths = np.random.default_rng(1), 0
         for _ in range(STARTS):
             order = shuffled(rng, units) + units * np.arange(WORKERS)[:, None]
             order = order if given is None else balanced(order, *given)
-            found = found + prefixes(order, by_g, by_a)
-        measured[how] = found / measured.get("random", found)
+            lengths = lengths + prefixes(order, by_g, by_a)
+        measured[how] = lengths / measured.get("random", lengths)
         if how != "random":
             kept = (1 - measured[how]) / (1 - measured["exact"])
             told = (f"{m:.3f} ({k:.2f})" for m, k in zip(measured[how], kept, strict=True))
             print(f"{how:28}", *told, sep="  ", flush=True)
-        measured["random"] = found if how == "random" else measured["random"]
+        measured["random"] = lengths if how == "random" else measured["random"]
 
 
 if __name__ == "__main__":

@@ -12,12 +12,12 @@ from experiments.tasks import Task
 from experiments.timing import in_turns
 
 
-def median_interval(found) -> tuple[float, float, float]:
+def median_interval(values) -> tuple[float, float, float]:
     """Median, and the order statistics that enclose it in 95 % of all cases.
 
     The bounds are infinite with fewer than six values.
     """
-    ordered = np.sort(np.asarray(list(found), float))
+    ordered = np.sort(np.asarray(list(values), float))
     count = len(ordered)
     rank = int((bdtr(np.arange(count), count, 0.5) <= 0.025).sum())
     low, high = (ordered[rank - 1], ordered[count - rank]) if rank else (-math.inf, math.inf)

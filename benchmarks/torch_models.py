@@ -28,7 +28,7 @@ HEADS, PATCH, EPSILON = 3, 4, 1e-6  # of the ViT in benchmarks/timing.py
 
 def named(tree) -> dict[str, np.ndarray]:
     """Our parameters, or their gradients, by the names and in the shapes of PyTorch's."""
-    found = {}
+    arrays = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name, array = jax.tree_util.keystr(path, simple=True, separator="."), np.asarray(leaf)
         if "attention" in name:  # PyTorch's have one axis for all heads
@@ -38,8 +38,8 @@ def named(tree) -> dict[str, np.ndarray]:
         if name.endswith("kernel"):
             array = array.transpose(3, 2, 0, 1) if array.ndim == 4 else array.T
         name = re.sub("(kernel|scale)$", "weight", name).replace("attention.", "")
-        found[name.replace("positions", "positions.weight")] = np.ascontiguousarray(array)
-    return found
+        arrays[name.replace("positions", "positions.weight")] = np.ascontiguousarray(array)
+    return arrays
 
 
 def model_of(name: str, params):
@@ -158,9 +158,9 @@ def _resident(field: str) -> int:
     return 1024 * int(re.search(rf"{field}:\s+(\d+)", status)[1])
 
 
-def check(way: str, found: tuple, plain: dict, exact: np.ndarray) -> None:
+def check(way: str, result: tuple, plain: dict, exact: np.ndarray) -> None:
     """Raises AssertionError for a wrong mean gradient, wrong norms, or products of projections."""
-    mean, rows = found
+    mean, rows = result
     scale = max(np.abs(array).max() for array in plain.values())
     for name, array in (mean or {}).items():
         np.testing.assert_allclose(
@@ -201,13 +201,13 @@ def rows_of(name: str, peers: Callable, repeats: int) -> Iterator[dict]:
     per_example = ordering.per_example_grads(loss)
     formed = jax.jit(lambda *args: per_example(*args, key=key)[2])(params, batch)
     exact = np.concatenate([np.reshape(g, (EXAMPLES, -1)) for g in jax.tree.leaves(formed)], 1)
-    found = {way: call() for way, call in calls.items()}
-    found = {way: (named(mean), rows) for way, (mean, rows) in found.items()}
+    results = {way: call() for way, call in calls.items()}
+    results = {way: (named(mean), rows) for way, (mean, rows) in results.items()}
     for way, run in theirs.items():
         calls[way] = functools.partial(run, x, y.long())
-        found[way] = calls[way]()
-    for way, given in found.items():
-        check(way, given, found["plain step, JAX"][0], exact)
+        results[way] = calls[way]()
+    for way, given in results.items():
+        check(way, given, results["plain step, JAX"][0], exact)
     growth = {way: peak_growth(call) for way, call in calls.items()}
     for way, seconds, times in timing.compared(calls, repeats):
         base = times["plain step, JAX" if way in ours else "plain step, PyTorch"]

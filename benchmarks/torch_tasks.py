@@ -183,8 +183,8 @@ def in_torch(problem: Problem, begin: Callable, observe: Callable | None = None)
     def mean_gradient(x, y, places):
         if observe is None:
             leaves = {name: p.requires_grad_() for name, p in params.items()}
-            found = torch.autograd.grad(losses(leaves, x, y).mean(), tuple(leaves.values()))
-            return dict(zip(leaves, found, strict=True))
+            grads = torch.autograd.grad(losses(leaves, x, y).mean(), tuple(leaves.values()))
+            return dict(zip(leaves, grads, strict=True))
         rows = of_all(params, x, y)
         observe(rows, places)
         return {name: row.mean(0) for name, row in rows.items()}

@@ -41,11 +41,11 @@ def on_page_markdown(markdown, page, config, files):
     places = {target: source for source, target in copied().items()}
     here = pathlib.PurePosixPath(places.get(page.file.src_uri, f"docs/{page.file.src_uri}"))
 
-    def moved(found):
-        target = resolved(here.parent / found[2])
+    def moved(match):
+        target = resolved(here.parent / match[2])
         site = copied().get(target, target.removeprefix("docs/"))
         depth = page.file.src_uri.count("/")
-        return f"{found[1]}{'../' * depth}{site}{found[3]}"
+        return f"{match[1]}{'../' * depth}{site}{match[3]}"
 
     if page.file.src_uri == "reference/names.md":
         markdown = markdown.replace("\n## ", f"\n{index()}\n## ", 1)
@@ -115,7 +115,7 @@ def equations(text: str) -> str:
 def shown(docstring: str) -> str:
     """With equations, links, brackets that are no tags, and no type before Returns' colons."""
     docstring = re.sub(r"<([^\s=<>-][^<>]{0,30}[^\s=<>-])>", r"⟨\1⟩", docstring)
-    end = found.start() if (found := SECTION.search(docstring)) else len(docstring)
+    end = heading.start() if (heading := SECTION.search(docstring)) else len(docstring)
     docstring = equations(docstring[:end]) + docstring[end:]
     docstring = re.sub(r"^(Returns:\n +)", r"\1: ", docstring, flags=re.M)
     docstring = re.sub(r"\bdocs/(\w+/\w+)\.md", r"[\1](../\1.md)", docstring)
@@ -128,12 +128,12 @@ def reference() -> dict[str, dict[str, griffe.Object | griffe.Alias]]:
     packages = {name: loader.load(name) for name in ("ordering", "local_opt", "models")}
     loader.resolve_aliases()
     pages = re.findall(r": reference/(?!names)(\w+)\.md", (ROOT / "mkdocs.yml").read_text())
-    found = {}
+    names = {}
     for page in pages:
         text = (ROOT / "docs" / "reference" / f"{page}.md").read_text()
         paths = (path.partition(".") for path in re.findall(r"^::: (\S+)$", text, re.M))
-        found[page] = {".".join((a, b)): packages[a][b] for a, _, b in paths}
-    return found
+        names[page] = {".".join((a, b)): packages[a][b] for a, _, b in paths}
+    return names
 
 
 def index() -> str:
@@ -141,7 +141,7 @@ def index() -> str:
     lines = []
     for page, objects in reference().items():
         lines += ["", f"| [{page.replace('_', ' ').capitalize()}]({page}.md) | |", "|---|---|"]
-        for path, found in objects.items():
-            first = found.docstring.value.partition("\n")[0]
+        for path, member in objects.items():
+            first = member.docstring.value.partition("\n")[0]
             lines.append(f"| [`{path.rpartition('.')[2]}`][{path}] | {first} |")
     return "\n".join([*lines, ""])

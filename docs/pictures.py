@@ -28,13 +28,13 @@ def curves(path: str, run: str, title: str, panels, speed: float | None = None, 
 
 
 def factorial(path: str) -> None:
-    found = combined.effects_of(archive.load("combined_shakespeare"))
-    plots.effects(found, path, "Shakespeare")
+    effects = combined.effects_of(archive.load("combined_shakespeare"))
+    plots.effects(effects, path, "Shakespeare")
 
 
 def differences(path: str, base: str, ending: str, title: str) -> None:
     """Test accuracies less those of an arm, paired by seed, of the arms with several seeds."""
-    found, styles = [], {}
+    responses, styles = [], {}
     for run, name in (("outer_vit", "ViT"), ("outer_gpt", "GPT")):
         compared = archive.load(run + ending)
         values = frame.frame(compared)
@@ -46,8 +46,8 @@ def differences(path: str, base: str, ending: str, title: str) -> None:
             for arm, label in arms.items()
             if arm != base
         }
-        found.append(combined.Response(f"accuracy of the {name} / points", False, own))
-    plots.effects(found, path, title, f"less {arms[base]}, paired by seed", styles)
+        responses.append(combined.Response(f"accuracy of the {name} / points", False, own))
+    plots.effects(responses, path, title, f"less {arms[base]}, paired by seed", styles)
 
 
 # A colour of each decision, of two the mixture.
@@ -64,9 +64,9 @@ DECISIONS = {
 LOADS, SYNCS = np.geomspace(0.1, 30, 41), np.geomspace(0.03, 300, 49)  # in steps
 
 
-def map_of(found: advise.Factorial, machine: Machine):
+def map_of(measured: advise.Factorial, machine: Machine):
     """Of [loads, syncs]: the best's place in DECISIONS, if it is sure, times as fast as none."""
-    logs = advise.logs_of(machine, found)
+    logs = advise.logs_of(machine, measured)
     kinds = np.array([[*DECISIONS].index((c.order, c.local, c.uses > 1)) for c in logs])
     times = np.stack([*logs.values()])
     best = times.mean(axis=-1).argmin(axis=0)
@@ -83,8 +83,8 @@ def machine_map(path: str) -> None:
     from matplotlib.patheffects import withStroke
 
     known = {
-        (found.task, f"{found.sizes.workers} x {found.sizes.units_per_step}"): found
-        for found in advise.load()
+        (measured.task, f"{measured.sizes.workers} x {measured.sizes.units_per_step}"): measured
+        for measured in advise.load()
     }
     tasks, sizes = (list(dict.fromkeys(part)) for part in zip(*known, strict=True))
     figure, axes = plots.panes(len(tasks), len(sizes), (9, 12), sharex=True, sharey=True)
@@ -121,9 +121,9 @@ def slow_sde(path: str) -> None:
     styles = plots.looks(slow_drift.RULES)
     cells = progress.bar([*itertools.product(names, widths)])
     for axis, (name, workers) in zip(axes.flat, cells, strict=True):
-        found = [r for rate in rates for r in slow_drift.measure(name, workers, rate, 64)]
+        drifts = [r for rate in rates for r in slow_drift.measure(name, workers, rate, 64)]
         for rule, style in styles.items():
-            own = [r for r in found if r["rule"] == rule]
+            own = [r for r in drifts if r["rule"] == rule]
             theory = [*(r["theory"] for r in own), own[0]["limit"]]
             axis.plot([*rates, 0], theory, color=style["color"], linewidth=1)
             mean, half = np.transpose([statistics.interval(r["end"]) for r in own])

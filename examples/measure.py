@@ -42,24 +42,24 @@ def main_of(path: pathlib.Path):
 def measured(mains, rates, seeds) -> dict:
     """{file: {rate: [what main returned, by seed]}}."""
     calls = [(name, rate, seed) for name in mains for rate in rates for seed in range(seeds)]
-    found = {name: {rate: [] for rate in rates} for name in mains}
+    runs = {name: {rate: [] for rate in rates} for name in mains}
     for name, rate, seed in tqdm(calls):
-        found[name][rate].append(flat(mains[name](seed=seed, learning_rate=rate)))
-    return found
+        runs[name][rate].append(flat(mains[name](seed=seed, learning_rate=rate)))
+    return runs
 
 
 def flat(result) -> dict:
     """{"valid loss": ...} of {"valid": {"loss": ...}}, and numbers as they are."""
-    found = {}
+    numbers = {}
     for name, value in result.items():
         inner = value.items() if isinstance(value, dict) else [("", value)]
-        found |= {f"{name} {k}".strip(): v for k, v in inner if isinstance(v, int | float)}
-    return found
+        numbers |= {f"{name} {k}".strip(): v for k, v in inner if isinstance(v, int | float)}
+    return numbers
 
 
-def best(found, scalar):
+def best(runs, scalar):
     """(rate, its results)."""
-    return min(found.items(), key=lambda item: np.mean([r[scalar] for r in item[1]]))
+    return min(runs.items(), key=lambda item: np.mean([r[scalar] for r in item[1]]))
 
 
 def interval(values) -> tuple[float, float]:
@@ -89,8 +89,8 @@ def main(argv) -> None:
 
 def report(mains) -> dict:
     """Prints the table of {file: its `main`}; {file: (its best rate, its results)}."""
-    found = measured(mains, [float(r) for r in FLAGS.learning_rates], FLAGS.seeds)
-    rows, chosen = [], {name: best(of, FLAGS.scalar) for name, of in found.items()}
+    runs = measured(mains, [float(r) for r in FLAGS.learning_rates], FLAGS.seeds)
+    rows, chosen = [], {name: best(of, FLAGS.scalar) for name, of in runs.items()}
     for name, (rate, results) in chosen.items():
         cells = {k: "{:.4g} ± {:.2g}".format(*interval(r[k] for r in results)) for k in results[0]}
         rows.append({"file": name, "best lr": f"{rate:g}", **cells})

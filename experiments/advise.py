@@ -68,33 +68,33 @@ class Factorial(NamedTuple):
 
 def load() -> list[Factorial]:
     """The recorded factorials experiments/runs/map_*, joined by task, size and target."""
-    found = files.read_json(os.path.join(os.path.dirname(__file__), "runs", "map.json"))
+    content = files.read_json(os.path.join(os.path.dirname(__file__), "runs", "map.json"))
     return [
         Factorial(
             own["task"], Sizes(*own["sizes"]),
             {Combination(*arm["of"]): np.array(arm["to"], float) for arm in own["taken"]},
         )
-        for own in found["factorials"]
+        for own in content["factorials"]
     ]  # fmt: skip
 
 
 def near(known: Sequence[Factorial], units_per_step: int) -> list[Factorial]:
     """Those whose units per worker and step are nearest, by ratio."""
 
-    def far(found):
-        return abs(np.log(found.sizes.units_per_step / units_per_step))
+    def far(task):
+        return abs(np.log(task.sizes.units_per_step / units_per_step))
 
     least = min(map(far, known), default=0.0)
-    return [found for found in known if far(found) == least]
+    return [task for task in known if far(task) == least]
 
 
-def logs_of(machine, found: Factorial) -> dict[Combination, np.ndarray]:
+def logs_of(machine, task: Factorial) -> dict[Combination, np.ndarray]:
     """log(time to the target) of every combination, [..., seeds], on machines [..., 1]."""
     from experiments.study.cost import order_traffic, time
 
-    traffic = order_traffic(row_of("order", ORDER), found.sizes, machine.parameters)
+    traffic = order_traffic(row_of("order", ORDER), task.sizes, machine.parameters)
     result = {}
-    for combination, (steps, loads, rounds) in found.taken.items():
+    for combination, (steps, loads, rounds) in task.taken.items():
         sent = np.array([traffic(int(n)) for n in loads]) if combination.order else 0.0
         own = {"rounds": rounds, "sent": sent, "ordered": combination.order}
         result[combination] = np.log(time(machine, steps=steps, loads=loads, **own))
@@ -202,7 +202,7 @@ def advice(machine, known: Sequence[Factorial]) -> str:
             "decisions": c.label,
             "speed-up over none": tables.times(-logs[c], exact=True),
             "per task": ", ".join(
-                f"{found.task} {np.exp(-x):.2f}" for found, x in zip(known, logs[c], strict=True)
+                f"{task.task} {np.exp(-x):.2f}" for task, x in zip(known, logs[c], strict=True)
             ),
         }
         for c in sorted(logs, key=lambda c: logs[c].mean())
@@ -227,8 +227,8 @@ def run(values: absl_flags.FlagValues) -> None:
     task, recipe = flags.setting_from_flags(values)
     processes.say("Measuring a load, and steps with and without an order", file=sys.stderr)
     known = near(known, recipe.units_per_step)
-    found = machines_of(task, recipe, values)
-    first, each = found[0], recipe.units_per_step * recipe.unit_size
+    machines = machines_of(task, recipe, values)
+    first, each = machines[0], recipe.units_per_step * recipe.unit_size
     processes.say(
         f"{task.name}, {first.parameters:,} parameters, {recipe.workers} workers with {each} "
         f"examples per step each. Measured: {1e3 * first.step:.3g} ms for a step, "
@@ -236,7 +236,7 @@ def run(values: absl_flags.FlagValues) -> None:
         f"Recorded tasks: {', '.join(f.task for f in known)} at "
         f"{known[0].sizes.workers} x {known[0].sizes.units_per_step}."
     )
-    for machine in found:
+    for machine in machines:
         processes.say(f"\n{advice(machine, known)}")
 
 

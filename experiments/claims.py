@@ -181,15 +181,15 @@ def effect_of(claim: Claim, recorded: Mapping[str, Comparison]) -> Effect:
     cost, accuracy = claim.what in COSTS, claim.what == "test/accuracy"
     lowest = compared.criterion.when == "lowest"
     rate = claim.rate or ("own" if not lowest else "fastest" if cost else "end")
-    found, scalar, late = frame(compared, rate, claim.speed), named(compared, claim.what), (0, 0)
+    table, scalar, late = frame(compared, rate, claim.speed), named(compared, claim.what), (0, 0)
     if cost:
         scalar = f"to {claim.what}"
-        taken = found.get(scalar, found[claim.what])  # all are late where there is no target
-        never = np.isinf(taken) | (scalar not in found)
-        found = found.assign(**{scalar: taken.where(~never, found[claim.what])})
+        taken = table.get(scalar, table[claim.what])  # all are late where there is no target
+        never = np.isinf(taken) | (scalar not in table)
+        table = table.assign(**{scalar: taken.where(~never, table[claim.what])})
 
     def better(arm):
-        values = paired(found, arm, claim.base, scalar, ratio=not accuracy)
+        values = paired(table, arm, claim.base, scalar, ratio=not accuracy)
         return 100 * values if accuracy else values
 
     values = better(claim.arm)
@@ -199,7 +199,7 @@ def effect_of(claim: Claim, recorded: Mapping[str, Comparison]) -> Effect:
             if statistics.diverged(compared.records, arm, claim.speed)
         ]  # fmt: skip
         return Effect(note=", ".join(lost))
-    rows = [found.loc[arm].loc[values.index] for arm in (claim.arm, claim.base)]
+    rows = [table.loc[arm].loc[values.index] for arm in (claim.arm, claim.base)]
     # The means of what is compared by ratios are geometric, as that of the ratios is.
     mean_of = (lambda x: x.mean()) if accuracy else lambda x: np.exp(np.log(x.clip(1e-12)).mean())
     pair, (mean, half) = [mean_of(of[scalar]) for of in rows], statistics.interval(values)

@@ -77,22 +77,22 @@ def effects(values: np.ndarray) -> dict[str, tuple[float, float]]:
     Returns:
       {effect: mean and half width of the 95 % interval over seeds}, of single factors first.
     """
-    found, levels = {}, 2 * np.indices((2, 2, 2)) - 1.0  # of every factor in every cell
+    result, levels = {}, 2 * np.indices((2, 2, 2)) - 1.0  # of every factor in every cell
     for size in (1, 2, 3):
         for axes in itertools.combinations(range(3), size):
             per_seed = np.tensordot(levels[list(axes)].prod(axis=0), values, 3) / 4
-            found[" × ".join(FACTORS[a] for a in axes)] = interval(per_seed)
-    return found
+            result[" × ".join(FACTORS[a] for a in axes)] = interval(per_seed)
+    return result
 
 
 def effects_of(comparison: Comparison) -> list[Response]:
     """The effects on the last objective and test metric, and on every cost to the target."""
     scalar, metric = comparison.criterion.scalar, statistics.metric_of(comparison)
     accuracy, speed = metric == "accuracy", comparison.speeds[0]
-    found = frame(comparison, speed=speed)
+    table = frame(comparison, speed=speed)
 
     def response(label, name, relative=True, scale=1):
-        y = np.array([scale * column(found, own.arm, name) for own in comparison.at(speed)])
+        y = np.array([scale * column(table, own.arm, name) for own in comparison.at(speed)])
         y = np.log(np.maximum(y, 1e-12)) if relative else y
         return Response(label, relative, effects(y.reshape(2, 2, 2, -1)))
 
@@ -116,8 +116,8 @@ def no_effects(comparison: Comparison) -> str:
     if lost := tables.late(comparison):
         return f"{', '.join(lost)} never arrive with some seed"
     names = comparison.criterion.scalar, f"test/{statistics.metric_of(comparison)}"
-    found = [last(run, name) for own in arms for run in own.runs.values() for name in names]
-    return "" if np.isfinite(found).all() else "some last losses or metrics are not finite"
+    values = [last(run, name) for own in arms for run in own.runs.values() for name in names]
+    return "" if np.isfinite(values).all() else "some last losses or metrics are not finite"
 
 
 def show_effect(mean: float, half: float, relative: bool) -> str:
@@ -134,10 +134,11 @@ def effects_table(comparison: Comparison) -> tuple[str, str]:
     """Section: a row per effect, a column per response."""
     if why := no_effects(comparison):
         return "table_effects.md", f"No effects: {why}."
-    found = effects_of(comparison)
+    responses = effects_of(comparison)
     rows = [
-        {"effect of": name} | {r.label: show_effect(*r.effects[name], r.relative) for r in found}
-        for name in found[0].effects
+        {"effect of": name}
+        | {r.label: show_effect(*r.effects[name], r.relative) for r in responses}
+        for name in responses[0].effects
     ]
     text = (
         "Effects from the first level to the second, with 95 % intervals; × marks factors, and "

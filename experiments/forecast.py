@@ -117,10 +117,10 @@ def main(values: flags.FlagValues) -> None:
     from experiments.results import page
 
     names = KNOWN if values.task == "all" else [values.task]
-    found = [forecast_of(name, values) for name in names]  # before it, what is wrong with flags
+    forecasts = [forecast_of(name, values) for name in names]  # before it, what is wrong with flags
     with page.opened("forecast", values) as folder:
-        text = "\n".join(text for _, text, _ in found)
-        shown = {label: plans for label, _, plans in found}
+        text = "\n".join(text for _, text, _ in forecasts)
+        shown = {label: plans for label, _, plans in forecasts}
         rules = {row.label: words for words, row in rows_from_flag(values, "arms", "sync").items()}
         pictures = {"periods.png": functools.partial(plots.periods, shown, rules)}
         print(page.write_all(folder, "Steps between syncs", {"table.md": text.rstrip()}, pictures))

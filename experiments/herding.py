@@ -89,17 +89,17 @@ def bounds_over_rounds(
     run = jax.jit(over(one_round, in_specs="worker", out_specs="worker"), donate_argnums=0)
     bound = jax.jit(lambda v, o: ordering.baselines.herding_bound(v, o, norm=jnp.inf))
     state = jax.jit(init)(keys)
-    found = [float(bound(vectors, state.current))]
+    bounds = [float(bound(vectors, state.current))]
     for _ in range(rounds):
         state = run(state, vectors)
-        found.append(float(bound(vectors, state.current)))
-    return found
+        bounds.append(float(bound(vectors, state.current)))
+    return bounds
 
 
-def table(found: Sequence[dict], arms: Iterable[str], rounds: int) -> str:
+def table(measured: Sequence[dict], arms: Iterable[str], rounds: int) -> str:
     """Markdown: the bound after the last round, one row per order, one column per W."""
     rows = {name: {"order": row_of("order", name).label} for name in arms}
-    for r in found:
+    for r in measured:
         if r["round"] == rounds:
             rows[r["order"]][f"W = {r['workers']}"] = f"{r['bound']:.2f}"
     return tables.markdown([*rows.values()])
@@ -115,14 +115,14 @@ def main(values: flags.FlagValues) -> None:
     from experiments.results import page, records
 
     with page.opened("herding", values) as folder:
-        found = measure(values, arms)
+        measured = measure(values, arms)
         title, labels = (
             f"{values.num_vectors:,} unit vectors",
             {n: row.label for n, row in arms.items()},
         )
-        records.write_lines(os.path.join(folder, records.METRICS), found)
-        texts = {"table_herding.md": table(found, arms, values.rounds)}
-        pictures = {"herding.png": functools.partial(plots.herding, found, labels)}
+        records.write_lines(os.path.join(folder, records.METRICS), measured)
+        texts = {"table_herding.md": table(measured, arms, values.rounds)}
+        pictures = {"herding.png": functools.partial(plots.herding, measured, labels)}
         print(page.write_all(folder, title, texts, pictures))
         print(f"\nWritten to {folder}")
 
@@ -131,13 +131,13 @@ def measure(values: flags.FlagValues, arms: Iterable[str]) -> list[dict]:
     """The bounds of these orders for every number of workers."""
     from experiments.cluster import progress
 
-    found = []
+    rows = []
     for workers, name in progress.bar(list(itertools.product(values.workers, arms)), unit="run"):
         vectors = unit_vectors(workers, values.num_vectors // workers, values.dimension)
         bounds = bounds_over_rounds(vectors, name, values.rounds, values.units_per_step)
         for k, bound in enumerate(bounds):
-            found.append({"order": name, "workers": workers, "round": k, "bound": bound})
-    return found
+            rows.append({"order": name, "workers": workers, "round": k, "bound": bound})
+    return rows
 
 
 if __name__ == "__main__":

@@ -125,18 +125,18 @@ def flow(problem: Problem, moments: Callable, *numbers, slow_time=SLOW_TIME, poi
         return params, problem.measure(params)
 
     start = jnp.array(problem.start)
-    _, found = jax.lax.scan(step, start, length=points)
-    return jnp.concatenate([problem.measure(start)[None], found])
+    _, values = jax.lax.scan(step, start, length=points)
+    return jnp.concatenate([problem.measure(start)[None], values])
 
 
-def strength(problem: Problem, found: jax.Array) -> jax.Array:
+def strength(problem: Problem, values: jax.Array) -> jax.Array:
     """The strength of drift that explains an end, relative to one worker alone.
 
     In slow time S, a drift of strength c gets as far as one of strength 1 in c S. Runs scatter
     around strength 1, so the curve extends to 2.
     """
     curve = flow(problem, in_the_limit, 1, 0.0, slow_time=2 * SLOW_TIME, points=2000)
-    return jnp.interp(-found, -curve, jnp.linspace(0, 2, len(curve)))
+    return jnp.interp(-values, -curve, jnp.linspace(0, 2, len(curve)))
 
 
 # Runs: parameters are [P, G, R, K] for G rules, R repetitions and K workers; all rules share the
@@ -178,14 +178,14 @@ def measure(name: str, workers: int, rate: float, repetitions: int) -> list[dict
     problem, steps = PROBLEMS[name], round(SLOW_TIME / rate**2)
     periods = [int(rule.plan(rate, steps).periods[0]) for rule in RULES.values()]
     ends = ends_of(problem, workers, repetitions, jnp.array(periods), steps, rate)
-    found = []
+    rows = []
     for (key, rule), period, own in zip(RULES.items(), periods, ends, strict=True):
         limit = flow(problem, in_the_limit, workers, rule.beta)[-1]
         told = flow(problem, at_a_rate, workers, rate, float(period))[-1]
         *drifts, limit_drift = workers * np.asarray(strength(problem, jnp.append(own, limit)))
-        found.append({
+        rows.append({
             "problem": name, "workers": workers, "learning_rate": rate, "rule": key,
             "end": own.tolist(), "theory": float(told), "limit": float(limit),
             "drift": list(map(float, drifts)), "limit_drift": float(limit_drift),
         })  # fmt: skip
-    return found
+    return rows

@@ -23,7 +23,7 @@ from experiments.study import flags as dialect
 from experiments.tasks.base import COUNT, Range
 
 
-def table(found: Sequence[Mapping], name: str) -> str:
+def table(measured: Sequence[Mapping], name: str) -> str:
     """Markdown for one problem, a row per rule and number of workers.
 
     "off" is how far the measured mean lies above the limit. "drift" is the strength that explains
@@ -31,8 +31,8 @@ def table(found: Sequence[Mapping], name: str) -> str:
     """
     from experiments.slow_drift import RULES
 
-    rows, least = {}, min(r["learning_rate"] for r in found)
-    for r in found:
+    rows, least = {}, min(r["learning_rate"] for r in measured)
+    for r in measured:
         if r["problem"] == name:
             row = rows.setdefault((r["workers"], r["rule"]), {})
             row |= {"K": r["workers"], "rule": RULES[r["rule"]].label}
@@ -63,9 +63,9 @@ def main(values: flags.FlagValues) -> None:
     rates = sorted(values.rates, reverse=True)
     cells = list(itertools.product(PROBLEMS, values.workers, rates))
     with page.opened("slow_sde", values) as folder:
-        found = [r for cell in progress.bar(cells) for r in measure(*cell, values.repetitions)]
-        records.write_lines(os.path.join(folder, records.METRICS), found)
-        texts = {f"table_{name}.md": f"### {name}\n\n{table(found, name)}" for name in PROBLEMS}
+        measured = [r for cell in progress.bar(cells) for r in measure(*cell, values.repetitions)]
+        records.write_lines(os.path.join(folder, records.METRICS), measured)
+        texts = {f"table_{name}.md": f"### {name}\n\n{table(measured, name)}" for name in PROBLEMS}
         print(page.write_all(folder, "Drift of SGD in 4 / η² steps", texts, {}))
         print(f"\nWritten to {folder}")
 

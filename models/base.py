@@ -149,8 +149,8 @@ def checked(model: Callable) -> Callable:
 def x_and_y(batch: Any) -> tuple[Array, Array]:
     """Inputs and labels of a batch."""
     if not isinstance(batch, Mapping) or not {"x", "y"} <= batch.keys():
-        found = list(batch) if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
-        raise ValueError(f'batch is {found}: pass {{"x": inputs, "y": labels}}.')
+        given = list(batch) if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+        raise ValueError(f'batch is {given}: pass {{"x": inputs, "y": labels}}.')
     return batch["x"], batch["y"]
 
 
@@ -170,10 +170,10 @@ def check_array(
     if not fits or any(
         side < 1 if n is None else side != n for n, side in zip(shape, sides, strict=True)
     ):
-        found = f"{dtype}{list(given)}" if known else f"a {type(x).__name__}"
+        text = f"{dtype}{list(given)}" if known else f"a {type(x).__name__}"
         wanted = ", ".join("n" if n is None else str(n) for n in shape)
         kind = "whole" if whole else "real"
-        raise ValueError(f"{name} is {found}: pass an array of {kind} numbers in [{wanted}].")
+        raise ValueError(f"{name} is {text}: pass an array of {kind} numbers in [{wanted}].")
 
 
 def are_sizes(value: Any, length: int | None = None) -> bool:

@@ -126,15 +126,15 @@ def optimum(model: Model, batch: PyTree[Array], *, tolerance: float = 1e-10) -> 
 
         limits = {"maxiter": 20_000, "maxfun": 40_000, "maxcor": 50}
         options = {"ftol": 0.0, "gtol": tolerance, **limits}
-        found = minimize(fun, start, jac=True, method="L-BFGS-B", options=options)
-        slope = float(np.max(np.abs(fun(found.x)[1])))
+        result = minimize(fun, start, jac=True, method="L-BFGS-B", options=options)
+        slope = float(np.max(np.abs(fun(result.x)[1])))
     # The error is quadratic in the slope: with 1e-6 it is far below the precision of float32.
     if not slope <= max(tolerance, 1e-6):
         raise RuntimeError(
-            f"L-BFGS stopped with a gradient of {slope:.2e} ({found.message}): the loss may have "
+            f"L-BFGS stopped with a gradient of {slope:.2e} ({result.message}): the loss may have "
             "no finite minimum. Add an l2 penalty, or leave examples with NaN out."
         )
-    return float(found.fun)
+    return float(result.fun)
 
 
 def _widen(x):

@@ -31,17 +31,17 @@ def write(root: pathlib.Path, url: str) -> None:
     Raises:
       ValueError: for an address that Colab cannot open.
     """
-    if not (found := KNOWN.fullmatch(url)):
+    if not (match := KNOWN.fullmatch(url)):
         raise ValueError(
             f"{url!r} is no https://github.com/OWNER/NAME, which Colab opens: pass one."
         )
-    setup, url = root / "setup.cfg", f"https://github.com/{found[1]}"
+    setup, url = root / "setup.cfg", f"https://github.com/{match[1]}"
     text = re.sub(r"^url = .*\n", "", setup.read_text(), flags=re.M)
     setup.write_text(re.sub(r"^(version = .*\n)", rf"\1url = {url}\n", text, flags=re.M))
     for path in sorted((root / "notebooks").glob("*.ipynb")):
         notebook = json.loads(path.read_text())
         title, code = notebook["cells"][:2]
-        title["source"] = with_badge(title["source"], found[1], path.name)
+        title["source"] = with_badge(title["source"], match[1], path.name)
         code["source"] = [
             re.sub(r'^(REPOSITORY = )"[^"]*"', rf'\1"git+{url}"', line) for line in code["source"]
         ]

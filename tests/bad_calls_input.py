@@ -29,9 +29,9 @@ from tests.bad_values import (
 
 def first(iterator, count=3):
     """What it brings at first; a loader's thread ends."""
-    found = [batch for batch, _ in zip(iterator, range(count), strict=False)]
+    results = [batch for batch, _ in zip(iterator, range(count), strict=False)]
     getattr(iterator, "close", lambda: None)()
-    return found
+    return results
 
 
 def made(value):

@@ -178,8 +178,10 @@ class Call(NamedTuple):
 
 
 def call(run: Callable, **args: Any) -> Call:
-    found = {n: a if isinstance(a, Arg) else Arg(a, KINDS[n]) for n, a in args.items()}
-    return Call(run, {n: a.valid for n, a in found.items()}, {n: a.bad for n, a in found.items()})
+    results = {n: a if isinstance(a, Arg) else Arg(a, KINDS[n]) for n, a in args.items()}
+    return Call(
+        run, {n: a.valid for n, a in results.items()}, {n: a.bad for n, a in results.items()}
+    )
 
 
 def described(value: Any) -> str:
@@ -242,8 +244,8 @@ def outcomes(calls: dict[str, Call], most: int | None = None) -> Iterator[tuple[
     for name, (run, valid, bad) in calls.items():
         for arg, values in bad.items():
             for value in values[:most]:
-                found = outcome(functools.partial(run, **valid | {arg: value}), arg, value)
-                yield f"{name}({arg}={described(value)})", found
+                result = outcome(functools.partial(run, **valid | {arg: value}), arg, value)
+                yield f"{name}({arg}={described(value)})", result
 
 
 def variants(value: Any) -> list:

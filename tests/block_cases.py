@@ -110,11 +110,11 @@ class Case(NamedTuple):
 
     def expected(self):
         """The batches of all epochs but the last, of which nothing is read."""
-        options, found = {"seed": 0, **self.settings}, []
+        options, results = {"seed": 0, **self.settings}, []
         for epoch, orders in enumerate(self.orders[:-1]):
             lanes = np.atleast_2d(orders).tolist()
-            found += reference_blocks.epoch_of(self.units(), lanes, epoch=epoch, **options)
-        return found
+            results += reference_blocks.epoch_of(self.units(), lanes, epoch=epoch, **options)
+        return results
 
     def kept_records(self):
         total = np.arange(sum(self.sizes))
@@ -122,15 +122,15 @@ class Case(NamedTuple):
 
     def read(self, state=None, *, after=lambda reads: None, **options):
         """The batches from a state on."""
-        found, given = [], dict(self.settings)
+        result, given = [], dict(self.settings)
         order = given_order(self.orders, self.known, given.pop("window"))
         workers = self.orders.shape[1] if self.orders.ndim == 3 else None
         options = {"num_epochs": len(self.orders) - 1, "workers": workers} | given | options
         with read_blocks(self.blocks(), order, KEY, state=state, **options) as reads:
             for batch in reads:
-                found.append(as_lists(batch))
+                result.append(as_lists(batch))
                 after(reads)
-        return found
+        return result
 
 
 KEY, ENTRIES = jax.random.key(0), 3

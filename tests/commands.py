@@ -98,8 +98,8 @@ def finish(command, folder, devices=1):
 
 def wait_for_checkpoint(process, folder):
     """Waits for the first that is whole: those that are being written have another name."""
-    until, found = time.monotonic() + 200, folder / "checkpoints"
-    while not (found.exists() and any(path.name.isdigit() for path in found.iterdir())):
+    until, result = time.monotonic() + 200, folder / "checkpoints"
+    while not (result.exists() and any(path.name.isdigit() for path in result.iterdir())):
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < until
         time.sleep(0.01)

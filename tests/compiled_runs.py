@@ -18,15 +18,15 @@ CPU = Chip(2**40, Compiler("cpu", (), "", None, {}, False))  # as many as there 
 @contextlib.contextmanager
 def compilations():
     """The names of all that is compiled in the body."""
-    found = []
+    results = []
 
     def listen(event, *_, **about):
         if event.endswith("backend_compile_duration"):
-            found.append(about["fun_name"])
+            results.append(about["fun_name"])
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        yield found
+        yield results
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
 
@@ -58,10 +58,10 @@ def text_of(lowered, name="cpu"):
 
 def kinds(collectives):
     """{kind: bytes}."""
-    found = {}
+    results = {}
     for one in collectives:
-        found[one.kind] = found.get(one.kind, 0) + one.bytes
-    return found
+        results[one.kind] = results.get(one.kind, 0) + one.bytes
+    return results
 
 
 def operations(text):
@@ -114,7 +114,7 @@ def lines_of(compiled, mesh):
     """(operation, bytes of its results, axes between whose devices it runs) of all collectives."""
     ids = np.arange(mesh.size).reshape(mesh.devices.shape)
     workers, inside = mesh.axis_names
-    found = []
+    results = []
     for one in collectives_of(compiled.as_text()):
         groups = groups_of(one.line)
         (axes,) = {
@@ -126,5 +126,5 @@ def lines_of(compiled, mesh):
             }.items()
             if sorted(places) == groups
         }
-        found.append((one.kind, one.bytes, axes))
-    return sorted(found)
+        results.append((one.kind, one.bytes, axes))
+    return sorted(results)

@@ -72,8 +72,8 @@ def whole_run():
     return list(Uses(Source(99), PLAN))
 
 
-def assert_same(found, expected):
-    found = list(found)
-    assert [use[:3] for use in found] == [use[:3] for use in expected]
-    batches = ([use.batch for use in uses] for uses in (found, expected))
+def assert_same(actual, expected):
+    actual = list(actual)
+    assert [use[:3] for use in actual] == [use[:3] for use in expected]
+    batches = ([use.batch for use in uses] for uses in (actual, expected))
     jax.tree.map(np.testing.assert_array_equal, *batches)

@@ -58,14 +58,14 @@ def trained(
     prepared, plans, *, evaluate=sums, evaluate_at=range(12, STEPS, 12), recorded=None, **options
 ):
     """(outcome, new records) of a run that goes on where it is saved, if it is."""
-    found, begun = [], None
+    results, begun = [], None
     if saving := options.get("saving"):
         step = checkpoint.settled(saving.folder, recorded)
         begun = checkpoint.restore(saving.folder, step, plans, prepared.shapes, saving.about)
-    watch = run.Watch(found.append, scalars_of(evaluate, evaluate_at))
+    watch = run.Watch(results.append, scalars_of(evaluate, evaluate_at))
     own = {name: options.pop(name) for name in run.Watch._fields if name in options}
     given = {"seed": 0, "begun": begun} | options
-    return run.train(prepared, plans, watch._replace(**own), **given), found
+    return run.train(prepared, plans, watch._replace(**own), **given), results
 
 
 def scalars_of(evaluate, evaluate_at):

@@ -44,16 +44,16 @@ def trained(mesh):
     scalars, outcomes = measure.scalars_of(task, RECIPE)(built, row), {}
 
     for rate in (0.2, 1e38):
-        found, orders = [], []
+        results, orders = [], []
 
         def begin(step, total, state, orders=orders):
             orders.append(input.on_host(state.orders.current).tolist())
             return scalars.begin(step, total, state)
 
         plans = config.plans_of(given, rule, row_of("echo", "fixed"), rate=rate)
-        watch = run.Watch(found.append, measure.Scalars(lambda total: (0, 8, 16), begin))
+        watch = run.Watch(results.append, measure.Scalars(lambda total: (0, 8, 16), begin))
         outcome = run.train(built, plans, watch, seed=3)
-        outcomes[rate] = {"records": found, "orders": orders, "stopped": outcome.diverged}
+        outcomes[rate] = {"records": results, "orders": orders, "stopped": outcome.diverged}
     return outcomes[0.2] | {"stopped": outcomes[1e38]["stopped"]}
 
 
@@ -80,7 +80,7 @@ def main(argv) -> None:
     keys = jax.random.split(jax.random.key(0), WORKERS)
     placed = input.place({"x": values, "key": keys}, owned_sharding(mesh))
     assert input.place_as(placed, placed)["x"] is placed["x"]  # as what was restored
-    found = {
+    results = {
         "own": input.own_workers(mesh, WORKERS),
         "placed": [s.index[0].start or 0 for s in placed["x"].addressable_shards],
         "here": np.asarray(input.own(placed["x"])).tolist(),
@@ -88,15 +88,15 @@ def main(argv) -> None:
         "first": processes.of_first({"seconds": number + 0.1, "text": "x" * (1 + 2000 * number)}),
     }
     own = local_opt.replicate(jax.random.key(3), mesh, keys="fold")
-    found["folded"] = [jax.random.key_data(s.data).tolist() for s in own.addressable_shards]
+    results["folded"] = [jax.random.key_data(s.data).tolist() for s in own.addressable_shards]
     with pytest.raises(ValueError) as alone:
         processes.mesh_of("vmap", WORKERS)
-    found |= {"differs": differences(number), "alone": str(alone.value)}
-    found["done"] = records.found(str(folder / "run"))
+    results |= {"differs": differences(number), "alone": str(alone.value)}
+    results["done"] = records.read_folder(str(folder / "run"))
     records.open_folder(str(folder / "run"), {"workers": WORKERS})
     records.write_lines(str(folder / "run" / "metrics.jsonl"), [{"process": number}])
-    found |= trained(mesh)
-    (folder / f"{number}.json").write_text(json.dumps(found))
+    results |= trained(mesh)
+    (folder / f"{number}.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

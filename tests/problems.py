@@ -153,7 +153,7 @@ def weighed(sync):
 
 def run_given(opt, first, grads, plan=PLAN):
     """One worker's parameters after every sync, of given gradients [T, W] of trees."""
-    params, found = copies(first), []
+    params, results = copies(first), []
     state, step = jax.jit(jax.vmap(opt.init))(params), jax.jit(vmap(opt.update))
     for t, own in enumerate(grads):
         stacked = jax.tree.map(lambda *x: jnp.stack(x), *own)
@@ -161,8 +161,8 @@ def run_given(opt, first, grads, plan=PLAN):
         before, params = params, optax.apply_updates(params, updates)
         if plan.syncs_after(t):
             local_opt.check_synced(params, before=before)
-            found.append(jax.tree.map(lambda x: np.asarray(x[0]), params))
-    return found
+            results.append(jax.tree.map(lambda x: np.asarray(x[0]), params))
+    return results
 
 
 @functools.cache

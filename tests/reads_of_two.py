@@ -20,26 +20,26 @@ def batches(workers, make, state=None, stop=None):
         (np.arange(26), ROWS), order, jax.random.key(0), like=jnp.zeros(4), workers=workers,
         num_epochs=2, state=state,
     )  # fmt: skip
-    found = []
+    results = []
     for numbers, rows in reads:
         shards = getattr(numbers, "addressable_shards", ())
-        found.append([(s.index[0].start or 0, np.asarray(s.data).tolist()) for s in shards])
+        results.append([(s.index[0].start or 0, np.asarray(s.data).tolist()) for s in shards])
         reads.observe(rows)
-        if len(found) == stop:
+        if len(results) == stop:
             break
-    return found, reads.state()
+    return results, reads.state()
 
 
 def all_of(workers):
     """The whole runs of three orders; each also goes on from its middle."""
-    found = {}
+    results = {}
     for make in (ordering.cd_grab, ordering.grab, ordering.global_reshuffling):
         whole, _ = batches(workers, make)
         some, state = batches(workers, make, stop=6)
         rest, _ = batches(workers, make, state)
         assert some + rest == whole
-        found[make.__name__] = whole
-    return found
+        results[make.__name__] = whole
+    return results
 
 
 def main():
@@ -47,8 +47,8 @@ def main():
     given = dict(argument.removeprefix("--").split("=") for argument in named)
     rank, count = int(given["process_id"]), int(given["num_processes"])
     jax.distributed.initialize(given["coordinator_address"], num_processes=count, process_id=rank)
-    found = all_of(jax.make_mesh((jax.device_count(),), ("worker",)))
-    pathlib.Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    result = all_of(jax.make_mesh((jax.device_count(),), ("worker",)))
+    pathlib.Path(folder, f"{rank}.json").write_text(json.dumps(result))
     jax.distributed.shutdown()
 
 

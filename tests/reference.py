@@ -323,18 +323,18 @@ def fold(leaf, seed, size, block):
             total[: len(part)] += of_blocks[b] * own * part
         matrix = total
     flat = matrix.ravel() * hash_signs(seed ^ 0x5BD1E995, np.arange(matrix.size))
-    found = np.zeros(size)
+    result = np.zeros(size)
     start = seed % size if flat.size < size else 0
     for n, value in enumerate(flat):
-        found[(n + start) % size] += value
-    return found
+        result[(n + start) % size] += value
+    return result
 
 
 def group_signs(length, sums, groups):
     """[K, p, m] without random signs: the sum of entry n, and its sign in every group."""
-    found, n = np.zeros((length, sums, groups)), np.arange(length)
-    found[n, n % sums] = hadamard(groups)[n // sums % groups]
-    return found
+    result, n = np.zeros((length, sums, groups)), np.arange(length)
+    result[n, n % sums] = hadamard(groups)[n // sums % groups]
+    return result
 
 
 def product_sketch(gradient, left, right, sizes):
@@ -355,11 +355,11 @@ def scale(moments, floor, power=0.5):
 
 def factored_scale(moment, mean, floor):
     """The same of a matrix, from the means of its rows and of its columns (Adafactor)."""
-    found = np.zeros(moment.shape)
+    result = np.zeros(moment.shape)
     for r, c in np.ndindex(moment.shape):
         row = np.sqrt(np.mean(moment[r]) / np.mean(moment)) + floor
-        found[r, c] = 1 / (row * (np.sqrt(np.mean(moment[:, c]) / mean) + floor))
-    return found
+        result[r, c] = 1 / (row * (np.sqrt(np.mean(moment[:, c]) / mean) + floor))
+    return result
 
 
 def four_means(values):
@@ -368,10 +368,10 @@ def four_means(values):
     deviation = np.sqrt(np.sum((values - mean) ** 2) / (values.size - 1))
     scale = 6 * deviation / 4 if deviation else 1.0
     codes = np.clip(np.round((values - mean) / scale + 2), 0, 3)
-    found = np.zeros(values.shape)
+    result = np.zeros(values.shape)
     for code in set(codes.ravel().tolist()):
-        found[codes == code] = mean + np.mean(values[codes == code] - mean)
-    return found
+        result[codes == code] = mean + np.mean(values[codes == code] - mean)
+    return result
 
 
 def rounded(rows, compressor):
@@ -385,12 +385,12 @@ def rounded(rows, compressor):
     if compressor.startswith("top_k"):  # 1 of 64, in blocks of 4096
         blocks = rows.reshape(-1, 4096)
         sent = np.argsort(-np.abs(blocks), axis=1, kind="stable")[:, :64]
-        found = np.zeros(blocks.shape)
+        result = np.zeros(blocks.shape)
         for start in range(0, len(blocks), 64):  # 64 blocks share what their values are rounded to
             at = np.arange(start, min(start + 64, len(blocks)))[:, None]
             at = at, sent[at[:, 0]]
-            found[at] = four_means(blocks[at]) if "2bit" in compressor else blocks[at]
-        return rounded(found, "bfloat16").reshape(rows.shape)
+            result[at] = four_means(blocks[at]) if "2bit" in compressor else blocks[at]
+        return rounded(result, "bfloat16").reshape(rows.shape)
     most = {"int8": 127, "int4": 7}[compressor]
     top = np.abs(rows).max(axis=1, keepdims=True)
     scale = rounded(np.float32(np.float32(top) * np.float32(1.00390625 / most)), "bfloat16")
@@ -505,15 +505,15 @@ def aligned_ends(ends, fresh, every):
     while math.floor(k * every + 0.5) <= sum(fresh):
         marks.add(math.floor(k * every + 0.5))
         k += 1
-    found, loads, due = [], 0, False
+    results, loads, due = [], 0, False
     for t in range(len(fresh)):
         loads += bool(fresh[t])
         due = due or t + 1 in ends
         last = t + 1 == len(fresh)
         if last or (due and loads in marks and fresh[t + 1]):
-            found.append(t + 1)
+            results.append(t + 1)
             due = False
-    return found
+    return results
 
 
 def scaffold(params, gradient, counts, rates, weights=None):

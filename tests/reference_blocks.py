@@ -27,11 +27,11 @@ def window_of(units, own, *, batch_size, seed, epoch):
 
     The largest unit of all decides how many batches there are.
     """
-    found = [(record, place) for place, unit in enumerate(own) for record in units[unit]]
-    found = shuffled(found, (seed, epoch, own[0]))
+    results = [(record, place) for place, unit in enumerate(own) for record in units[unit]]
+    results = shuffled(results, (seed, epoch, own[0]))
     count = -(-len(own) * max(map(len, units)) // batch_size)
-    found += [(None, -1)] * (count * batch_size - len(found))
-    return [found[t * batch_size : (t + 1) * batch_size] for t in range(count)]
+    results += [(None, -1)] * (count * batch_size - len(results))
+    return [results[t * batch_size : (t + 1) * batch_size] for t in range(count)]
 
 
 def epoch_of(units, orders, *, window, **options):

@@ -148,8 +148,8 @@ def trained(programs, params, data):
     for _ in range(EPOCHS):
         for start in range(0, UNITS, BATCH):
             starts = jnp.full(workers, start)
-            params, state, orders, found = programs.step(params, state, orders, data, starts)
-            losses.append(np.asarray(found))
+            params, state, orders, result = programs.step(params, state, orders, data, starts)
+            losses.append(np.asarray(result))
             t += 1
             if t % SYNC_EVERY == 0:
                 params, state, orders = programs.sync(params, state, orders)
@@ -201,8 +201,8 @@ def sharded(programs, workers):
     return trained(programs, params, placed(data_of(workers), P(), mesh))
 
 
-def assert_same_run(found, expected):
-    losses, orders, params = found[:3]
+def assert_same_run(actual, expected):
+    losses, orders, params = actual[:3]
     np.testing.assert_allclose(losses, expected[0], rtol=1e-5)
     np.testing.assert_array_equal(orders, expected[1])
     assert len({tuple(o) for o in orders[:, 0]}) == EPOCHS, "orders that change"

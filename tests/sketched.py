@@ -32,10 +32,12 @@ def sketch_of(loss, params, batch, key, *, size):
     def apply(tree):
         each = list(zip(plan, maps, map(as_float32, jax.tree.leaves(tree)), strict=True))
         small = [(of, g.reshape(-1)) for leaf, of, g in each if leaf.small]
-        found = [_of_leaf(leaf, of, g, size) for leaf, of, g in each if not leaf.small]
+        results = [_of_leaf(leaf, of, g, size) for leaf, of, g in each if not leaf.small]
         if small:
-            found.append(fold_small(jnp.concatenate([g for _, g in small]), small[0][0].seed, size))
-        return sum(found)
+            results.append(
+                fold_small(jnp.concatenate([g for _, g in small]), small[0][0].seed, size)
+            )
+        return sum(results)
 
     return apply
 
@@ -59,8 +61,8 @@ def _of_matrix(leaf, of, gradient, size):
         side.reshape(-1, 1, 1) * reference.group_signs(side.size, each, groups)
         for side, each in zip((of.left, of.right), sums, strict=True)
     )
-    found = jnp.einsum("apm,ab,bqm->pqm", left, matrix, right).reshape(-1) / math.sqrt(groups)
-    return jnp.pad(found, (0, size - found.size))
+    result = jnp.einsum("apm,ab,bqm->pqm", left, matrix, right).reshape(-1) / math.sqrt(groups)
+    return jnp.pad(result, (0, size - result.size))
 
 
 def scale_like(params, plan):
@@ -71,11 +73,11 @@ def scale_like(params, plan):
     )
 
 
-def close(found, expected):
+def close(actual, expected):
     """To 1e-5 of the largest entry of a tree."""
-    found, expected = (jax.flatten_util.ravel_pytree(tree)[0] for tree in (found, expected))
+    actual, expected = (jax.flatten_util.ravel_pytree(tree)[0] for tree in (actual, expected))
     atol = 1e-5 * float(jnp.max(jnp.abs(expected)))
-    np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=atol)
 
 
 def parts_of(gradients):
@@ -87,10 +89,10 @@ def assert_sketched(loss, params, batch, size=64, scale=None):
 
     gradients = ordering.sketched_grads(loss, SKETCH_KEY, size=size)
     makers = (functools.partial(gradients, scale=scale), ordering.per_example_grads(loss))
-    found, formed = (jax.jit(parts_of(maker))(params, batch) for maker in makers)
+    result, formed = (jax.jit(parts_of(maker))(params, batch) for maker in makers)
     to_sketch = sketch_of(loss, params, batch, SKETCH_KEY, size=size)
     rows = formed[2] if scale is None else scaled(formed[2], scale)
-    close(found[2], jax.jit(jax.vmap(to_sketch))(rows))
-    close(found[1], formed[1])
-    np.testing.assert_allclose(found[0], formed[0], rtol=1e-5)
-    return found
+    close(result[2], jax.jit(jax.vmap(to_sketch))(rows))
+    close(result[1], formed[1])
+    np.testing.assert_allclose(result[0], formed[0], rtol=1e-5)
+    return result

@@ -25,10 +25,10 @@ class Examples:
         return jax.tree.map(lambda x: x[index], self.arrays)
 
 
-def assert_same(found, expected):
-    found = list(found)
-    assert_bitwise_equal(found, expected)
-    assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(found))
+def assert_same(actual, expected):
+    actual = list(actual)
+    assert_bitwise_equal(actual, expected)
+    assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(actual))
 
 
 # (workers or None for one order without an axis, units, units per step, unit size)

@@ -32,11 +32,11 @@ def complete(name: str, word: str) -> str:
 
 def all_rows(kind: str) -> list[str]:
     """Every row with every word that it takes, and with as many as go together."""
-    found = []
+    results = []
     for name in TABLES[kind]:
         mine = taken(kind, name)
         # A correction of the drift and a compressor do not go together.
         together = {flag: word for word, flag in mine.items() if flag != "correction"}
-        found += [name, *(complete(name, word) for word in mine)]
-        found += ["+".join([name, *together.values()])] if len(together) > 1 else []
-    return found
+        results += [name, *(complete(name, word) for word in mine)]
+        results += ["+".join([name, *together.values()])] if len(together) > 1 else []
+    return results

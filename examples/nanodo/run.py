@@ -102,12 +102,12 @@ def evaluated(texts, c, train) -> dict:
     """nanodo's `train_and_evaluate`: its last evaluation, and the syncs of the run."""
     from nanodo import data, evaluate, metrics
 
-    found, rounds = [], [c.opt.num_train_steps]
+    losses, rounds = [], [c.opt.num_train_steps]
 
     class Heard(evaluate.Evaluator):
         def eval(self, params):
-            found.append(super().eval(params))
-            return found[-1]
+            losses.append(super().eval(params))
+            return losses[-1]
 
     def planned(inner, plan, **options):
         rounds.append(plan.rounds)
@@ -132,7 +132,7 @@ def evaluated(texts, c, train) -> dict:
         for shim in shims:
             stack.enter_context(shim)
         train.train_and_evaluate(c)
-    return {"valid": float(found[-1]["eval_loss"]), "syncs": rounds[-1]}
+    return {"valid": float(losses[-1]["eval_loss"]), "syncs": rounds[-1]}
 
 
 def main(_) -> None:

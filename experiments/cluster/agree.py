@@ -71,11 +71,11 @@ def check(what: str, facts: Mapping[str, str], seconds: float) -> None:
 
     Raises ValueError on all of them, naming the processes that differ or do not answer, and how.
     """
-    found = exchanged(store(), jax.process_index(), jax.process_count(), what, facts, seconds)
-    if found:
+    differences = exchanged(store(), jax.process_index(), jax.process_count(), what, facts, seconds)
+    if differences:
         raise UserError(
-            f"the {what} of the processes differ: {'; '.join(found)}. Start all of them with the "
-            "same command, code and data."
+            f"the {what} of the processes differ: {'; '.join(differences)}. Start all of them with "
+            "the same command, code and data."
         )
 
 
@@ -87,11 +87,11 @@ def exchanged(
     A process that has not answered in time is named too.
     """
     store.key_value_set(f"{what}/{number}", strict.dumps(facts))
-    until, first, found = time.monotonic() + seconds, None, []
+    until, first, differences = time.monotonic() + seconds, None, []
     for process in range(count):
         text = _get(store, f"{what}/{process}", until - time.monotonic())
         if text is None:
-            found.append(
+            differences.append(
                 f"process {process} did not answer within {seconds:g} s: look at its output"
             )
             continue
@@ -100,8 +100,8 @@ def exchanged(
         for name in sorted(first.keys() | its):
             one, other = (said.get(name, f"no {name}") for said in (its, first))
             if one != other:
-                found.append(f"process {process} has {one} where process 0 has {other}")
-    return found
+                differences.append(f"process {process} has {one} where process 0 has {other}")
+    return differences
 
 
 def store():
@@ -121,14 +121,14 @@ def _get(store, key, seconds) -> str | None:
 
 def facts_of(values: flags.FlagValues) -> dict[str, str]:
     """All flags but absl's own, hash of the code, versions, and JAX's settings."""
-    found = {"program": f"the program {os.path.basename(sys.argv[0])}"}
+    result = {"program": f"the program {os.path.basename(sys.argv[0])}"}
     for module, defined in values.flags_by_module_dict().items():
         for flag in defined:
             if not module.startswith("absl") and flag.name not in OWN:
-                found[flag.name] = flag.serialize() or f"--{flag.name} unset"
+                result[flag.name] = flag.serialize() or f"--{flag.name} unset"
     facts = jax_settings() | {"code": code_hash()[:12], "python": platform.python_version()}
     facts |= {module.__name__: module.__version__ for module in (jax, jaxlib, np)}
-    return found | {name: f"{name} {fact}" for name, fact in facts.items()}
+    return result | {name: f"{name} {fact}" for name, fact in facts.items()}
 
 
 def jax_settings() -> dict:
@@ -210,8 +210,8 @@ def _places() -> dict[int, int]:
 
 
 def _told_places() -> dict[int, int]:
-    found = store().key_value_dir_get(PLACES)
-    return {int(key.rpartition("/")[2]): int(value) for key, value in found}
+    entries = store().key_value_dir_get(PLACES)
+    return {int(key.rpartition("/")[2]): int(value) for key, value in entries}
 
 
 def data_hash(task) -> str:

@@ -128,10 +128,10 @@ def check_jax() -> None:
     import jax
 
     for name, value in FIXED.items():
-        found = getattr(jax.config, name)
-        if getattr(found, "value", found) != value:
+        setting = getattr(jax.config, name)
+        if getattr(setting, "value", setting) != value:
             raise UserError(
-                f"{name} is {getattr(found, 'value', found)}, and the experiments need "
+                f"{name} is {getattr(setting, 'value', setting)}, and the experiments need "
                 f"{value}: unset {name.upper()}."
             )
 

@@ -64,8 +64,8 @@ def exchanged(numbers: Sequence[int]) -> list[list[int]]:
     text = strict.dumps(list(numbers))
     agree.store().key_value_set(f"{place}/{jax.process_index()}", text, allow_overwrite=True)
     meet()
-    found = agree.store().key_value_dir_get(place)
-    texts = [text for key, text in found if int(key.rpartition("/")[2]) in _living]
+    entries = agree.store().key_value_dir_get(place)
+    texts = [text for key, text in entries if int(key.rpartition("/")[2]) in _living]
     return [strict.loads(text, "a process's numbers", list) for text in texts]
 
 
@@ -95,7 +95,7 @@ def _together(elastic: ElasticSync, call: Callable):
     global _living
     before = workers()
     try:
-        found = call()
+        result = call()
     except RuntimeError as error:
         if isinstance(error, jax.errors.JaxRuntimeError):  # no process is gone
             raise
@@ -105,4 +105,4 @@ def _together(elastic: ElasticSync, call: Callable):
     if gone and not jax.process_index():
         told = f"without worker {', '.join(map(str, gone))}, whose units are not visited any more"
         print(f"Goes on from step {step} {told}.", flush=True)
-    return found
+    return result

@@ -112,7 +112,7 @@ def _holds(path: str, own: str) -> bool:
 def _owner_at(path: str) -> dict | None:
     """The owner that a lock file names; None if there is no file, or it is empty or incomplete."""
     try:
-        found = files.read_json(path, {})
-        return found if {"host", "pid", "since"} <= found.keys() else None
+        owner = files.read_json(path, {})
+        return owner if {"host", "pid", "since"} <= owner.keys() else None
     except ValueError:
         return None

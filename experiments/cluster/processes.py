@@ -105,13 +105,13 @@ def _place_of(address: str) -> str | None:
     """
     host, _, port = address.rpartition(":")
     try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     except OSError as error:
         raise UserError(
             f"--coordinator_address is {address}, and {host!r} is no host ({error.strerror}): pass "
             "HOST:PORT of process 0."
         ) from error
-    for family, kind, _, _, place in found:
+    for family, kind, _, _, place in addresses:
         with socket.socket(family, kind) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -218,8 +218,8 @@ def interrupts() -> Iterator[Callable[[bool], tuple[int, bool]]]:
             return own
         with agree.for_others("whether any of them was asked to stop or save"):
             gather = living.exchanged if living.on() else multihost_utils.process_allgather
-            found = gather(np.array(own, np.uint8))
-        number, save = np.max(found, axis=0)
+            every = gather(np.array(own, np.uint8))
+        number, save = np.max(every, axis=0)
         return int(number), bool(save)
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -22,9 +22,9 @@ def dumps(value, **options) -> str:
 def loads(text: str | bytes, what: str, kind: type = dict):
     """The value of a text; ValueError, which names `what`, unless it is JSON of this kind."""
     try:
-        if isinstance(found := json.loads(text), kind):
-            return found
-        wrong = f"it holds {type(found).__name__}, not {kind.__name__}"
+        if isinstance(value := json.loads(text), kind):
+            return value
+        wrong = f"it holds {type(value).__name__}, not {kind.__name__}"
     except (ValueError, RecursionError) as error:
         wrong = error
     raise UserError(f"{what} is broken ({wrong}): {WHAT_TO_DO}")

@@ -78,20 +78,20 @@ def named(comparison: Comparison, scalar: str) -> str:
     return scalar + AVERAGED if known else scalar
 
 
-def column(found, arm: str, scalar: str):
+def column(table, arm: str, scalar: str):
     """A column of an arm, of the seeds that have it: a pandas.Series by seed."""
-    if scalar in found and arm in found.index:
-        return found.loc[arm, scalar].dropna()
-    return found.iloc[:0].sum(axis=1).reset_index(drop=True)
+    if scalar in table and arm in table.index:
+        return table.loc[arm, scalar].dropna()
+    return table.iloc[:0].sum(axis=1).reset_index(drop=True)
 
 
-def paired(found, arm: str, base: str, scalar: str, *, ratio: bool = False):
+def paired(table, arm: str, base: str, scalar: str, *, ratio: bool = False):
     """Arm less base in a frame, of every seed that has both: a pandas.Series by seed.
 
     A ratio is log(base / arm) instead, positive if the arm takes less, whose mean is the logarithm
     of the geometric mean. It is infinite where one of the two never arrives, nan where both do not.
     """
-    own, before = column(found, arm, scalar).align(column(found, base, scalar), join="inner")
+    own, before = column(table, arm, scalar).align(column(table, base, scalar), join="inner")
     if not ratio:
         return own - before
     floor = FLOOR.get(scalar, 1e-12)
@@ -105,5 +105,5 @@ def ends(comparison: Comparison, own: Chosen, scalar: str, rate: str = "own"):
 
 def against(comparison, own: Chosen, scalar: str, rate: str = "own", **options):
     """An arm `paired` with the baseline."""
-    base, found = next(iter(comparison.arms)), frame(comparison, rate, own.speed)
-    return paired(found, own.arm, base, named(comparison, scalar), **options)
+    base, table = next(iter(comparison.arms)), frame(comparison, rate, own.speed)
+    return paired(table, own.arm, base, named(comparison, scalar), **options)

@@ -104,8 +104,8 @@ def comparison(
         if _logarithmic(panel.scalar) and max(axis.dataLim.y1 for axis in block.flat) > 0:
             block[0, 0].set_yscale("log")
         else:
-            found = [statistics.values(own.runs.values(), name) for name, _, own in drawn]
-            _zoom(block[0, 0], found)
+            series = [statistics.values(own.runs.values(), name) for name, _, own in drawn]
+            _zoom(block[0, 0], series)
     legend(figure)
     counts = [len(own.runs) for own in shown.values()]
     few, seeds = min(counts), max(counts)
@@ -125,13 +125,13 @@ def groups(arms: Sequence[str]) -> list[list[str]]:
     if len(arms) <= CURVES:
         return [[*arms]]
     most = math.ceil((len(arms) - 1) / math.ceil((len(arms) - 1) / (CURVES - 1)))
-    found = [[]]
+    result = [[]]
     for _, of_method in itertools.groupby(arms[1:], key=lambda arm: arm.split("+")[0]):
         own = [*of_method]
-        if found[-1] and len(found[-1]) + len(own) > most:
-            found.append([])
-        found[-1] += own
-    return [[arms[0], *own] for own in found]
+        if result[-1] and len(result[-1]) + len(own) > most:
+            result.append([])
+        result[-1] += own
+    return [[arms[0], *own] for own in result]
 
 
 def _fastest(compared, own):
@@ -144,12 +144,12 @@ def _fastest(compared, own):
 
 def _lowest(scalar: str, fastest, best, styles) -> list[tuple]:
     """(scalar, look, arm) of arms at their best rate, where another one is faster."""
-    found = []
+    curves = []
     for own in (own for own, first in zip(best, fastest, strict=True) if own.rate != first.rate):
         style = styles[own.arm] | {"markerfacecolor": "white", "linewidth": 0.8}
         style["label"] = f"{own.label}, lowest (lr {own.rate:g})"
-        found.append((scalar, style, own))
-    return found
+        curves.append((scalar, style, own))
+    return curves
 
 
 def _share(block, panel: Panel):
@@ -174,13 +174,13 @@ def _logarithmic(name: str) -> bool:
 
 def _averaged(compared, scalar: str, shown, styles) -> list[tuple]:
     """(scalar, look, arm) of these arms' averaged weights, each at its best rate for these."""
-    found, other = [], compared.averaged
+    curves, other = [], compared.averaged
     for own in [other.chosen.get((own.arm, own.speed)) for own in shown] if other else []:
         if own and own.runs:  # of slow input: reported at this rate too
             style = styles[own.arm] | {"markerfacecolor": "white", "linewidth": 0.8}
             style["label"] = f"{own.label}, averaged (lr {own.rate:g})"
-            found.append((scalar + AVERAGED, style, own))
-    return found
+            curves.append((scalar + AVERAGED, style, own))
+    return curves
 
 
 def _rows(compared, panels, speed) -> list[Panel]:
@@ -204,15 +204,15 @@ def _rows(compared, panels, speed) -> list[Panel]:
 
 def _draw(axis, runs, cost: str, scalar: str, style) -> None:
     """A curve with its interval, up to the end of the shortest run."""
-    found, at = statistics.values(runs, scalar), statistics.values(runs, cost).mean(axis=0)
-    kept = np.isfinite(found).all(axis=0) & np.isfinite(at)
+    y, at = statistics.values(runs, scalar), statistics.values(runs, cost).mean(axis=0)
+    kept = np.isfinite(y).all(axis=0) & np.isfinite(at)
     if not kept.any():
         return
-    x, found = at[kept], found[:, kept]
-    mean, half = np.array([interval(v) for v in found.T]).T
+    x, y = at[kept], y[:, kept]
+    mean, half = np.array([interval(v) for v in y.T]).T
     low, high = mean - np.nan_to_num(half), mean + np.nan_to_num(half)
     if _logarithmic(scalar):  # where a band may not reach 0
-        low = np.maximum(low, found.min(axis=0) / 2)
+        low = np.maximum(low, y.min(axis=0) / 2)
     axis.plot(x, mean, **style)
     axis.fill_between(x, low, high, color=style["color"], alpha=0.1, linewidth=0)
     axis.plot(x[-1], mean[-1], **style | {"label": None, "markevery": 1, "ms": 6})
@@ -249,9 +249,9 @@ def _plain(axis):
     axis.set_minor_formatter(NullFormatter())
 
 
-def _zoom(axis, found: Sequence[np.ndarray]):
+def _zoom(axis, curves: Sequence[np.ndarray]):
     """Limits the axis to the values after the first fifth, which would flatten the rest."""
-    late = np.concatenate([v[:, v.shape[1] // 5 :].ravel() for v in found])
+    late = np.concatenate([v[:, v.shape[1] // 5 :].ravel() for v in curves])
     late = late[np.isfinite(late)]
     if len(late):
         margin = 0.08 * (late.max() - late.min()) + 1e-3 * (abs(late.max()) or 1)
@@ -265,7 +265,7 @@ def looks(names: Iterable[str]) -> dict[str, dict]:
     marker, whatever else is shown. Names without a method get a colour that is free; dashes tell
     names of one look apart.
     """
-    found, used = {}, collections.Counter()
+    styles, used = {}, collections.Counter()
     for name in sorted(names, key=lambda name: not METHODS.keys() & {*name.split("+")}):
         known = [METHODS[word] for word in name.split("+") if word in METHODS]
         free = min(COLOURS, key=[colour for colour, _ in used.elements()].count), "o"
@@ -273,19 +273,19 @@ def looks(names: Iterable[str]) -> dict[str, dict]:
         own = own[0][0], own[-1][1]
         line = (0, (6, *(1.5, 1.5) * (used[own] - 1), 1.5)) if used[own] else "-"
         used[own] += 1
-        found[name] = dict(color=own[0], marker=own[1], linestyle=line, markevery=0.1, ms=4)
-    return {name: found[name] for name in names}
+        styles[name] = dict(color=own[0], marker=own[1], linestyle=line, markevery=0.1, ms=4)
+    return {name: styles[name] for name in names}
 
 
 def effects(
-    found: Sequence, path: str, title: str, told: str = "effects, first level to second",
+    responses: Sequence, path: str, title: str, told: str = "effects, first level to second",
     styles: Mapping[str, dict] | None = None,
 ) -> None:  # fmt: skip
     """Writes a PNG: a panel per `combined.Response`, a row per effect with its interval."""
-    columns = min(3, len(found))
-    size = 5 * columns, len(found) // columns * (1.6 + 0.3 * len(found[0].effects))
-    figure, axes = panes(len(found) // columns, columns, size, sharey=True)
-    for axis, response in zip(axes.flat, found, strict=True):
+    columns = min(3, len(responses))
+    size = 5 * columns, len(responses) // columns * (1.6 + 0.3 * len(responses[0].effects))
+    figure, axes = panes(len(responses) // columns, columns, size, sharey=True)
+    for axis, response in zip(axes.flat, responses, strict=True):
         names, (mean, half) = [*response.effects], np.transpose([*response.effects.values()])
         half, zero = np.nan_to_num(half), 1 if response.relative else 0  # one seed: no interval
         bounds = np.array([mean, mean - half, mean + half])
@@ -305,7 +305,7 @@ def effects(
             axis.set_xlim(min(low.min(), 0.8) / 1.05, max(high.max(), 1.25) * 1.05)
             _plain(axis.xaxis)
     axes[0][0].invert_yaxis()
-    one = all(math.isnan(width) for own in found for _, width in own.effects.values())
+    one = all(math.isnan(width) for own in responses for _, width in own.effects.values())
     many = "one seed" if one else "95 % intervals over seeds"
     save(figure, path, f"{title}\n{told}, {many}")
 
@@ -369,14 +369,14 @@ def panes(rows: int, columns: int, size: tuple[float, float], **options):
 
 def legend(figure) -> None:
     """One legend for all axes, below them."""
-    found = {}
+    entries = {}
     for axis in figure.axes:
         handles, labels = axis.get_legend_handles_labels()
-        found |= dict(zip(labels, handles, strict=True))
-    widest = 0.75 + 0.09 * max(map(len, found), default=0)  # inches of an entry
-    columns = max(1, min(4, len(found), int(figure.get_figwidth() / widest)))
+        entries |= dict(zip(labels, handles, strict=True))
+    widest = 0.75 + 0.09 * max(map(len, entries), default=0)  # inches of an entry
+    columns = max(1, min(4, len(entries), int(figure.get_figwidth() / widest)))
     figure.legend(
-        found.values(), found, loc="outside lower center", ncols=columns, handlelength=3.5
+        entries.values(), entries, loc="outside lower center", ncols=columns, handlelength=3.5
     )
 
 

@@ -64,7 +64,7 @@ def whole_runs(records: Sequence[Mapping]) -> list[dict]:
     return [r for r in records if run_of(r) in ended]
 
 
-def found(folder: str) -> list[dict]:
+def read_folder(folder: str) -> list[dict]:
     """The records in an output folder."""
     path = os.path.join(folder, METRICS)
     kept = read(path) if os.path.exists(path) else []

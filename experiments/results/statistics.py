@@ -85,13 +85,13 @@ def criteria(criterion: Criterion, records) -> list[Criterion]:
 
 def runs_of(records, arm, speed=None, phases=TUNING) -> dict[float, dict[int, list]]:
     """{learning rate: {seed: run}} of an arm at a speed."""
-    found = {}
+    runs = {}
     for r in records:
         if r["arm"] == arm and r["speed"] == speed and r["phase"] in phases:
-            found.setdefault(r["learning_rate"], {}).setdefault(r["seed"], []).append(r)
-    for run in (run for by_seed in found.values() for run in by_seed.values()):
+            runs.setdefault(r["learning_rate"], {}).setdefault(r["seed"], []).append(r)
+    for run in (run for by_seed in runs.values() for run in by_seed.values()):
         run.sort(key=lambda r: r["step"])
-    return found
+    return runs
 
 
 def diverged(records, arm: str, speed: float | None = None) -> tuple[float, ...]:
@@ -151,26 +151,26 @@ def last(run: Run, name: str) -> float:
 
     One that is not finite, null in the record, is worse than every number.
     """
-    found = next((r[name] for r in reversed(run) if name in r), math.nan)
+    value = next((r[name] for r in reversed(run) if name in r), math.nan)
     metric = METRICS.get(name.removesuffix(AVERAGED).split("/")[-1])
     more = metric is not None and not metric.lower
-    return found if found is not None else -math.inf if more else math.inf
+    return value if value is not None else -math.inf if more else math.inf
 
 
 def values(runs: Sequence[Run], name: str) -> np.ndarray:
     """float64[seeds, evaluations], up to the end of the shortest run; missing values are nan."""
     steps = sorted(set.intersection(*({r["step"] for r in run} for run in runs)))
-    found = [{r["step"]: r.get(name) for r in run} for run in runs]
-    return np.array([[of.get(step) for step in steps] for of in found], float)
+    by_step = [{r["step"]: r.get(name) for r in run} for run in runs]
+    return np.array([[of.get(step) for step in steps] for of in by_step], float)
 
 
 def lowest(runs: Sequence[Run], criterion: Criterion) -> np.ndarray:
     """float64[seeds], at the best point of the mean over seeds."""
-    found = values(runs, criterion.scalar)
-    mean = found.mean(axis=0)
+    curves = values(runs, criterion.scalar)
+    mean = curves.mean(axis=0)
     if np.isnan(mean).all():
-        return np.full(len(found), math.inf if criterion.lower else -math.inf)
-    return found[:, np.nanargmin(mean if criterion.lower else -mean)]
+        return np.full(len(curves), math.inf if criterion.lower else -math.inf)
+    return curves[:, np.nanargmin(mean if criterion.lower else -mean)]
 
 
 def reached(run: Run, criterion: Criterion) -> Mapping | None:
@@ -220,8 +220,8 @@ def spent(comparison: Comparison, runs: Mapping[int, Run], name: str) -> dict[in
     criterion = tested(comparison.criterion)._replace(target=target_of(comparison))
     if not math.isfinite(criterion.target):
         return {}
-    found = {seed: reached(run, criterion) for seed, run in runs.items()}
-    return {seed: math.inf if at is None else at[name] for seed, at in found.items()}
+    points = {seed: reached(run, criterion) for seed, run in runs.items()}
+    return {seed: math.inf if at is None else at[name] for seed, at in points.items()}
 
 
 def volume(record: Mapping) -> float:
@@ -240,18 +240,18 @@ def fastest(comparison: Comparison, arm: str) -> tuple[float, dict]:
     return best, tuned(comparison.records, arm).get(best, {})
 
 
-def interval(found, level: float = 0.95) -> tuple[float, float]:
+def interval(sample, level: float = 0.95) -> tuple[float, float]:
     """Mean and half width of an interval over seeds, 95 %, by Student's t; nan for one seed."""
     from scipy.special import stdtrit
 
-    found = np.asarray(list(found), float)
-    count = len(found)
+    sample = np.asarray(list(sample), float)
+    count = len(sample)
     if count < 2:
-        return (float(found[0]) if count else math.nan), math.nan
-    if (found == found[0]).all():  # whose mean and deviation float64 rounds
-        return float(found[0]), 0.0
-    deviation = np.std(found, ddof=1) / math.sqrt(count)
-    return float(np.mean(found)), float(stdtrit(count - 1, (1 + level) / 2) * deviation)
+        return (float(sample[0]) if count else math.nan), math.nan
+    if (sample == sample[0]).all():  # whose mean and deviation float64 rounds
+        return float(sample[0]), 0.0
+    deviation = np.std(sample, ddof=1) / math.sqrt(count)
+    return float(np.mean(sample)), float(stdtrit(count - 1, (1 + level) / 2) * deviation)
 
 
 def metric_of(comparison: Comparison) -> str:
@@ -261,5 +261,5 @@ def metric_of(comparison: Comparison) -> str:
     """
     part, _, name = comparison.criterion.scalar.removesuffix(AVERAGED).partition("/")
     known = set().union(*comparison.records)
-    found = [name for name in METRICS if f"test/{name}" in known]
-    return name if part == "valid" else min(found, key="loss".__eq__)
+    names = [name for name in METRICS if f"test/{name}" in known]
+    return name if part == "valid" else min(names, key="loss".__eq__)

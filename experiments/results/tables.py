@@ -82,11 +82,11 @@ def end(head, scalar: str, form: str, word: str = "", rate: str = "own") -> Colu
     Those of "to NAME" that are infinite are counted: how many seeds reach the target.
     """
 
-    def found(comparison, own):
-        found = ends(comparison, own, scalar, rate)
-        return found if scalar.startswith("to ") or np.isfinite(found).all() else ()
+    def cell(comparison, own):
+        values = ends(comparison, own, scalar, rate)
+        return values if scalar.startswith("to ") or np.isfinite(values).all() else ()
 
-    return mean(head, form, found, word)
+    return mean(head, form, cell, word)
 
 
 def metric(form: str) -> Column:
@@ -98,9 +98,9 @@ def less(scalar: str, form: str) -> Column:
     """The last value of a scalar less the baseline's, paired by seed."""
 
     def cell(comparison, own):
-        found = against(comparison, own, scalar)
-        one = own.arm == next(iter(comparison.arms)) or not np.isfinite(found).all()
-        return "-" if one else show(found, form)
+        change = against(comparison, own, scalar)
+        one = own.arm == next(iter(comparison.arms)) or not np.isfinite(change).all()
+        return "-" if one else show(change, form)
 
     return Column(lambda c: f"less {c.baseline().label}", cell)
 
@@ -173,8 +173,8 @@ def _each(name: str, form: str, of: Callable) -> Column:
     """The distinct values of a run's last record over seeds, which seldom differ."""
 
     def cell(comparison, own):
-        found = sorted({of(run[-1]) for run in own.runs.values()})
-        return ", ".join(form.format(v) for v in found)
+        values = sorted({of(run[-1]) for run in own.runs.values()})
+        return ", ".join(form.format(v) for v in values)
 
     return Column(name, cell)
 
@@ -230,15 +230,15 @@ def times(logs, *, exact: bool = False) -> str:
     return f"{np.exp(mean):.2f}" + bounds * shown
 
 
-def show(found: Iterable[float], form: str, word: str = "") -> str:
+def show(sample: Iterable[float], form: str, word: str = "") -> str:
     """Mean and half width of the 95 % interval over seeds; "-" without values.
 
     If a value is inf, a target that was never reached: how many seeds reach it, and the word.
     """
-    found = [*found]
-    if late := sum(map(math.isinf, found)):
-        return f"{len(found) - late} of {len(found)} {word}".rstrip()
-    mean, half = interval(found)
+    sample = [*sample]
+    if late := sum(map(math.isinf, sample)):
+        return f"{len(sample) - late} of {len(sample)} {word}".rstrip()
+    mean, half = interval(sample)
     if math.isnan(mean):
         return "-"
     spread = "" if math.isnan(half) else f" ± {form.replace('+', '').format(half)}"
@@ -326,10 +326,10 @@ def answer(comparison: Comparison) -> str:
     scalar = "metric" if scalar.startswith("valid/") else scalar
     base, others = comparison.baseline(speed), []
     for own in comparison.at(speed):
-        found = against(comparison, own, scalar, rate, ratio=is_cost)
-        if own.arm != next(iter(comparison.arms)) and len(found) and np.isfinite(found).all():
-            mean, half = interval(found if is_cost or not criterion.lower else -found)
-            others.append((mean, half, own.label, len(found)))
+        effect = against(comparison, own, scalar, rate, ratio=is_cost)
+        if own.arm != next(iter(comparison.arms)) and len(effect) and np.isfinite(effect).all():
+            mean, half = interval(effect if is_cost or not criterion.lower else -effect)
+            others.append((mean, half, own.label, len(effect)))
     if base is None or len(comparison.at(speed)) < 2:
         return ""
     none = f"Nothing is shown to beat {base.label}"

@@ -358,14 +358,14 @@ def _nesterov(rate: float, momentum: float, *, normalized: bool):
 
 def _outer() -> dict[str, tuple[str, Callable]]:
     """Nesterov outside, by rate and momentum: as it is, and with changes divided by the period."""
-    found = {}
+    rules = {}
     for rate, momentum in OUTER:
         name, label = f"{rate:g}_{momentum:g}", f"{rate:g}, {momentum:g}"
         made = functools.partial(_nesterov, rate, momentum)
-        found[f"nesterov{name}"] = f"Nesterov {label}", functools.partial(made, normalized=False)
+        rules[f"nesterov{name}"] = f"Nesterov {label}", functools.partial(made, normalized=False)
         same = functools.partial(made, normalized=True)
-        found[f"normalized{name}"] = f"normalized Nesterov {label}", same
-    return found
+        rules[f"normalized{name}"] = f"normalized Nesterov {label}", same
+    return rules
 
 
 OPTIONS = {
@@ -496,21 +496,23 @@ def parsed(text: str, kinds: Iterable[str] = tuple(TABLES)) -> dict[str, Any]:
 
     Words of other tables than these kinds are refused.
     """
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for word in text.split("+"):
         flag, value = _named(word, kinds)
         if flag is None:
             told = "; ".join(f"--{kind}: {known(kind)}" for kind in kinds)
             near = meant(word, [w for kind in kinds for w in re.findall(r"\w+", known(kind))])
             raise UserError(f"{text!r} has {word!r}, which is no word: choose of {told}.{near}")
-        if flag in found:
-            raise UserError(f"{text!r} says --{flag} twice, {found[flag]} and {value}: leave one.")
-        found[flag] = value
-    for flag in found.keys() & OPTIONS.keys():
-        if (kind := OPTIONS[flag].of) not in found:
+        if flag in options:
+            raise UserError(
+                f"{text!r} says --{flag} twice, {options[flag]} and {value}: leave one."
+            )
+        options[flag] = value
+    for flag in options.keys() & OPTIONS.keys():
+        if (kind := OPTIONS[flag].of) not in options:
             names = ", ".join(TABLES[kind])
             raise UserError(f"{text!r} has a --{flag} and no --{kind}: name one of {names} too.")
-    return found
+    return options
 
 
 def _named(word: str, kinds: Iterable[str]) -> tuple[str | None, Any]:
@@ -553,26 +555,28 @@ def define_decisions(define: Callable, **defaults: str) -> None:
 
 def arm_from_flags(values: flags.FlagValues, label: str | None = None) -> Arm:
     """The arm that the flags of `define_decisions` say."""
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for kind in TABLES:
-        found |= parsed(values[kind].value, (kind,))
+        options |= parsed(values[kind].value, (kind,))
     for flag in OPTIONS:
         if values[flag].value is not None:
-            if flag in found:
-                raise UserError(f"--{flag} is {values[flag].value}, and {found[flag]}: leave one.")
-            found[flag] = values[flag].value
-    return Arm(label, **found)
+            if flag in options:
+                raise UserError(
+                    f"--{flag} is {values[flag].value}, and {options[flag]}: leave one."
+                )
+            options[flag] = values[flag].value
+    return Arm(label, **options)
 
 
 def rows_from_flag(values: flags.FlagValues, name: str, kind: str) -> dict[str, Any]:
     """{words: row} of a flag that lists words of one table."""
-    found = {}
+    rows = {}
     for text in values[name].value or [""]:
         try:
-            found[text] = row_of(kind, text)
+            rows[text] = row_of(kind, text)
         except UserError as error:
             raise UserError(f"--{name} has {[text]}: {error}") from error
-    return found
+    return rows
 
 
 # Plans of arms.

@@ -449,7 +449,7 @@ def collectives_of(text: str) -> list[Collective]:
     # CUDA splits every collective in two, and says where nothing runs between them.
     blocking = {m[1] for m in re.finditer(r'%?([\w.\-]+) = [^\n]*"is_sync":true', text)}
     apart = set(re.findall(r" async-start\([^\n]*calls=%?([\w.\-]+)", text))
-    found = []
+    collectives = []
     for name, lines in computations(text):
         # libtpu spreads one over fusions: a start, those beside it, all of this name, and a done.
         ends = any('"AsyncCollectiveDone"' in line for line in lines)
@@ -464,8 +464,8 @@ def collectives_of(text: str) -> list[Collective]:
             if kind in KINDS:
                 halves = kind != operation and operand not in blocking
                 beside = halves or ends or name in apart
-                found.append(Collective(kind, result_bytes(result), beside, name, line))
-    return found
+                collectives.append(Collective(kind, result_bytes(result), beside, name, line))
+    return collectives
 
 
 def result_bytes(result: str) -> int:
@@ -517,8 +517,8 @@ def dry_run(task: Task, recipe: Recipe, study, values) -> str:
                 names.remove("echoed step")
             for name in names:
                 if (*own, name) not in listed:
-                    found = compile_or_refuse(shapes.programs[name](), chip)
-                    listed[*own, name] = name, arm.label, shapes, found
+                    compiled = compile_or_refuse(shapes.programs[name](), chip)
+                    listed[*own, name] = name, arm.label, shapes, compiled
             row["peak of a device"] = _peak([listed[*own, name][-1] for name in names], chip)
     known = _facts(task, recipe)
     known |= {} if chip is None else _slice_facts(task, values.topology, mesh, chip)
@@ -550,26 +550,26 @@ def _row(task, recipe, arm, speed, step_seconds, shapes: Shapes, gigabits: float
     }
 
 
-def _peak(found, chip) -> str:
-    if any(isinstance(one, Refused) for one in found):
+def _peak(programs, chip) -> str:
+    if any(isinstance(one, Refused) for one in programs):
         return "does not fit"
-    peak = max(one.memory["peak"] for one in found)
+    peak = max(one.memory["peak"] for one in programs)
     return f"{show_bytes(peak)}, {peak / chip.memory:.1%}"
 
 
 def _details(listed, chip) -> list[str]:
     """Markdown: all programs that were compiled, what they send, and whether they fit."""
     programs, sent, peaks, last = [], [], [], []
-    for program, arm, shapes, found in listed:
-        if isinstance(found, Refused):
-            last.append(f"{program}, {arm}: does not fit. {found.why} {_taken(shapes, chip)}")
+    for program, arm, shapes, compiled in listed:
+        if isinstance(compiled, Refused):
+            last.append(f"{program}, {arm}: does not fit. {compiled.why} {_taken(shapes, chip)}")
             continue
         name = {"program": program, "arm": arm}
-        shown = {what: show_bytes(count) for what, count in found.memory.items()}
-        shown |= {what: "-" if n is None else f"{n:.4g}" for what, n in found.counted.items()}
-        programs.append(name | shown | {"compiled in": f"{found.seconds:.1f} s"})
-        sent += [name | row for row in _sent(found.collectives)]
-        peaks.append(found.memory["peak"])
+        shown = {what: show_bytes(count) for what, count in compiled.memory.items()}
+        shown |= {what: "-" if n is None else f"{n:.4g}" for what, n in compiled.counted.items()}
+        programs.append(name | shown | {"compiled in": f"{compiled.seconds:.1f} s"})
+        sent += [name | row for row in _sent(compiled.collectives)]
+        peaks.append(compiled.memory["peak"])
     if peaks and not last:
         last = [f"All programs fit: {show_bytes(max(peaks))} of {show_bytes(chip.memory)} at most."]
     return [*(markdown(rows) for rows in (programs, sent) if rows), *last]

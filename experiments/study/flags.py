@@ -164,11 +164,11 @@ GROUPS = {
 
 def choices() -> dict[str, tuple[recipes.Choice, list[str]]]:
     """{choice: (what it is, the tasks that have it)}, as the tasks' loaders say."""
-    found = {name: (choice, []) for name, choice in recipes.EVERYWHERE.items()}
+    result = {name: (choice, []) for name, choice in recipes.EVERYWHERE.items()}
     for task, loader in TASKS.items():
         for name, choice in recipes.choices_of(loader).items():
-            found.setdefault(name, (choice, []))[1].append(task)
-    return found
+            result.setdefault(name, (choice, []))[1].append(task)
+    return result
 
 
 def defaults(values: flags.FlagValues) -> dict:
@@ -208,12 +208,12 @@ def setting_from_flags(values: flags.FlagValues) -> tuple[Task, Recipe]:
 
 def recipe_fields(values: flags.FlagValues) -> dict:
     """The fields of a recipe whose flags are set. A field that excludes one of them is None."""
-    found = given(values, Recipe._fields)
-    found = {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
+    fields = given(values, Recipe._fields)
+    fields = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
     for one, other in EITHER:
-        if one in found or other in found:
-            found = {one: None, other: None} | found
-    return found
+        if one in fields or other in fields:
+            fields = {one: None, other: None} | fields
+    return fields
 
 
 def given(values: flags.FlagValues, names: Iterable[str]) -> dict:

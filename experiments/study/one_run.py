@@ -50,7 +50,7 @@ def run(values: absl_flags.FlagValues) -> None:
     with living.left_together(), lock.held(folder):
         done, known = [], None
         if not values.overwrite:
-            done = records.found(folder)
+            done = records.read_folder(folder)
             known = resize.newest(folder, settings, values.elastic, [r["step"] for r in done])
         checkpoint.check_export(folder)
         built, plans, begun = _prepared(task, recipe, arm.rows, values, known)
@@ -88,7 +88,7 @@ def _check_survives(values, recipe, rows):
         f"--echo={values.echo} asks all in every step": policy.online,
         "--bound_every adds up gradients of all": recipe.bound_every,
     }
-    if wrong := [text for text, found in needs.items() if found]:
+    if wrong := [text for text, holds in needs.items() if holds]:
         told = "; ".join(wrong)
         raise UserError(f"--survive needs no worker between two syncs, and {told}: leave it out.")
 

@@ -182,17 +182,17 @@ def load(
     known, asked = choices_of(loader), choices
     choices = {**setting.choices, **asked}
     for choice, value in choices.items():
-        if (found := known.get(choice, EVERYWHERE.get(choice))) is None:
+        if (option := known.get(choice, EVERYWHERE.get(choice))) is None:
             raise UserError(
                 f"--{choice} is {value}: {setting.task} has no such choice. It has "
                 f"{', '.join(dict.fromkeys([*known, *EVERYWHERE]))}."
             )
-        if found.range is not None:
-            found.range.check(choice, value)
+        if option.range is not None:
+            option.range.check(choice, value)
         model = choices.get("model", inspect.signature(loader).parameters["model"].default)
-        if choice in asked and found.model not in (None, model):
+        if choice in asked and option.model not in (None, model):
             raise UserError(
-                f"--{choice} is {value}: of {setting.task} only --model={found.model} has it, and "
+                f"--{choice} is {value}: of {setting.task} only --model={option.model} has it, and "
                 f"the model is {model}. Leave it out, or choose that model."
             )
     more = {k: choices.pop(k) for k in EVERYWHERE if k in choices and k not in known}

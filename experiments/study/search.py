@@ -72,20 +72,20 @@ def run(study: Study, values: absl_flags.FlagValues) -> None:
 def _carry_out(study, chosen, task, recipe, folder, values):
     settings = {**flags.settings(values, recipe), "data": data_hash(task)}
     settings |= {"study": study.name, "sync_steps": chosen.sync_steps}
-    done = [] if values.overwrite else records.found(folder)
+    done = [] if values.overwrite else records.read_folder(folder)
     records.open_folder(folder, settings, overwrite=values.overwrite)
-    found, stopped = _search(chosen, task, recipe, folder, done, settings, values)
+    rows, stopped = _search(chosen, task, recipe, folder, done, settings, values)
     if stopped:
         processes.say(f"Stopped and saved: {go_on(values)} continues.")
         sys.exit(128 + stopped)
     if processes.is_first():
-        arms = arms_of(study, [r["arm"] for r in found])
+        arms = arms_of(study, [r["arm"] for r in rows])
         labels = {name: arm.label for name, arm in arms.items()}
         plans = {} if chosen.speeds else sync_plans(arms, task, recipe)
         for name, plan in plans.items():
             plan.save(os.path.join(folder, f"plan_{name}.json"))
         title = f"{values.task}, {recipe.workers} workers"
-        compared = statistics.compare(found, labels, study.criterion, plans)
+        compared = statistics.compare(rows, labels, study.criterion, plans)
         print(page.write(compared, study, folder, title))
         print(f"\nWritten to {folder}: metrics, tables, pictures, report.html")
 
@@ -107,18 +107,18 @@ def _search(study, task, recipe, folder, done, settings, values):
     kept = kept_records(folder, done)
     processes.say(f"Compiling {len(study.arms)} arms", file=sys.stderr)
     with records.writing(folder, trackers=values.track, keep=kept) as write:
-        found = search(
+        result = search(
             study, trains, seeds=values.seeds, done=kept, on_record=write,
         )  # fmt: skip
     if trains.seconds:
         processes.say(f"The runs took {training_run.told(trains.seconds)}.", file=sys.stderr)
-    return found
+    return result
 
 
 def sync_plans(arms: Mapping[str, Arm], task: Task, recipe: Recipe) -> dict:
     """{arm: SyncPlan} for seed 0, of arms whose plan is known before the run."""
-    found = {name: plans_of(task, recipe, arm).sync for name, arm in arms.items()}
-    return {name: plan for name, plan in found.items() if plan is not None}
+    plans = {name: plans_of(task, recipe, arm).sync for name, arm in arms.items()}
+    return {name: plan for name, plan in plans.items() if plan is not None}
 
 
 def go_on(values: absl_flags.FlagValues) -> str:
@@ -141,8 +141,8 @@ def next_run(
         return first
     best = {}  # in their order; records may be of further rates, that an earlier call asked for
     for criterion in statistics.criteria(study.criterion, own):
-        found = statistics.finalists(own, arm, speed, criterion)
-        best |= dict.fromkeys([rate for rate in found if rate in rates][: study.finalists])
+        finalists = statistics.finalists(own, arm, speed, criterion)
+        best |= dict.fromkeys([rate for rate in finalists if rate in rates][: study.finalists])
     others = missing(best, range(seeds), phase)
     if others or speed is None:
         return others
@@ -210,10 +210,10 @@ def _train(study, trainer, run: Run, records, on_record, bar) -> tuple[list[dict
 
 
 def _by_run(records) -> dict[Run, list[dict]]:
-    found = {}
+    runs = {}
     for record in records:
-        found.setdefault(run_of(record), []).append(record)
-    return found
+        runs.setdefault(run_of(record), []).append(record)
+    return runs
 
 
 # The trainer of these runs.

@@ -201,7 +201,7 @@ def need_file(task: str, data_dir: str | None, *names: str, how: str) -> str:
     if data_dir is None:
         raise UserError(f"{task} reads {names[-1]} from --data_dir, which is not set. {how}")
     paths = [os.path.join(data_dir, name) for name in names]
-    found = next(filter(os.path.exists, paths), None)
-    if found is None:
+    path = next(filter(os.path.exists, paths), None)
+    if path is None:
         raise UserError(f"{paths[-1]!r} does not exist. {how}")
-    return found
+    return path

@@ -68,10 +68,10 @@ def digits(
 
 def _digits_table() -> np.ndarray:
     """float64[1797, 65], pixels and labels, without the second that scikit-learn's import takes."""
-    found = importlib.util.find_spec("sklearn")
-    if found is None:
+    package = importlib.util.find_spec("sklearn")
+    if package is None:
         raise UserError("digits come with scikit-learn: pip install scikit-learn.")
-    path = pathlib.Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    path = pathlib.Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
     return np.loadtxt(path, delimiter=",")
 
 

@@ -33,12 +33,12 @@ def words(lines: Iterable[str]) -> Iterator[str]:
     return itertools.chain.from_iterable((*line.split(), END) for line in lines)
 
 
-def vocabulary(found: Iterable[str], max_words: int | None = None) -> list[str]:
+def vocabulary(tokens: Iterable[str], max_words: int | None = None) -> list[str]:
     """The `max_words` most frequent words of a text, most frequent first; None keeps all.
 
     `END` and `UNKNOWN` are always included and counted. Ties are in alphabetical order.
     """
-    counts = collections.Counter(found)
+    counts = collections.Counter(tokens)
     special = [(word, counts.pop(word, 0)) for word in (END, UNKNOWN)]
     ranked = sorted(counts.items(), key=_rank)[: max_words and max_words - len(special)]
     return [word for word, _ in sorted(ranked + special, key=_rank)]
@@ -49,11 +49,11 @@ def _rank(item):
     return -count, word
 
 
-def encode(found: Iterable[str], known: list[str]) -> np.ndarray:
+def encode(tokens: Iterable[str], known: list[str]) -> np.ndarray:
     """Words as int32[T] places in the vocabulary `known`; others become `UNKNOWN`."""
     places = {word: place for place, word in enumerate(known)}
     unknown = places[UNKNOWN]
-    return np.fromiter((places.get(word, unknown) for word in found), np.int32)
+    return np.fromiter((places.get(word, unknown) for word in tokens), np.int32)
 
 
 def windows(tokens: np.ndarray, length: int) -> dict:

@@ -219,8 +219,8 @@ def _digest_of(path: pathlib.Path) -> str:
     for file in sorted([*path.glob(f"{STATE}/**/*"), *path.glob(f"{KNOWN}/**/*")]):
         if not file.is_dir():
             with open(file, "rb", opener=files.regular) as content:
-                found = hashlib.file_digest(content, "sha256").hexdigest()
-            lines.append(f"{found}  {file.relative_to(path)}\n")
+                digest = hashlib.file_digest(content, "sha256").hexdigest()
+            lines.append(f"{digest}  {file.relative_to(path)}\n")
     return "".join(lines)
 
 
@@ -228,11 +228,11 @@ def damage(path: str) -> str | None:
     """Describes what is wrong with a checkpoint, or None if it is whole. Reads all of its files."""
     try:
         said = files.content(os.path.join(path, DIGEST)).decode(errors="replace")
-        found = _digest_of(pathlib.Path(path))
+        actual = _digest_of(pathlib.Path(path))
     except OSError as error:
         return str(error)
-    if said != found:
-        differ = {line.split("  ")[-1] for line in {*said.split("\n")} ^ {*found.split("\n")}}
+    if said != actual:
+        differ = {line.split("  ")[-1] for line in {*said.split("\n")} ^ {*actual.split("\n")}}
         return f"{', '.join(sorted(differ))} not as {DIGEST} says"
     if (step := read_known(path).get("step")) != int(os.path.basename(path)):
         return f"it is that of step {step}"
@@ -293,8 +293,8 @@ def _judged(folder, recorded) -> tuple[int, dict[str, str]]:
         wrong = damage(path)
         if wrong is None and recorded is not None:
             needed = read_known(path)["evaluation"]["records"]
-            if (found := sum(at <= step for at in recorded)) != needed:
-                wrong = f"it needs {needed} records, and metrics.jsonl holds {found} up to there"
+            if (count := sum(at <= step for at in recorded)) != needed:
+                wrong = f"it needs {needed} records, and metrics.jsonl holds {count} up to there"
         if wrong is None:
             return step, passed_over
         passed_over[str(step)] = wrong
@@ -333,7 +333,7 @@ def read_state(path: str, shapes: TrainState, sharding=None) -> TrainState:
     with agree.for_others("their parts of a checkpoint"), ocp.StandardCheckpointer() as reader:
         try:
             with _reports_taken():
-                found = reader.restore(place, like)
+                restored = reader.restore(place, like)
         except Exception as error:  # of orbax also Exception itself
             if not isinstance(error, ValueError | KeyError) and type(error) is not Exception:
                 raise
@@ -341,7 +341,7 @@ def read_state(path: str, shapes: TrainState, sharding=None) -> TrainState:
                 f"{place!r} cannot be read, though it is as {DIGEST} says "
                 f"({str(error).splitlines()[0]:.200}): {strict.WHAT_TO_DO}"
             ) from error
-    return jax.tree.map(input.as_keys, found, shapes)
+    return jax.tree.map(input.as_keys, restored, shapes)
 
 
 def progress_of(known: Mapping, plans: Plans) -> Progress:

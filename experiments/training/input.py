@@ -125,9 +125,9 @@ def read_epochs(
             orders, units_per_step=sizes.units_per_step, unit_size=sizes.unit_size,
             num_units=sizes.num_units, total=source.total,
         )  # fmt: skip
-        found = map(place, reads(at_epoch(epoch), examples_of(indices, source)))
+        placed = map(place, reads(at_epoch(epoch), examples_of(indices, source)))
         return ordering.data.prefetch_to_device(
-            throttled(found) if delay else found, depth=DEPTH, first_load=number,
+            throttled(placed) if delay else placed, depth=DEPTH, first_load=number,
             # A load may wait for the first of the next epoch, each of which may be delayed.
             timeout=agree.patience + (DEPTH + 2) * delay,
         )  # fmt: skip
@@ -263,15 +263,15 @@ def on_host(tree):
     def spread(x):
         return isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated)
 
-    found, structure = jax.tree.flatten(key_data(tree))
-    parts = [x for x in found if spread(x)]
+    leaves, structure = jax.tree.flatten(key_data(tree))
+    parts = [x for x in leaves if spread(x)]
     with agree.for_others("values that all of them hold"):
         if living.on():
             parts = living.gathered([*map(own, parts)]) if parts else []
         else:
             parts = [multihost_utils.process_allgather(x, tiled=True) for x in parts]
     parts = iter(parts)
-    return structure.unflatten(next(parts) if spread(x) else np.asarray(x) for x in found)
+    return structure.unflatten(next(parts) if spread(x) else np.asarray(x) for x in leaves)
 
 
 def key_data(tree):

@@ -65,13 +65,13 @@ def scalars_of(task: Task, recipe: Recipe, *, halves: bool = False) -> Callable:
                 bound = bounds(params, state.orders.current, data)
 
             def finish():
-                found = measured()
+                scalars = measured()
                 if recipe.average:
                     averages = built.averaged(state, step, total)
-                    found |= averaged(lambda *of: measure(*of)(), averages, tests)
+                    scalars |= averaged(lambda *of: measure(*of)(), averages, tests)
                 if bound is not None:
-                    found |= dict(zip(BOUNDS, input.on_host(bound).tolist(), strict=True))
-                return found | ({PART: part} if part < size else {})
+                    scalars |= dict(zip(BOUNDS, input.on_host(bound).tolist(), strict=True))
+                return scalars | ({PART: part} if part < size else {})
 
             return finish
 
@@ -104,10 +104,10 @@ def _model_shapes(built):
 
 def averaged(measure: Callable, averages: dict, tests: Sequence[str]) -> dict:
     """{"PART/NAME/averaged": float} of the average with the lowest training loss, and its name."""
-    found = {name: measure(params, ["train"]) for name, params in averages.items()}
-    best = min(found, key=lambda name: np.nan_to_num(found[name]["train/loss"], nan=np.inf))
-    found = found[best] | measure(averages[best], tests)
-    return {"average": best} | {f"{k}/averaged": value for k, value in found.items()}
+    scalars = {name: measure(params, ["train"]) for name, params in averages.items()}
+    best = min(scalars, key=lambda name: np.nan_to_num(scalars[name]["train/loss"], nan=np.inf))
+    scalars = scalars[best] | measure(averages[best], tests)
+    return {"average": best} | {f"{k}/averaged": value for k, value in scalars.items()}
 
 
 def evaluator(task: Task, recipe: Recipe, *, halves: bool) -> tuple[Callable, Sequence[Callable]]:
@@ -128,11 +128,11 @@ def evaluator(task: Task, recipe: Recipe, *, halves: bool) -> tuple[Callable, Se
     @jax.jit
     def measured(params, statistics, batches):
         """float32[n], in the order of `names_of`: one array, which is fetched at once."""
-        found = (
+        scalars = (
             measures[part][name](params, statistics, batches[part])
             for part, name in names_of(batches)
         )
-        return jnp.stack([*found])
+        return jnp.stack([*scalars])
 
     def calls(batches_of: Mapping[str, Iterable]) -> Iterable[dict]:
         """{part: batch} of every call. Parts in memory are one batch each, measured together."""
@@ -147,8 +147,8 @@ def evaluator(task: Task, recipe: Recipe, *, halves: bool) -> tuple[Callable, Se
 
     def finish(parts, begun) -> dict:
         totals = {}
-        for found, batches in begun:
-            for (part, name), value in zip(names_of(batches), found.tolist(), strict=True):
+        for scalars, batches in begun:
+            for (part, name), value in zip(names_of(batches), scalars.tolist(), strict=True):
                 size = size_of(batches[part])
                 total, count = totals.get(f"{part}/{name}", (0.0, 0))
                 totals[f"{part}/{name}"] = total + value * size, count + size
@@ -235,8 +235,8 @@ def moments(model, train, batch_size: int) -> Callable:
     used = examples[: count * batch_size]["x"]
     batches = jax.device_put(used.reshape(count, -1, *used.shape[1:]))
 
-    found = lambda params: jax.lax.map(functools.partial(model.statistics, params), batches)  # noqa: E731
-    return jax.jit(lambda params: jax.tree.map(lambda s: jnp.mean(s, axis=0), found(params)))
+    mean = lambda params: jax.lax.map(functools.partial(model.statistics, params), batches)  # noqa: E731
+    return jax.jit(lambda params: jax.tree.map(lambda s: jnp.mean(s, axis=0), mean(params)))
 
 
 def mean_loss(model) -> Callable:

@@ -95,7 +95,7 @@ def begun(
       traffic: (sizes, whether workers meet in steps) -> `(rounds, loads) -> all-reduces`.
     """
     folder, settings, known = saved
-    before, found = Sizes(*known["sizes"]), None
+    before, begun_at = Sizes(*known["sizes"]), None
     units = None if known["units"] is None else np.array(known["units"], np.int32)
     if before != sizes:
         at = checkpoint.progress_of(known, plans)
@@ -109,7 +109,7 @@ def begun(
         seen = checkpoint.Evaluation(**known["evaluation"])
         one, other = (traffic(s, new.rounds.in_step)(at.rounds, at.loads) for s in (before, sizes))
         seen = seen._replace(more_sent=seen.more_sent + one - other)
-        found = checkpoint.Begun(at, state, seen)
+        begun_at = checkpoint.Begun(at, state, seen)
         processes.say(
             f"Continues from step {at.step} with {sizes.workers} workers instead of "
             f"{before.workers}: {sizes.num_units - visited} of {sizes.num_units} units of each are "
@@ -119,7 +119,7 @@ def begun(
     if _differing(files.read_json(path, {}), settings) <= SPLIT:
         files.write_json(path, settings)
     processes.wait(f"settings of {folder}")
-    return found, units
+    return begun_at, units
 
 
 def _changed(state: TrainState, worker: Worker, before: Sizes, visited: int, policy, units, seed):

@@ -152,7 +152,7 @@ class Recorder:
         """Writes a record at this step, and returns the state with its stats set to zero."""
         stats = input.on_host(state.stats)
         _check_finite(stats, self.seen.batch_loss)
-        found = {
+        scalars = {
             "step": at.step,
             "epoch": at.loads / self._program.sizes.loads_per_epoch,
             "loads": at.loads,
@@ -160,20 +160,20 @@ class Recorder:
             "allreduces": self._watch.traffic(at.rounds, at.loads) + self.seen.more_sent,
             "seconds": seconds,
         }
-        found |= stats.means(step=at.step - self.seen.step, round=at.rounds - self.seen.rounds)
+        scalars |= stats.means(step=at.step - self.seen.step, round=at.rounds - self.seen.rounds)
         state = state._replace(stats=self._program.reset(state.stats))  # beside the evaluation
-        found |= self._finish()
-        found |= {"living": living.workers()} if living.on() else {}
-        found = processes.of_first(strict.plain(found))  # all processes end, or none
-        self.ended = at.step == self._total or self._watch.ends(found)
+        scalars |= self._finish()
+        scalars |= {"living": living.workers()} if living.on() else {}
+        scalars = processes.of_first(strict.plain(scalars))  # all processes end, or none
+        self.ended = at.step == self._total or self._watch.ends(scalars)
         self.seen = self.seen._replace(
-            step=at.step, rounds=at.rounds, seconds=found["seconds"],
-            batch_loss=found.get("train/batch_loss", self.seen.batch_loss),
+            step=at.step, rounds=at.rounds, seconds=scalars["seconds"],
+            batch_loss=scalars.get("train/batch_loss", self.seen.batch_loss),
             records=self.seen.records + 1,
         )  # fmt: skip
         online = {"load_steps": np.flatnonzero(at.decided).tolist()} if at.decided else {}
         closing = {"ended": self.ended, "diverged": None} | (online if self.ended else {})
-        self._watch.on_record(found | closing)
+        self._watch.on_record(scalars | closing)
         return state
 
     def diverged(self, message: str) -> None:

@@ -46,13 +46,13 @@ def exchanged(*facts, seconds=60.0, count=None):
 def test_processes_that_differ_or_do_not_answer_are_named_on_all():
     same, other = {"seed": "--seed=0", "order": "--order=rr"}, {"seed": "--seed=1"}
     assert exchanged(same, same, same) == [[]] * 3
-    found = ["process 1 has --seed=1 where process 0 has --seed=0"]
-    assert exchanged(same, same | other, same) == [found] * 3
+    results = ["process 1 has --seed=1 where process 0 has --seed=0"]
+    assert exchanged(same, same | other, same) == [results] * 3
     assert exchanged(same, other)[0] == [
-        "process 1 has no order where process 0 has --order=rr", *found
+        "process 1 has no order where process 0 has --order=rr", *results
     ]  # fmt: skip
-    found = exchanged({}, {}, seconds=0.2, count=3)
-    assert found == [["process 2 did not answer within 0.2 s: look at its output"]] * 2
+    results = exchanged({}, {}, seconds=0.2, count=3)
+    assert results == [["process 2 did not answer within 0.2 s: look at its output"]] * 2
 
 
 def facts_of(*arguments):

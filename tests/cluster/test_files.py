@@ -85,8 +85,8 @@ def checked(path):
 
 READS = {
     "settings.json": lambda folder: records_of.open_folder(folder, {}),
-    "metrics.jsonl": records_of.found,
-    "metrics.sha256": records_of.found,
+    "metrics.jsonl": records_of.read_folder,
+    "metrics.sha256": records_of.read_folder,
     "lock.json": lambda folder: lock.held(folder).__enter__(),
     "digest.txt": checked,
     "known/metadata": checked,

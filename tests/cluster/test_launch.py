@@ -118,8 +118,8 @@ def train_flags(text):
 
 
 def test_the_command_on_the_page_uses_known_flags():
-    found = re.findall(r"^python -m experiments.launch [^\n]* -- (.*?)\n```", PAGE, re.S | re.M)
-    assert [train_flags(text).run for text in found] == ["mesh", "mesh"]
+    result = re.findall(r"^python -m experiments.launch [^\n]* -- (.*?)\n```", PAGE, re.S | re.M)
+    assert [train_flags(text).run for text in result] == ["mesh", "mesh"]
 
 
 @pytest.mark.parametrize("name", ["train.sbatch", "tpu_pod.sh", "jobset.yaml"])
@@ -134,8 +134,8 @@ def test_a_script_starts_a_run_with_known_flags(name):
 
 
 def test_a_job_set_has_one_pod_per_process():
-    found = yaml.safe_load((USE / "launching" / "jobset.yaml").read_text())
-    [job] = found["spec"]["replicatedJobs"]
+    result = yaml.safe_load((USE / "launching" / "jobset.yaml").read_text())
+    [job] = result["spec"]["replicatedJobs"]
     pods = job["template"]["spec"]
     [container] = pods["template"]["spec"]["containers"]
     values = train_flags(container["command"][-1].replace("=$JOB_COMPLETION_INDEX", "=3"))

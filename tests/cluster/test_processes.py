@@ -36,8 +36,8 @@ def one():
     return json.loads(json.dumps(pair.trained(worker_mesh(pair.WORKERS))))
 
 
-def assert_same_records(found, expected):
-    for a, b in zip(found, expected, strict=True):
+def assert_same_records(actual, expected):
+    for a, b in zip(actual, expected, strict=True):
         assert a.pop("diverged", None) is b.pop("diverged", None) is None
         assert a | {"seconds": 0} == pytest.approx(b | {"seconds": 0}, rel=1e-5)
 
@@ -45,10 +45,10 @@ def assert_same_records(found, expected):
 def test_two_processes_equal_one_with_two_devices(two, one):
     """They also stop together, with a single message."""
     assert "is not finite in step" in one["stopped"]
-    for found in two[0]:
-        assert found["stopped"] == one["stopped"]
-        assert found["orders"] == one["orders"]
-        assert_same_records(found["records"], one["records"])
+    for result in two[0]:
+        assert result["stopped"] == one["stopped"]
+        assert result["orders"] == one["orders"]
+        assert_same_records(result["records"], one["records"])
     orders, records = np.array(one["orders"]), one["records"]  # [looks, W, M]
     assert orders.shape[:2] == (4, pair.WORKERS)
     assert (orders[0] != orders[-1]).any() and (orders[:, 0] != orders[:, 1]).any()
@@ -60,30 +60,30 @@ def test_two_processes_equal_one_with_two_devices(two, one):
 def test_a_process_contributes_only_its_own_workers_rows(two):
     values = np.arange(6.0).reshape(2, 3)
     keys = jax.random.key_data(jax.random.split(jax.random.key(0), 2)).tolist()
-    for number, found in enumerate(two[0]):
-        assert found["own"] == found["placed"] == [number]
-        assert found["here"] == [values[number].tolist()]
-        assert found["whole"] == {"x": values.tolist(), "key": keys}
+    for number, result in enumerate(two[0]):
+        assert result["own"] == result["placed"] == [number]
+        assert result["here"] == [values[number].tolist()]
+        assert result["whole"] == {"x": values.tolist(), "key": keys}
         own = jax.random.fold_in(jax.random.key(3), number)
-        assert found["folded"] == [[jax.random.key_data(own).tolist()]]
-        assert found["first"] == {"seconds": 0.1, "text": "x"}
+        assert result["folded"] == [[jax.random.key_data(own).tolist()]]
+        assert result["first"] == {"seconds": 0.1, "text": "x"}
 
 
 def test_only_process_0_writes(two):
-    found, folder = two
+    result, folder = two
     assert (folder / "run" / "metrics.jsonl").read_text() == '{"process": 0}\n'
     assert json.loads((folder / "run" / "settings.json").read_text()) == {"workers": 2}
     assert json.loads((folder / "run" / "versions.json").read_text())["processes"] == 2
-    assert [f["done"] for f in found] == [[], []]
+    assert [f["done"] for f in result] == [[], []]
 
 
 def test_differences_are_reported_in_both_processes(two):
-    for found in two[0]:
-        settings, data = found["differs"]
+    for result in two[0]:
+        settings, data = result["differs"]
         assert "of the processes differ: process 1 has --seed=1 where process 0 has" in settings
         assert "process 1 has train data of 80 examples, hash" in data
         assert (
-            "--run is vmap in 2 processes, each of which would do the whole work" in found["alone"]
+            "--run is vmap in 2 processes, each of which would do the whole work" in result["alone"]
         )
 
 
@@ -101,13 +101,13 @@ def test_waiting_for_missing_processes_has_a_timeout(tmp_path):
     (tmp_path / "child.py").write_text(PROCESS)
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         address = f"--coordinator_address=127.0.0.1:{deaf.getsockname()[1]}"
-        found = subprocess.run(
+        result = subprocess.run(
             [sys.executable, tmp_path / "child.py", address, "--num_processes=2", "--process_id=1"],
             env=environment(), capture_output=True, text=True, timeout=120,
         )  # fmt: skip
-    assert found.returncode == 1  # not 134, as of JAX's abort
+    assert result.returncode == 1  # not 134, as of JAX's abort
     said = f"not all processes connected to {address.split('=')[1]} within 1 s: start"
-    assert said in found.stderr
+    assert said in result.stderr
 
 
 AUTO = {"coordinator_address": "auto"}
@@ -160,8 +160,8 @@ def test_the_coordinator_listens_at_the_address_that_is_meant(host, place, monke
     real = socket.getaddrinfo
     asked = lambda host, *more, **o: real(host.replace("node1", "127.0.0.3"), *more, **o)  # noqa: E731
     monkeypatch.setattr(socket, "getaddrinfo", asked)
-    found = processes._place_of(f"{host}:{free_port()}")
-    assert found is place is None or found.rpartition(":")[0] == place
+    result = processes._place_of(f"{host}:{free_port()}")
+    assert result is place is None or result.rpartition(":")[0] == place
     told = f"{host} is {place} here: processes on other machines do not reach it"
     assert (told in capsys.readouterr().err) == (host in ("node1", "127.0.0.2"))
 

@@ -30,8 +30,8 @@ TOGETHER = [*LAUNCH_TWO, *RUN, *TWO_DEVICES]
     ids=["alone", "two processes"],
 )
 def test_a_signal_does_not_change_the_result_of_training(tmp_path, command, number, status):
-    found, output = stop_in_the_middle(command, tmp_path / "stopped", number)
-    assert found == status and output.count("Stopped and saved at step") == 1, output
+    result, output = stop_in_the_middle(command, tmp_path / "stopped", number)
+    assert result == status and output.count("Stopped and saved at step") == 1, output
     assert "Continues from the checkpoint of step" in finish(command, tmp_path / "stopped")
     finish(command, tmp_path / "whole")
     assert records(tmp_path / "stopped") == records(tmp_path / "whole")

@@ -150,9 +150,9 @@ def no():
 
 
 def objects(values):
-    found = np.empty(len(values), object)
-    found[:] = values
-    return found
+    result = np.empty(len(values), object)
+    result[:] = values
+    return result
 
 
 def npz(c):
@@ -163,9 +163,9 @@ def npz(c):
 def group(module, c):
     if module == "h5py":
         return in_h5py(c).parent
-    found = library("zarr").group(library("zarr.storage").MemoryStore())
-    found.create_array("x", data=np.asarray(in_zarr(c)))
-    return found
+    result = library("zarr").group(library("zarr.storage").MemoryStore())
+    result.create_array("x", data=np.asarray(in_zarr(c)))
+    return result
 
 
 NAN_IS_MISSING = ["pandas, nullable", "pandas, array", "pandas, categories", "pandas table"]
@@ -211,13 +211,13 @@ TABLES = {
 def kinds():
     """`(name, make, what is in it)`; without what lacks its value, if one does."""
     for (of, c), (name, make) in itertools.product(COLUMNS.items(), (ONE | TABLES).items()):
-        is_table, found = name in TABLES, held(name, c)
-        found = {"x": found} if is_table else found
-        yield f"{name}: {of}", lambda make=make, c=c: make(c), found
+        is_table, result = name in TABLES, held(name, c)
+        result = {"x": result} if is_table else result
+        yield f"{name}: {of}", lambda make=make, c=c: make(c), result
         if not is_table:
-            yield f"dict of {name}: {of}", lambda make=make, c=c: {"x": make(c)}, {"x": found}
+            yield f"dict of {name}: {of}", lambda make=make, c=c: {"x": make(c)}, {"x": result}
         if "missing" in getattr(make, "__code__", no.__code__).co_varnames:
-            rest = jax.tree.map(lambda x: np.delete(x, MISSING, axis=0), found)
+            rest = jax.tree.map(lambda x: np.delete(x, MISSING, axis=0), result)
             yield f"{name}, missing: {of}", lambda make=make, c=c: make(c, True), rest
 
 
@@ -236,8 +236,8 @@ def held(name, c):
 
 
 def as_source(source):
-    found = ordering.data.as_source(source)
-    return found[np.arange(len(found))]
+    result = ordering.data.as_source(source)
+    return result[np.arange(len(result))]
 
 
 def read_epochs(source):
@@ -277,10 +277,10 @@ def of_list(batch):
     if isinstance(batch, list) and isinstance(batch[0], dict):
         rows = [{name: np.array(x) for name, x in row.items()} for row in batch]
         return ordering.data.sources.stacked(rows)
-    found = np.array(batch)
-    if found.dtype == object:  # a tree with None, which is none of a column
+    result = np.array(batch)
+    if result.dtype == object:  # a tree with None, which is none of a column
         raise ValueError("no array")
-    return found
+    return result
 
 
 READERS = [as_source, read_epochs, tf_dataset, grain_dataset, split, prefetch_to_device]
@@ -300,15 +300,15 @@ def outcome(reader, make, wanted):
     for module in ("pandas", "tensorflow"):
         if module == "pandas" or reader is tf_dataset:
             scope[{"tensorflow": "tf"}.get(module, module)] = library(module)
-    step = f"found = reader({name})"
+    step = f"result = reader({name})"
     scope["reader"] = reader
     while True:
         try:
             exec(step, scope)
             if lines > 7:
                 return "no end"
-            if not step.startswith("found"):  # a line that makes another container
-                step, lines = f"found = reader({name})", lines + 1
+            if not step.startswith("result"):  # a line that makes another container
+                step, lines = f"result = reader({name})", lines + 1
                 continue
         except Exception as error:
             ours = isinstance(error, ValueError | ordering.data.LoadError)
@@ -317,26 +317,26 @@ def outcome(reader, make, wanted):
             if f"{error}".startswith("load 0 failed") and "ValueError" not in f"{error}":
                 return f"raw: {error}"[:300]
             message = LINE.search(f"{error}")
-            if not message or not step.startswith("found"):
+            if not message or not step.startswith("result"):
                 return "refused"
             step = "{} = {}".format(*message.groups())
             continue
-        if not equal(scope["found"], wanted):
-            return f"wrong: {scope['found']}"[:300]
+        if not equal(scope["result"], wanted):
+            return f"wrong: {scope['result']}"[:300]
         return "converted" if lines else "right"
 
 
-def equal(found, wanted):
-    found, wanted = (dict(x) if isinstance(x, dict) else {"": x} for x in (found, wanted))
-    return found.keys() == wanted.keys() and all(map(_same, found.values(), wanted.values()))
+def equal(actual, wanted):
+    actual, wanted = (dict(x) if isinstance(x, dict) else {"": x} for x in (actual, wanted))
+    return actual.keys() == wanted.keys() and all(map(_same, actual.values(), wanted.values()))
 
 
-def _same(found, wanted):
+def _same(actual, wanted):
     if wanted.dtype == object:  # TensorFlow has bytes
-        plain = [x.decode() if isinstance(x, bytes) else x for x in found.tolist()]
+        plain = [x.decode() if isinstance(x, bytes) else x for x in actual.tolist()]
         return plain == wanted.tolist()
-    same = found.dtype.newbyteorder("=") == wanted.dtype and found.shape == wanted.shape
-    return same and found.astype(wanted.dtype).tobytes() == wanted.tobytes()
+    same = actual.dtype.newbyteorder("=") == wanted.dtype and actual.shape == wanted.shape
+    return same and actual.astype(wanted.dtype).tobytes() == wanted.tobytes()
 
 
 def table():

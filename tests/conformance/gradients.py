@@ -204,31 +204,31 @@ def verdict(row: Row, names: Iterable[str] = FEW) -> Verdict:
         jax.numpy_rank_promotion("allow"),
     ):
         warnings.simplefilter("ignore")
-        found = _verdict(row, tuple(names))
+        result = _verdict(row, tuple(names))
         for other in row.others:
-            if found.why != "not finite":
+            if result.why != "not finite":
                 break
-            found = _verdict(other, tuple(names))
-        return found
+            result = _verdict(other, tuple(names))
+        return result
 
 
 def _verdict(row, names) -> Verdict:
     sizes, errors = sizes_of(row.params), {}
 
     def run(params, batch, names=names):
-        found = {"expected": reference(row)(params, batch)}
+        results = {"expected": reference(row)(params, batch)}
         for name, gradients in _functions(row, names).items():
             try:
-                found[name] = gradients(params, batch, key=jax.random.clone(KEY))
+                results[name] = gradients(params, batch, key=jax.random.clone(KEY))
                 if name in ("formed", "sketched") and sizes[name] < sizes["kept"]:
                     to_sketch = sketch_of(row.loss, params, batch, SKETCH_KEY, size=sizes[name])
-                    found[name + " of rows"] = jax.vmap(to_sketch)(found["expected"][2])
+                    results[name + " of rows"] = jax.vmap(to_sketch)(results["expected"][2])
             except Exception as error:
                 errors[name] = error
-        return found
+        return results
 
     try:
-        found = jax.device_get(jax.jit(run)(row.params, row.batch))
+        result = jax.device_get(jax.jit(run)(row.params, row.batch))
     except Exception as error:
         try:
             jax.device_get(jax.jit(functools.partial(run, names=()))(row.params, row.batch))
@@ -239,7 +239,7 @@ def _verdict(row, names) -> Verdict:
         return _judge(row, errors, names)
     if row.refused:
         return Verdict("wrong", "not refused")
-    return _compare(row, found, names)
+    return _compare(row, result, names)
 
 
 def _line(error):
@@ -258,17 +258,17 @@ def _judge(row, errors, names):
     return Verdict("wrong" if by_name else "raw", f"{name}: {_line(error)} ({where})")
 
 
-def _compare(row, found, names):
-    losses, mean, rows = found["expected"]
+def _compare(row, actual, names):
+    losses, mean, rows = actual["expected"]
     if not all(np.all(np.isfinite(np.float32(x))) for x in jax.tree.leaves((mean, rows))):
         return Verdict("theirs", "not finite")
     for name in names:
-        own_losses, own_mean, own_rows = found[name]
+        own_losses, own_mean, own_rows = actual[name]
         expected = {"losses": (own_losses, np.float32(losses)), "mean": (own_mean, mean)}
         if name in ("per_example_grads", "in turn"):
             expected["rows"] = (own_rows, rows)
-        elif name + " of rows" in found:
-            expected["sketches"] = (own_rows, found[name + " of rows"])
+        elif name + " of rows" in actual:
+            expected["sketches"] = (own_rows, actual[name + " of rows"])
         else:
             flat = [np.float32(x).reshape(B, -1) for x in jax.tree.leaves(rows)]
             flat = np.concatenate(flat, axis=1)
@@ -322,18 +322,18 @@ def rows_of(name: str, only: Iterable[str] = ()) -> dict[str, Row]:
     """The rows of a table: all of them, or those of these names."""
     module = importlib.import_module(f"tests.conformance.{name}")
     if hasattr(module, "rows"):
-        found = module.rows(only)
+        result = module.rows(only)
     else:
-        found, there = {}, module.names()
+        result, there = {}, module.names()
         for layer, cases in module.CASES.items():
             for variant, case in cases.items():
                 label = f"{layer} {variant}".strip()
                 if layer in there and (not only or label in only):
                     rng = np.random.default_rng(zlib.crc32(label.encode()))
-                    found[label] = module.row_of(case, rng)
+                    result[label] = module.row_of(case, rng)
     return {
         label: row._replace(tolerance=4e-2) if any(word in label for word in LOW) else row
-        for label, row in found.items()
+        for label, row in result.items()
     }
 
 
@@ -349,20 +349,20 @@ class Table(NamedTuple):
     """What was found, {(row, mode): verdict}."""
 
     name: str
-    found: dict
+    results: dict
 
     def count(self, kind: str) -> int:
-        return Counter(v.kind for v in self.found.values())[kind]
+        return Counter(v.kind for v in self.results.values())[kind]
 
     def faults(self) -> dict:
-        return {at: v for at, v in self.found.items() if v.kind in ("wrong", "raw")}
+        return {at: v for at, v in self.results.items() if v.kind in ("wrong", "raw")}
 
     def __str__(self):
         theirs, ways = self.count("theirs"), Counter()
-        for v in self.found.values():
+        for v in self.results.values():
             ways.update(v.why.split() if v.kind == "right" else ())
         return "\n".join([
-            f"{self.name}: {len(self.found) - theirs} tried, {self.count('right')} right, "
+            f"{self.name}: {len(self.results) - theirs} tried, {self.count('right')} right, "
             f"{self.count('refused')} refused, {self.count('raw')} raw, "
             f"{self.count('wrong')} wrong; {theirs} that JAX does not differentiate either "
             f"(parameters of right rows: {', '.join(f'{n} {w}' for w, n in ways.items())})",
@@ -378,22 +378,22 @@ def in_mode(row: Row, mode: str) -> Verdict:
     return verdict(form._replace(others=tuple(others)), ALL if mode == "plain" else FEW)
 
 
-def table(name: str, only: Iterable[str] = (), report: Callable = lambda *found: None) -> Table:
+def table(name: str, only: Iterable[str] = (), report: Callable = lambda *result: None) -> Table:
     """Every row in every mode; programs are forgotten as it goes, or memory would be short."""
-    found = {}
+    results = {}
     for count, (label, row) in enumerate(rows_of(name, only).items()):
         for mode in MODES if row.modes is None else row.modes:
-            found[label, mode] = in_mode(row, mode)
-            report(label, mode, found[label, mode])
+            results[label, mode] = in_mode(row, mode)
+            report(label, mode, results[label, mode])
         if count % 32 == 31:
             jax.clear_caches()
-    return Table(name, found)
+    return Table(name, results)
 
 
 def main(argv):
-    def report(label, mode, found):
-        if found.kind not in ("right", "refused"):
-            print(f"{found.kind:8} {label} [{mode}] {found.why}", flush=True)
+    def report(label, mode, result):
+        if result.kind not in ("right", "refused"):
+            print(f"{result.kind:8} {label} [{mode}] {result.why}", flush=True)
 
     only = [a for a in argv if a not in TABLES]
     for name in [a for a in argv if a in TABLES] or TABLES:

@@ -148,11 +148,11 @@ CASES = {
 
 
 def names():
-    found = []
+    results = []
     for prefix, place in (("", hk), ("nets.", hk.nets)):
         classes = (n for n in dir(place) if inspect.isclass(getattr(place, n)))
-        found += [prefix + n for n in classes if issubclass(getattr(place, n), hk.Module)]
-    return sorted(found)
+        results += [prefix + n for n in classes if issubclass(getattr(place, n), hk.Module)]
+    return sorted(results)
 
 
 def row_of(case, rng):

@@ -132,7 +132,7 @@ def _row(name, function, places):
 
 
 def rows(only=None) -> dict[str, Row]:
-    found = {}
+    results = {}
     for makers in (_gathers, _others, _scatters):
         for name, function in makers():
             for places in PLACES:
@@ -142,11 +142,11 @@ def rows(only=None) -> dict[str, Row]:
                     continue
                 whole = places == "beyond" and makers is not _scatters
                 row = _row(label, function, places)
-                found[label] = row._replace(modes=None if whole else ("plain",))
+                results[label] = row._replace(modes=None if whole else ("plain",))
     for axes in (1, 2):
         # As people write it: all examples at once.
         row = _row("batch", None, "beyond")
         places = np.stack([row.batch] * axes, -1) if axes > 1 else row.batch
         loss = lambda p, i, key: score(jnp.take(p["t"], i, axis=0, mode="clip"), len(i))  # noqa: E731
-        found[f"a batch, places of {axes} axes"] = row._replace(loss=loss, batch=places)
-    return found
+        results[f"a batch, places of {axes} axes"] = row._replace(loss=loss, batch=places)
+    return results

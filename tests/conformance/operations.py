@@ -84,7 +84,7 @@ def left_out():
 
 def functions() -> dict:
     """{module.name: function} of all that is public, each under its first name alone."""
-    found, seen = {}, set()
+    results, seen = {}, set()
     for module, place in MODULES.items():
         for name in dir(place):
             function = getattr(place, name)
@@ -95,8 +95,8 @@ def functions() -> dict:
             if name.endswith("_p") or isinstance(function, np.dtype) or _is_type(function):
                 continue
             seen.add(id(function))
-            found[f"{module}.{name}"] = function
-    return found
+            results[f"{module}.{name}"] = function
+    return results
 
 
 def _is_type(function):
@@ -588,45 +588,45 @@ def _is_real(function, *shapes):
     """Whether a function of arrays gives floating numbers; None if it is not such a function."""
     like = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     try:
-        found = jax.tree.leaves(jax.eval_shape(function, *like))
+        result = jax.tree.leaves(jax.eval_shape(function, *like))
     except Exception:
         return None
-    return any(jnp.issubdtype(x.dtype, jnp.inexact) for x in found)
+    return any(jnp.issubdtype(x.dtype, jnp.inexact) for x in result)
 
 
 def _forms(function):
     """Calls of a function of one or two arrays, {form: (function of (w, x), shapes)}, or None."""
     for shape in SHAPES:
-        sizes, found = {"w": shape, "x": shape}, {}
+        sizes, results = {"w": shape, "x": shape}, {}
         one, two = _is_real(function, shape), _is_real(function, shape, shape)
         if one:
-            found["f(w) x"] = (lambda w, x: score(function(w)) * x, sizes)
-            found["f(w x)"] = (lambda w, x: function(w * x), sizes)
+            results["f(w) x"] = (lambda w, x: score(function(w)) * x, sizes)
+            results["f(w x)"] = (lambda w, x: function(w * x), sizes)
         if two:
-            found["f(w, x)"] = (function, sizes)
-            found["f(x, w)"] = (lambda w, x: function(x, w), sizes)
-            found["f(w, w w) x"] = (lambda w, x: score(function(w, w * w)) * x, sizes)
+            results["f(w, x)"] = (function, sizes)
+            results["f(x, w)"] = (lambda w, x: function(x, w), sizes)
+            results["f(w, w w) x"] = (lambda w, x: score(function(w, w * w)) * x, sizes)
         if one is not None or two is not None:
-            return found
+            return results
     return None
 
 
 def rows(only=None) -> dict[str, Row]:
     """{name of the function, and of the form if JAX calls it as such: row}."""
-    found = {}
+    results = {}
     for name, function in functions().items():
         if name in CALLS or name in left_out() or (only and not any(name in o for o in only)):
             continue
         for form, (call, shapes) in (_forms(function) or {}).items():
             label = f"{name} {form}"
-            found[label] = _in_domains(label, call, shapes)._replace(modes=("plain",))
+            results[label] = _in_domains(label, call, shapes)._replace(modes=("plain",))
     for name, call in CALLS.items():
         if call is not None and not (only and name not in only):
             function, shapes = call if isinstance(call, tuple) else (call, {})
-            found[name] = _in_domains(name, function, shapes)
+            results[name] = _in_domains(name, function, shapes)
             if "ragged_dot" in name or name == "lax.composite":  # JAX has no rule for vmap
-                found[name] = found[name]._replace(refused="in_turn=True", others=())
-    return found
+                results[name] = results[name]._replace(refused="in_turn=True", others=())
+    return results
 
 
 def unknown() -> list[str]:

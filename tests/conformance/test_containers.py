@@ -32,10 +32,10 @@ def run(readers, chosen):
         for reader in readers:
             with warnings.catch_warnings(), jax.enable_x64(True):
                 warnings.simplefilter("ignore")
-                found = containers.outcome(reader, make, wanted)
-            count[found.split(":")[0]] += 1
-            if found not in ("right", "converted", "refused"):
-                faults.append(f"{reader.__name__}, {name}: {found}")
+                actual = containers.outcome(reader, make, wanted)
+            count[actual.split(":")[0]] += 1
+            if actual not in ("right", "converted", "refused"):
+                faults.append(f"{reader.__name__}, {name}: {actual}")
     print(dict(count))
     return faults, count
 

@@ -60,8 +60,8 @@ def needed(name):
 @pytest.mark.parametrize("name,row,mode", FEW)
 def test_a_few(name, row, mode):
     needed(name)
-    found = in_mode(rows_of(name, [row])[row], mode)
-    assert found.kind in ("right", "refused"), found
+    result = in_mode(rows_of(name, [row])[row], mode)
+    assert result.kind in ("right", "refused"), result
 
 
 @pytest.mark.slow  # not in every run, where another library's new version would end all
@@ -139,16 +139,18 @@ def assert_products_are_kept(name, label, sketches=512):
             rows = ordering.sketched_grads(row.loss, key, size=size)(params, batch, key=KEY)[2]
             return jnp.matmul(rows, rows.T, precision="highest")
 
-        found = jax.lax.map(products, keys, batch_size=64)
-        return found.mean(0), found.std(0) / sketches**0.5, reference(row)(params, batch)[2]
+        result = jax.lax.map(products, keys, batch_size=64)
+        return result.mean(0), result.std(0) / sketches**0.5, reference(row)(params, batch)[2]
 
     with warnings.catch_warnings(), jax.numpy_rank_promotion("allow"):
         warnings.simplefilter("ignore")
-        found, error, rows = run(row.params, row.batch, jax.random.split(SKETCH_KEY, sketches))
-    flat = np.concatenate([np.float32(g).reshape(len(found), -1) for g in jax.tree.leaves(rows)], 1)
+        actual, error, rows = run(row.params, row.batch, jax.random.split(SKETCH_KEY, sketches))
+    flat = np.concatenate(
+        [np.float32(g).reshape(len(actual), -1) for g in jax.tree.leaves(rows)], 1
+    )
     expected = flat @ flat.T
     limit = 5 * error + 1e-3 * np.max(np.abs(expected))
-    assert np.all(np.abs(found - expected) <= limit), (found, expected, error)
+    assert np.all(np.abs(actual - expected) <= limit), (actual, expected, error)
 
 
 @pytest.mark.parametrize("name,label", PRODUCTS[2:3])
@@ -192,18 +194,18 @@ def test_precision_is_kept(name, label):
         assert wanted >= 2
         for size in sizes_of(row.params).values():
             gradients = ordering.sketched_grads(row.loss, SKETCH_KEY, size=size)
-            found = precise(lambda p, batch: gradients(p, batch, key=KEY)[1])  # noqa: B023
-            assert found >= wanted, (size, found, wanted)
+            actual = precise(lambda p, batch: gradients(p, batch, key=KEY)[1])  # noqa: B023
+            assert actual >= wanted, (size, actual, wanted)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TABLES)
 def test_all(name):
     needed(name)
-    found = table(name)
-    print(f"\n{found}")
-    assert not found.faults(), found
+    result = table(name)
+    print(f"\n{result}")
+    assert not result.faults(), result
     # Of functions that are called by themselves some have no gradient; a row by hand has one.
-    by_hand = {at: v for at, v in found.found.items() if " f(" not in at[0] and at[1] == "plain"}
+    by_hand = {at: v for at, v in result.results.items() if " f(" not in at[0] and at[1] == "plain"}
     theirs = {at: v.why for at, v in by_hand.items() if v.kind == "theirs"}
     assert set(theirs.values()) <= {"not finite"}, theirs

@@ -76,7 +76,7 @@ COMPRESS = {
 
 def optimizers():
     """({name: optimizer}, the names of the parts)."""
-    found, parts = {}, set()
+    results, parts = {}, set()
     for package in (optax, contrib):
         for name, make in vars(package).items():
             if name.startswith("_") or not (inspect.isfunction(make) or name in MORE):
@@ -85,10 +85,10 @@ def optimizers():
             rate = {"learning_rate": 0.05} if "learning_rate" in of.parameters else {}
             if name in MORE or (rate and not name.startswith("scale_by")):
                 with warnings.catch_warnings(action="ignore"):  # deprecated ones still serve
-                    found[name] = make(**rate, **MORE.get(name, {}))
+                    results[name] = make(**rate, **MORE.get(name, {}))
             elif "GradientTransformation" in str(of.return_annotation):
                 parts.add(name)
-    return found, parts
+    return results, parts
 
 
 FOUND, PARTS = optimizers()
@@ -158,8 +158,8 @@ def check(rows):
             refused += 1
         else:
             runs[row] = over(run(), axis_name="worker"), args
-    found = jax.jit(lambda: {row: run(*args) for row, (run, args) in runs.items()})()
-    for row, after in found.items():
+    result = jax.jit(lambda: {row: run(*args) for row, (run, args) in runs.items()})()
+    for row, after in result.items():
         frozen, train, start = after["frozen"], after["train"], np.stack([START] * row[4])
         rounding = 3 * 2**-23 if row[1:3] == ("plain", "none") else 0  # one a sync
         np.testing.assert_allclose(frozen, start, rtol=rounding, err_msg=str(row))
@@ -168,7 +168,7 @@ def check(rows):
             local_opt.check_synced(train)
         elif row[1] != "streaming":  # which mixes
             np.testing.assert_array_equal(train, np.stack([train[0]] * row[4]), err_msg=str(row))
-    return len(found), refused
+    return len(result), refused
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -211,7 +211,7 @@ def test_a_step_and_a_sync_of_sgd_are_data_parallel_training(workers, weighs):
     weight = jnp.arange(1.0, workers + 1) if weighs else None
 
     def run(target, weight):
-        found = {}
+        results = {}
         for name, (how, same) in pairs.items():
             local, parallel = local_opt.local_rounds(SGD, **how), local_opt.parallel_rounds(same)
             x = y = jnp.asarray(START)
@@ -221,8 +221,8 @@ def test_a_step_and_a_sync_of_sgd_are_data_parallel_training(workers, weighs):
                 x, state = local.sync(x + updates, state, weight=weight)
                 updates, other = parallel.update(y - target, other, y, weight=weight)
                 y += updates
-            found[name] = x, y
-        return found
+            results[name] = x, y
+        return results
 
     over = jax.vmap(run, in_axes=(0, 0 if weighs else None), axis_name="worker")
     for name, (x, y) in jax.jit(over)(jnp.arange(float(workers)), weight).items():

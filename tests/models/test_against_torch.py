@@ -149,10 +149,10 @@ def test_logits_equal_torch(name):
     expected = logits_of(net, x)
     shapes = jax.tree.map(lambda p: p.shape, jax.eval_shape(model.init, jax.random.key(0)))
     assert jax.tree.map(np.shape, params) == shapes
-    found = jax.jit(model.predict)(jax.tree.map(jnp.asarray, params), x, moments)
+    actual = jax.jit(model.predict)(jax.tree.map(jnp.asarray, params), x, moments)
     size = np.max(np.abs(expected))
     assert np.mean(np.std(expected, axis=0)) > 1e-3 * size, "the examples are told apart"
-    np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE * size)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE * size)
 
 
 def test_resnet_in_training_equals_transformers(key):

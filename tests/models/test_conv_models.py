@@ -137,12 +137,12 @@ def test_products_compute_the_same_function(build, key):
 def primitives(model, params, x):
     """{primitive: types of its four-dimensional results} in a forward pass."""
     forward = model.statistics or model.predict
-    found = {}
+    results = {}
     for equation in jax.make_jaxpr(forward)(params, x).eqns:
         result = equation.outvars[0].aval
         if result.ndim == 4:
-            found.setdefault(equation.primitive.name, set()).add(result.dtype)
-    return found
+            results.setdefault(equation.primitive.name, set()).add(result.dtype)
+    return results
 
 
 @pytest.mark.parametrize("family", ["resnet", "mobilenet_v2"])

@@ -193,8 +193,8 @@ def test_a_vit_equals_the_slow_reference(gelu, pool):
     params, images = params_of(model, deviation=0.8), normal(2, 4, 4, 3)
     expected = [vit_by_hand(float64(params), image, gelu, pool) for image in float64(images)]
     assert np.ptp(expected, axis=0).max() > 1e-2
-    found = jax.jit(model.predict)(params, images)
-    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
+    actual = jax.jit(model.predict)(params, images)
+    np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)
 
 
 def perceptron_by_hand(params, x):
@@ -242,5 +242,5 @@ def test_products_and_convolutions_are_rearranged_only_for_cpus(name, monkeypatc
     expected = jax.jit(lambda *a: model.loss(*a))(params, batch, key)
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     assert form in program()
-    found = jax.jit(lambda *a: model.loss(*a))(params, batch, key)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    actual = jax.jit(lambda *a: model.loss(*a))(params, batch, key)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5)

@@ -65,8 +65,8 @@ def mean_loss(params, batch, key):
 
 def of_gradients(make):
     def step(gradients, params, rows):
-        _, mean, found = gradients(params, rows, key=jax.random.key(0))
-        return params - 1e-3 * mean - 1e-3 * jnp.mean(found @ jnp.sum(found, axis=0))
+        _, mean, result = gradients(params, rows, key=jax.random.key(0))
+        return params - 1e-3 * mean - 1e-3 * jnp.mean(result @ jnp.sum(result, axis=0))
 
     return Subject(make, lambda made, key, rows: PARAMS + 0 * rows[0], step)
 
@@ -227,10 +227,10 @@ SOME = [(name, "scan", "map_workers, mesh") for name in RUN]
     ],
 )
 def test_every_place_gives_the_same_numbers(name, inside, over):
-    found = jax.jit(program(name, inside, over))(KEYS, ROWS)
+    actual = jax.jit(program(name, inside, over))(KEYS, ROWS)
     expected = jax.jit(program(name, "plain", "vmap"))(KEYS, ROWS)
     # The same sums, compiled otherwise; orders are whole numbers.
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 def traced(make):
@@ -290,7 +290,7 @@ def test_what_is_drawn_at_once_is_so_on_a_mesh_that_is_not_in_scope():
         return sketched(w, x)[2], plan.rounds
 
     w, x = np.ones(50, "f"), np.random.default_rng(0).normal(size=(2, 3, 50)).astype("f")
-    found, expected = (
+    actual, expected = (
         jax.jit(
             local_opt.map_workers(
                 step, workers, in_specs=("replicated", "worker"), out_specs=("worker", "replicated")
@@ -298,8 +298,8 @@ def test_what_is_drawn_at_once_is_so_on_a_mesh_that_is_not_in_scope():
         )(w, x)
         for workers in (jax.make_mesh((2, 4), ("worker", "data")), 2)
     )
-    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
-    assert found[1] == expected[1]
+    np.testing.assert_allclose(actual[0], expected[0], rtol=1e-5)
+    assert actual[1] == expected[1]
 
 
 @pytest.mark.parametrize("name", [n for n in SUBJECTS if n not in ("per_example", "microbatch")])

@@ -168,11 +168,11 @@ def test_two_hundred_command_lines_end_without_a_traceback(tmp_path, monkeypatch
         folders = [tmp_path / f"{i}" for i in range(len(lines))]
         words = [line for line, _ in lines]
         ended = [*pool.map(functools.partial(outcome, context), folders, words)]
-    found = {}
+    results = {}
     for (words, texts), (code, told) in zip(lines, ended, strict=True):
         if why := wrong_with(texts, code, told):
-            found.setdefault(why, []).append(f"{why}: {shlex.join(words)}\n{told[-300:]}")
+            results.setdefault(why, []).append(f"{why}: {shlex.join(words)}\n{told[-300:]}")
     assert len(lines) >= 200
-    print({why: len(those) for why, those in found.items()}, "of", len(lines))
-    tracebacks = found.pop("traceback", [])
-    assert not found and len(tracebacks) <= 1, "\n".join(sum(found.values(), tracebacks))
+    print({why: len(those) for why, those in results.items()}, "of", len(lines))
+    tracebacks = results.pop("traceback", [])
+    assert not results and len(tracebacks) <= 1, "\n".join(sum(results.values(), tracebacks))

@@ -39,12 +39,12 @@ def test_bad_arguments_are_refused_by_name(package, most):
     calls = calls_of(package)
     for run, valid, _ in calls.values():
         run(**valid)
-    found = collections.defaultdict(list)
+    result = collections.defaultdict(list)
     for described, outcome in outcomes(calls, most):
-        found[outcome.kind].append(f"{described}: {outcome.text[:200]}")
-    print(package, {kind: len(lines) for kind, lines in found.items()})
-    count, raw = sum(map(len, found.values())), found["raw"] + found["unnamed"]
-    assert not found["accepted"], "\n".join(found["accepted"])
+        result[outcome.kind].append(f"{described}: {outcome.text[:200]}")
+    print(package, {kind: len(lines) for kind, lines in result.items()})
+    count, raw = sum(map(len, result.values())), result["raw"] + result["unnamed"]
+    assert not result["accepted"], "\n".join(result["accepted"])
     assert 1000 * len(raw) <= RAW * count, "\n".join(raw)
 
 

@@ -115,10 +115,10 @@ def test_modules_of_the_extra_data_are_those_of_the_metadata():
 
 
 def test_every_experiment_is_listed_with_its_purpose():
-    found = command.experiments()
-    assert {"cd_grab", "qsr", "echoing", "train"} <= found.keys()
-    assert "flags" not in found and all(found.values())
-    assert found["qsr"].endswith("on one task. (a minute)") and "(" not in found["launch"]
+    result = command.experiments()
+    assert {"cd_grab", "qsr", "echoing", "train"} <= result.keys()
+    assert "flags" not in result and all(result.values())
+    assert result["qsr"].endswith("on one task. (a minute)") and "(" not in result["launch"]
 
 
 def test_an_unknown_experiment_or_preset_is_refused_with_the_known_ones():
@@ -155,9 +155,9 @@ CARRIED = re.compile(r".*\.(css|flags|py|tsv|typed)|experiments/runs/map\.json")
 
 
 def test_a_wheel_has_every_file_and_three_top_level_names(unpacked):
-    found = {str(path.relative_to(unpacked)) for path in unpacked.rglob("*") if path.is_file()}
+    actual = {str(path.relative_to(unpacked)) for path in unpacked.rglob("*") if path.is_file()}
     (info,) = unpacked.glob("*.dist-info")
-    assert {name.split("/")[0] for name in found} == {*PACKAGES, info.name}
+    assert {name.split("/")[0] for name in actual} == {*PACKAGES, info.name}
     assert (info / "top_level.txt").read_text().split() == sorted(PACKAGES)
     files = [str(path.relative_to(ROOT)) for name in (*PACKAGES, *BUNDLED)
              for path in (ROOT / name).rglob("*") if path.is_file()]  # fmt: skip
@@ -165,8 +165,8 @@ def test_a_wheel_has_every_file_and_three_top_level_names(unpacked):
         name if name.startswith(PACKAGES) else f"syncopate/_bundled/{name}"
         for name in filter(CARRIED.fullmatch, files)
     }
-    assert {name for name in found if not name.startswith(info.name)} == expected
-    assert {f"{name}/py.typed" for name in PACKAGES} <= found
+    assert {name for name in actual if not name.startswith(info.name)} == expected
+    assert {f"{name}/py.typed" for name in PACKAGES} <= actual
 
 
 def test_the_command_of_a_wheel_finds_experiments_that_no_import_finds(unpacked, elsewhere):

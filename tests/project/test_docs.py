@@ -41,17 +41,17 @@ WRITTEN = [*ROOT.glob("*.md"), *ROOT.glob("e*/**/*.md"), *ROOT.glob("notebooks/*
 def test_linked_files_are_there():
     for page in WRITTEN:
         for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
-            found = link.startswith(("http:", "https:")) or (page.parent / link).exists()
-            assert found, (page, link)
+            result = link.startswith(("http:", "https:")) or (page.parent / link).exists()
+            assert result, (page, link)
 
 
 def test_programs_for_users_import_from_syncopate():
     """The only name of ours that a file of a user's own will hardly hide."""
-    found = {p: re.findall(r"```(?:python|diff)\n(.*?)```", p.read_text(), re.S) for p in WRITTEN}
+    results = {p: re.findall(r"```(?:python|diff)\n(.*?)```", p.read_text(), re.S) for p in WRITTEN}
     scripts = (p for top in ("examples", "notebooks") for p in (ROOT / top).rglob("*.*"))
-    found |= {p: [p.read_text()] for p in scripts if p.suffix in (".py", ".diff", ".ipynb")}
+    results |= {p: [p.read_text()] for p in scripts if p.suffix in (".py", ".diff", ".ipynb")}
     other = r'^[ +"]*(import (.*[ ,])?(ordering|local_opt)\b|from (ordering\b|local_opt import))'
-    for path, programs in found.items():
+    for path, programs in results.items():
         assert not [p for p in programs if re.search(other, p, re.M)], path
 
 

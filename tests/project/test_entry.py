@@ -114,13 +114,13 @@ for name in command.experiments():
 
 
 def test_flags_are_parsed_before_jax_is_imported():
-    found = python("-c", PARSED).stderr.splitlines()
+    actual = python("-c", PARSED).stderr.splitlines()
     helps = {"train", "qsr"}  # as all studies
     wanted = [
         f"{name} {flag}" for name in command.experiments()
         for flag in [*["--help False", "--helpfull False"] * (name in helps), "--worker=1 True"]
     ]  # fmt: skip
-    assert found == wanted and helps < {*command.experiments()}
+    assert actual == wanted and helps < {*command.experiments()}
 
 
 def test_help_shows_a_dozen_flags_with_their_defaults_and_says_where_the_others_are():

@@ -61,8 +61,8 @@ def test_few_lines_change(folder, name, most):
 
 def test_a_gpt_with_local_steps_meets_seldom_and_learns(load):
     example = load("gpt", "local_steps")
-    found = example.main(steps=30, warmup=3, length=16)
-    assert 2.0 < found["valid"] < 3.4, "uniform bytes: log 128 = 4.85"
+    result = example.main(steps=30, warmup=3, length=16)
+    assert 2.0 < result["valid"] < 3.4, "uniform bytes: log 128 = 4.85"
 
 
 def test_a_gpt_in_balanced_orders_visits_every_unit_and_learns(load, monkeypatch):
@@ -74,8 +74,8 @@ def test_a_gpt_in_balanced_orders_visits_every_unit_and_learns(load, monkeypatch
         return step(state, orders, batch)
 
     monkeypatch.setattr(example, "train_step", noted)
-    found = example.main(steps=65, length=16)
-    assert 2.0 < found["valid"] < 3.4
+    result = example.main(steps=65, length=16)
+    assert 2.0 < result["valid"] < 3.4
     first = np.stack(seen[:64]).reshape(-1, 3)
     assert len(np.unique(first, axis=0)) == len(
         np.unique(example.sequences(16, 2048)[:, :3], axis=0)
@@ -114,9 +114,9 @@ def test_an_nnx_loop_with_grain_trains_and_every_epoch_reads_all_examples(load, 
         return read(examples, order)
 
     monkeypatch.setattr(orders.ordering.data, "grain_dataset", noted)
-    found = orders.main(seed=0, epochs=3)
-    assert len(found["losses"]) == 3 and found["losses"][-1] < 0.5 * found["losses"][0]
-    assert found["train"]["loss"] < 1 and found["valid"]["accuracy"] > 0.75
+    result = orders.main(seed=0, epochs=3)
+    assert len(result["losses"]) == 3 and result["losses"][-1] < 0.5 * result["losses"][0]
+    assert result["train"]["loss"] < 1 and result["valid"]["accuracy"] > 0.75
     assert [sorted(order) for order in epochs] == 3 * [list(range(orders.TRAIN))]
 
 
@@ -131,9 +131,9 @@ def test_an_nnx_loop_with_local_steps_trains_and_ends_with_one_model(load, monke
         return mean_over_workers(state)
 
     monkeypatch.setattr(example.local_opt, "mean_over_workers", noted)
-    found = example.main(seed=0, learning_rate=0.2, epochs=3)
-    assert len(ended) == 1 and found["losses"][-1] < 0.5 * found["losses"][0]
-    assert found["train"]["loss"] < 1 and found["valid"]["accuracy"] > 0.75
+    result = example.main(seed=0, learning_rate=0.2, epochs=3)
+    assert len(ended) == 1 and result["losses"][-1] < 0.5 * result["losses"][0]
+    assert result["train"]["loss"] < 1 and result["valid"]["accuracy"] > 0.75
 
 
 COMMAND = re.compile(r"^python (examples/.*?)(?:  +#.*)?$", re.M)
@@ -167,8 +167,8 @@ def test_the_shortest_command_of_the_page_runs_as_documented(unpacked):
 def test_an_interval_is_that_of_the_definition():
     code = "import measure; print(*measure.interval([1.0, 2.0, 4.0]))"
     half = 4.302653 * np.std([1.0, 2.0, 4.0], ddof=1) / np.sqrt(3)  # two degrees of freedom
-    found = ran([sys.executable, "-c", code], FOLDER).split()
-    np.testing.assert_allclose([*map(float, found)], [7 / 3, half], rtol=1e-6)
+    result = ran([sys.executable, "-c", code], FOLDER).split()
+    np.testing.assert_allclose([*map(float, result)], [7 / 3, half], rtol=1e-6)
 
 
 @pytest.mark.slow
@@ -199,9 +199,9 @@ def test_a_single_file_takes_each_decision_by_one_line(plain, capsys):
         choice = re.compile(r"^([A-Z]+ = ).*\n# \1(.*)$", re.M)
         text, count = choice.subn(r"\1\2", text)
         assert count == 3
-    found = {"__name__": "single_file"}
-    exec(compile(text, "single_file.py", "exec"), found)
-    mean = found["main"]()
+    results = {"__name__": "single_file"}
+    exec(compile(text, "single_file.py", "exec"), results)
+    mean = results["main"]()
     assert all(np.isfinite(leaf).all() for leaf in mean.values())
     first, *steps = capsys.readouterr().out.splitlines()
     assert first == f"{12 if plain else 3} syncs and {12 if plain else 6} loads in 12 steps"
@@ -248,8 +248,8 @@ def test_a_script_without_what_it_needs_says_what_to_fetch(flags, says, tmp_path
     (tmp_path / "nanodo").mkdir()
     (tmp_path / "nanodo" / "train.py").touch()
     call = [sys.executable, FOLDER / "nanodo" / "run.py", *flags]
-    found = ended(call, tmp_path, PYTHONPATH=FOLDER.parent)
-    assert found.returncode == 1 and re.search(f"ValueError: {says}", found.stderr)
+    result = ended(call, tmp_path, PYTHONPATH=FOLDER.parent)
+    assert result.returncode == 1 and re.search(f"ValueError: {says}", result.stderr)
     assert len([*tmp_path.rglob("*")]) == 2, "nothing is written"
 
 

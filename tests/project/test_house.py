@@ -61,12 +61,12 @@ def test_imports_go_down():
 
 def test_one_file_imports_what_jax_does_not_promise_to_keep():
     unstable = re.compile("jax/(experimental|_src)")
-    found = {
+    results = {
         str(path.relative_to(ROOT))
         for path in files(*PACKAGES, "tests", "examples")
         for module in imported(path) if unstable.match(module)
     }  # fmt: skip
-    assert found == {"syncopate/unstable.py"}
+    assert results == {"syncopate/unstable.py"}
 
 
 def own_lines(function) -> int:

@@ -64,12 +64,12 @@ TAKE_KEYS = {
 @pytest.mark.parametrize("take", TAKE_KEYS.values(), ids=TAKE_KEYS)
 def test_a_legacy_key_is_the_typed_one_of_its_numbers(take):
     with jax.debug_key_reuse(False):
-        found, wanted = (
+        actual, wanted = (
             [jax.random.key_data(x) if mesh.is_key(x) else x for x in jax.tree.leaves(take(key))]
             for key in (LEGACY, TYPED)
         )
-    assert len(found) == len(wanted) > 0
-    for own, other in zip(found, wanted, strict=True):
+    assert len(actual) == len(wanted) > 0
+    for own, other in zip(actual, wanted, strict=True):
         np.testing.assert_array_equal(own, other)
 
 

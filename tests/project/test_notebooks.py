@@ -85,10 +85,10 @@ def outputs(notebook):
 
 
 def check_outputs(notebook, pictures):
-    found = outputs(notebook)
-    assert not [o for o in found if o.output_type == "error"]
-    assert not [o.text for o in found if o.output_type == "stream" and o.name == "stderr"]
-    assert sum("image/png" in o.get("data", {}) for o in found) == pictures
+    result = outputs(notebook)
+    assert not [o for o in result if o.output_type == "error"]
+    assert not [o.text for o in result if o.output_type == "stream" and o.name == "stderr"]
+    assert sum("image/png" in o.get("data", {}) for o in result) == pictures
 
 
 def text_of(notebook):
@@ -165,8 +165,8 @@ def installed(path, monkeypatch, *, folder, variables=(), devices=(), modules=()
     ({"modules": ["ordering", "local_opt"]}, None),  # the project is there
 ])  # fmt: skip
 def test_set_up_installs_jax_for_the_machine_that_it_finds(machine, jax, monkeypatch):
-    found = installed(NOTEBOOKS[0], monkeypatch, folder=ROOT / "notebooks", **machine)
-    assert found == (jax and (jax, "..[experiments]"))
+    result = installed(NOTEBOOKS[0], monkeypatch, folder=ROOT / "notebooks", **machine)
+    assert result == (jax and (jax, "..[experiments]"))
 
 
 def test_set_up_outside_the_project_takes_its_one_address(monkeypatch, tmp_path):

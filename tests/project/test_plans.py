@@ -74,9 +74,9 @@ def test_a_file_without_a_plan_is_refused(kind, tmp_path):
     contents += [*OTHER_FILES, whole * 2, *(whole[:cut] for cut in range(len(whole)))]
     for content in contents:
         path.write_text(content, errors="surrogatepass")
-        with pytest.raises(ValueError, match=f"plan.json' ({NO_PLAN}|{OTHER_PLAN})") as found:
+        with pytest.raises(ValueError, match=f"plan.json' ({NO_PLAN}|{OTHER_PLAN})") as result:
             kind.read(path)
-        assert len(str(found.value)) < 300 + len(str(path))
+        assert len(str(result.value)) < 300 + len(str(path))
     other.save(path)
     with pytest.raises(ValueError, match="holds no saved plan"):
         kind.read(path)

@@ -17,9 +17,9 @@ DOCS, README = ROOT / "docs", (ROOT / "README.md").read_text()
 USE = sorted((DOCS / "use").glob("*.md"))
 PAGES = [DOCS / "index.md", DOCS / "start.md", *USE]
 FOUND = {
-    f"{page.stem}-{number}": found
+    f"{page.stem}-{number}": result
     for page in (*PAGES, DOCS / "reference" / "names.md")
-    for number, found in enumerate(
+    for number, result in enumerate(
         re.findall(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", page.read_text(), re.S)
     )
 }

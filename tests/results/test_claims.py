@@ -155,16 +155,16 @@ def arriving(rr, cd_grab):
      "3 of 4 seeds arrive, of D-RR 1"),
 ])  # fmt: skip
 def test_seeds_that_never_arrive_count_as_at_the_end_and_bound_the_effect(rr, cd_grab, word, text):
-    found, effect = judged(Claim("hmda", "", "epoch", "x", math.log(2)), arriving(rr, cd_grab))
-    assert (found, effect.text, len(effect.values)) == (word, text, len(rr))
+    result, effect = judged(Claim("hmda", "", "epoch", "x", math.log(2)), arriving(rr, cd_grab))
+    assert (result, effect.text, len(effect.values)) == (word, text, len(rr))
 
 
 def test_an_order_that_diverges_at_every_rate_has_no_effect():
     records = order_records({"rr": 1.0, "cd_grab": 1.2})
     records[-1] |= {"diverged": "loss is nan"}
     for what, rate in (("epoch", None), (LOSS, None), (LOSS, 0.1)):
-        found, _ = judged(Claim("hmda", "", what, rate=rate), records)
-        assert found == "not run: 0 of 3 seeds; CD-GraB diverges"
+        result, _ = judged(Claim("hmda", "", what, rate=rate), records)
+        assert result == "not run: 0 of 3 seeds; CD-GraB diverges"
 
 
 @pytest.mark.parametrize("what", [LOSS, "epoch"])
@@ -294,16 +294,16 @@ def trained(chosen, name, arms, *, speeds=(), **fields):
     criterion = chosen.criterion._replace(target=recipe.target)
     chosen = chosen._replace(arms=arms, speeds=speeds, criterion=criterion)
     trains = search.Trainer(chosen, task, recipe, step_seconds=1e-4)
-    found, _ = search.search(chosen, trains, seeds=5)
+    result, _ = search.search(chosen, trains, seeds=5)
     labels = {name: arm.label for name, arm in arms.items()}
     plans = {} if speeds else search.sync_plans(arms, task, recipe)
-    return statistics.compare(found, labels, criterion, plans)
+    return statistics.compare(result, labels, criterion, plans)
 
 
-def gain(found, what, arm="cd_grab", base="rr", *, rate="fastest", speed=None):
+def gain(comparison, what, arm="cd_grab", base="rr", *, rate="fastest", speed=None):
     """The 95 % interval of the paired logarithms of ratios, or of points."""
     ratio = what.startswith("to ")
-    values = paired(frame(found, rate, speed), arm, base, what, ratio=ratio)
+    values = paired(frame(comparison, rate, speed), arm, base, what, ratio=ratio)
     assert len(values) == 5
     mean, half = statistics.interval(values)
     return mean - half, mean, mean + half
@@ -312,12 +312,12 @@ def gain(found, what, arm="cd_grab", base="rr", *, rate="fastest", speed=None):
 @pytest.mark.slow
 def test_coordination_needs_a_third_of_the_epochs_on_digits():
     arms = ("rr", "unzip", "id_mean", "id_pair", "cd_grab")
-    found = trained(cd_grab.STUDY, "digits", arms, bound_every=0)
-    assert gain(found, "to epoch")[1] > math.log(3)
+    comparison = trained(cd_grab.STUDY, "digits", arms, bound_every=0)
+    assert gain(comparison, "to epoch")[1] > math.log(3)
     for pair in (("id_pair", "rr"), ("cd_grab", "id_pair")):
-        assert gain(found, "to epoch", *pair)[1] > 0
-    goal = found.criterion._replace(scalar=statistics.ABOVE)  # as the study has it
-    best = {own.arm: statistics.lowest([*own.runs.values()], goal) for own in found.at()}
+        assert gain(comparison, "to epoch", *pair)[1] > 0
+    goal = comparison.criterion._replace(scalar=statistics.ABOVE)  # as the study has it
+    best = {own.arm: statistics.lowest([*own.runs.values()], goal) for own in comparison.at()}
     unzip, unzip_half = statistics.interval(best["unzip"])
     random, random_half = statistics.interval(best["rr"])
     assert unzip > random - unzip_half - random_half  # the control is no better than D-RR
@@ -340,24 +340,26 @@ def test_the_coordinated_bound_is_flat_for_a_million_vectors(num_workers):
 
 @pytest.mark.slow
 def test_a_ninth_of_the_syncs_costs_digits_no_accuracy_beyond_noise():
-    found = trained(qsr.STUDY, "digits_mlp", ("parallel", "qsr", "cubic"))
-    assert (found.plans["qsr"].rounds, found.plans["qsr"].total_steps) == (219, 2000)
-    for own in found.at():
+    comparison = trained(qsr.STUDY, "digits_mlp", ("parallel", "qsr", "cubic"))
+    assert (comparison.plans["qsr"].rounds, comparison.plans["qsr"].total_steps) == (219, 2000)
+    for own in comparison.at():
         ends = [statistics.last(run, "test/accuracy") for run in own.runs.values()]
         assert len(ends) == 5 and min(ends) > 0.96
-    low, _, high = gain(found, "test/accuracy", "qsr", "parallel", rate="own")
+    low, _, high = gain(comparison, "test/accuracy", "qsr", "parallel", rate="own")
     assert low < 0.005 and high > -0.005
 
 
 @pytest.mark.slow
 def test_an_echoed_run_needs_a_third_of_the_loads_on_digits_and_more_steps():
     arms = ("none", "larger_lr", "diffusion")
-    found = trained(echoing.STUDY, "digits_wide", arms, speeds=(8,))
+    comparison = trained(echoing.STUDY, "digits_wide", arms, speeds=(8,))
     for against in ("none", "larger_lr"):  # not a larger learning rate in disguise
-        assert gain(found, "to loads", "diffusion", against, rate="own", speed=8)[1] > math.log(3)
-    runs = {own.arm: own.runs for own in found.at(8)}
+        assert gain(comparison, "to loads", "diffusion", against, rate="own", speed=8)[
+            1
+        ] > math.log(3)
+    runs = {own.arm: own.runs for own in comparison.at(8)}
     steps, rounds, loads = (
-        {arm: sum(statistics.spent(found, runs[arm], cost).values()) for arm in runs}
+        {arm: sum(statistics.spent(comparison, runs[arm], cost).values()) for arm in runs}
         for cost in ("step", "rounds", "loads")
     )
     assert steps["diffusion"] > steps["none"] and rounds["diffusion"] <= loads["diffusion"]

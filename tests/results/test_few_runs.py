@@ -44,16 +44,16 @@ def records(study, *, seeds=(0, 1), rates=(0.1, 0.2), ends=(10, 20, 30), only=No
     ):
         v = 0.9 - 0.02 * step - 0.01 * i - 1e-3 * seed if value != value else value
         out = i in diverged and step == ends[-1]
-        found = dict.fromkeys(LOWER, v)
-        found |= {f"{part}/accuracy": v and 1 - v for part in ("valid", "test")}
+        result = dict.fromkeys(LOWER, v)
+        result |= {f"{part}/accuracy": v and 1 - v for part in ("valid", "test")}
         if averaged is None or averaged == averaged:
-            found |= {f"{k}/averaged": v and averaged and averaged * v for k, v in found.items()}
+            result |= {f"{k}/averaged": v and averaged and averaged * v for k, v in result.items()}
         yield {
             "study": study.name, "arm": name, "speed": phases.get("speed"), "learning_rate": rate,
             "seed": seed, "phase": phase, **arm.words,
             "step": step, "epoch": step / 10, "loads": step, "rounds": step, "allreduces": step,
             "seconds": step / 10 + i, "ended": step == ends[-1], "diverged": "x" if out else None,
-            **({} if out else found),
+            **({} if out else result),
         }  # fmt: skip
 
 
@@ -72,10 +72,10 @@ ALL = [(name, case) for name in STUDIES for case in MET.get(name, OTHERS)]
 def test_a_report_is_written_without_a_warning(name, case, tmp_path):
     (study, pictures), fields = STUDIES[name], CASES[case]
     labels = {arm: own.label for arm, own in [*study.arms.items()][: fields.get("only")]}
-    found = statistics.compare(records(study, **fields), labels, study.criterion)
+    comparison = statistics.compare(records(study, **fields), labels, study.criterion)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        text = page.write(found, study, str(tmp_path), "title")
+        text = page.write(comparison, study, str(tmp_path), "title")
     assert not {"nan", "inf"} & {*text.split()}
     if case == "all diverge":
         assert not [*tmp_path.glob("comparison*.png")] and "all diverge" in text
@@ -105,16 +105,16 @@ def test_a_method_has_its_look_in_every_comparison_and_no_two_arms_share_one():
     comparisons += [[*study.arms] for study, _ in STUDIES.values()]
     every = {}
     for arms in comparisons:
-        found = plots.looks(arms)
-        assert [*found] == arms and len({str(style) for style in found.values()}) == len(arms)
-        for arm, style in found.items():
+        result = plots.looks(arms)
+        assert [*result] == arms and len({str(style) for style in result.values()}) == len(arms)
+        for arm, style in result.items():
             assert every.setdefault(arm, look := (style["color"], style["marker"])) == look
     assert len(every) > 60 and every["rr"] == every["rr+dealt"] == ("#000000", "o")
     assert every["cd_grab"] == every["cd_grab+sketch1024+scaled"] == ("#0072B2", "s")
     mine, known = ["cd_grab", "mine", "id_pair", "yours"], ("cd_grab", "id_pair")
-    found = plots.looks(mine)
-    assert len({style["color"] for style in found.values()}) == 4
-    assert all(found[arm]["color"] == every[arm][0] for arm in known)
+    result = plots.looks(mine)
+    assert len({style["color"] for style in result.values()}) == 4
+    assert all(result[arm]["color"] == every[arm][0] for arm in known)
     many = [f"cd_grab+sketch{size}" for size in range(1, 50)]
     assert len({str(style) for style in plots.looks(many).values()}) == len(many)
 
@@ -125,8 +125,8 @@ def test_the_first_picture_shows_the_rates_and_epochs_of_its_table(tmp_path, mon
               ("cd_grab", 0.1): (0.7, 0.5, 0.1), ("cd_grab", 0.2): (0.25, 0.25, 0.25)}  # fmt: skip
     kept = []
     for r in records(cd_grab.STUDY):
-        if found := losses.get((r["arm"], r["learning_rate"])):
-            kept.append(r | {"train/loss": found[r["step"] // 10 - 1]})
+        if result := losses.get((r["arm"], r["learning_rate"])):
+            kept.append(r | {"train/loss": result[r["step"] // 10 - 1]})
     labels, figures = {"rr": "D-RR", "cd_grab": "CD-GraB"}, []
     compared = statistics.compare(kept, labels, cd_grab.STUDY.criterion)
     monkeypatch.setattr(plots, "save", lambda figure, path, title: figures.append(figure))
@@ -152,8 +152,8 @@ def test_a_page_shows_what_its_call_has_made(tmp_path, monkeypatch):
 
     def written(study):
         labels = {name: arm.label for name, arm in study.arms.items()}
-        found = statistics.compare(records(study), labels, study.criterion)
-        page.write(found, study, str(tmp_path), "title")
+        comparison = statistics.compare(records(study), labels, study.criterion)
+        page.write(comparison, study, str(tmp_path), "title")
         text = (tmp_path / "report.html").read_text()
         return text, text.count("data:image/png;base64,")
 
@@ -174,7 +174,7 @@ def test_a_page_shows_what_its_call_has_made(tmp_path, monkeypatch):
 
 def compared(base, own, when="last"):
     """Of arms whose runs, one per seed, end with these train losses, or come there in one step."""
-    found = [
+    results = [
         {"arm": arm, "speed": None, "phase": "run", "learning_rate": 0.1, "seed": seed,
          "step": step, "epoch": step, "loads": step, "rounds": step, "seconds": float(step),
          "allreduces": step, "train/loss": value}
@@ -183,7 +183,7 @@ def compared(base, own, when="last"):
         for step, value in ([(0, 9.0), (1, last)] if when == "last" else [(0, 9.0), (last, 1.0)])
     ]  # fmt: skip
     criterion = statistics.Criterion("train/loss", when=when, target=1.0)
-    return statistics.compare(found, {"rr": "D-RR", "own": "CD-GraB"}, criterion)
+    return statistics.compare(results, {"rr": "D-RR", "own": "CD-GraB"}, criterion)
 
 
 HALF = 4.302652729911275 * 0.1 / 3**0.5  # of the interval of three that deviate by 0.1

@@ -26,8 +26,8 @@ REPORTS = {
 
 def content(folder):
     """{path: bytes} of all files but the lock."""
-    found = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    return {path: text for path, text in found.items() if path.name != lock.NAME}
+    results = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {path: text for path, text in results.items() if path.name != lock.NAME}
 
 
 @pytest.mark.parametrize("name,linked", [*zip(REPORTS, (True, False, False), strict=True)])
@@ -124,7 +124,7 @@ def test_markup_in_labels_stands_as_it_is(tmp_path):
     page.write_all(str(tmp_path), LABELS[0], texts, {})
     whole = (tmp_path / "report.html").read_text()
     body = whole.split("<body>")[1]
-    found = set(re.findall(r"<(\w+)", body))
-    assert found == {"h1", "h2", "p", "table", "thead", "tbody", "tr", "th", "td", "pre"}
+    results = set(re.findall(r"<(\w+)", body))
+    assert results == {"h1", "h2", "p", "table", "thead", "tbody", "tr", "th", "td", "pre"}
     assert all(body.count(html.escape(label, quote=False)) >= 2 for label in LABELS[1:5])
     assert body.count("<td>a | b</td>") == body.count("<td>two lines</td>") == 1

@@ -35,9 +35,9 @@ def test_records_that_name_paths_are_refused(tmp_path, field, value):
     with pytest.raises(
         ValueError, match=rf"line 2 of .* as its {field}, which is no name of one: "
     ):
-        records.found(str(tmp_path))
+        records.read_folder(str(tmp_path))
     records.write_lines(str(path), [r | {"arm": "cd_grab+sketch256+qsr"} for r in RECORDS])
-    assert len(records.found(str(tmp_path))) == len(RECORDS)
+    assert len(records.read_folder(str(tmp_path))) == len(RECORDS)
 
 
 def write_all(folder, new, **options):
@@ -58,7 +58,7 @@ def in_tensorboard(folder):
     """The same from event files, chains of framed messages; a start purges later steps."""
     from tensorboardX.proto import event_pb2
 
-    found = {}
+    results = {}
     for path in sorted((folder / "tensorboard").rglob("events.out.*")):
         data, at, run = path.read_bytes(), 0, path.parent.name
         while at < len(data):
@@ -66,11 +66,11 @@ def in_tensorboard(folder):
             event = event_pb2.Event.FromString(data[at + 12 : at + 12 + length])
             at += length + 16
             if event.session_log.status == event_pb2.SessionLog.START:
-                found = {k: v for k, v in found.items() if k[0] != run or k[2] < event.step}
+                results = {k: v for k, v in results.items() if k[0] != run or k[2] < event.step}
             for value in event.summary.value:
-                assert (run, value.tag, event.step) not in found
-                found[run, value.tag, event.step] = value.simple_value
-    return found
+                assert (run, value.tag, event.step) not in results
+                results[run, value.tag, event.step] = value.simple_value
+    return results
 
 
 @pytest.mark.parametrize("kept", [0, 2, len(RECORDS)])
@@ -110,10 +110,10 @@ def test_tensorboard_has_what_was_kept_and_what_is_new(tmp_path, kept, monkeypat
 
 
 def test_scalars_and_multiline_text_are_kept_and_what_is_not_finite_is_null(tmp_path):
-    found = {"step": np.int64(3), "loss": np.float32(0.5), "at": jnp.float32(0.25)}
+    results = {"step": np.int64(3), "loss": np.float32(0.5), "at": jnp.float32(0.25)}
     text, lines = {"step": 4, "text": 'a,"b"\nc', "test/loss": jnp.inf, "at": 1e-300}, []
     with records.writing(str(tmp_path), console=lines.append) as write:
-        write(found)
+        write(results)
         write(text)
     read = records.read(str(tmp_path / "metrics.jsonl"))
     assert read == [{"step": 3, "loss": 0.5, "at": 0.25}, text | {"test/loss": None}]
@@ -126,8 +126,8 @@ def test_a_tracker_gets_every_number_once_in_one_open_run(tmp_path, monkeypatch)
     def opens(folder, run, known, step):
         events.append((run, known, step))
 
-        def log(step, found):
-            given.extend(((run, name, step), float(np.float32(v))) for name, v in found.items())
+        def log(step, result):
+            given.extend(((run, name, step), float(np.float32(v))) for name, v in result.items())
 
         return known or len(events), log, lambda: events.append("closed")
 

@@ -115,9 +115,9 @@ def test_gains_at_the_end_are_paired_by_seed():
 def test_gains_of_averaged_weights_follow_and_count_the_seeds_that_arrive():
     better = {seed: [x / 2 for x in losses] for seed, losses in RR.items()}
     late = {0: [8.0, 4.0, 2.0, 1.5], 1: [5.0, 2.0, 1.75, 1.5]}
-    found = gains_of({"rr": RR, "cd_grab": FASTER}, {"rr": better, "cd_grab": late})
-    assert [row[1] for row in found[2:]] == ["last", "last", "averaged", "averaged"]
-    assert found[-1][-1] == "0 of 2 arrive" and found[-2][4].startswith("0.7500")
+    gains = gains_of({"rr": RR, "cd_grab": FASTER}, {"rr": better, "cd_grab": late})
+    assert [row[1] for row in gains[2:]] == ["last", "last", "averaged", "averaged"]
+    assert gains[-1][-1] == "0 of 2 arrive" and gains[-2][4].startswith("0.7500")
 
 
 @pytest.mark.parametrize(
@@ -133,16 +133,16 @@ def test_a_frame_has_a_row_per_run_and_pairs_two_arms_by_seed():
             *run("cd_grab", 0.1, 1, [8, 1, 1]), *run("cd_grab", 0.1, 0, [8, 2, 0.5]),
             *run("cd_grab", 0.1, 3, [8, 8, 8])]  # fmt: skip
     compared = compare(kept, ARMS, Criterion(when="target", target=2.0))
-    found = frame.frame(compared)
-    assert [*found.index] == [("rr", 0), ("rr", 1), ("rr", 2), *(("cd_grab", s) for s in (0, 1, 3))]
-    assert found.loc["rr", "to epoch"].tolist() == [2, 2, math.inf]
-    assert found.loc["rr", "seconds"].tolist()[:2] == [1, 1] and math.isnan(found.seconds["rr", 2])
-    less = frame.paired(found, "cd_grab", "rr", "train/loss")
+    table = frame.frame(compared)
+    assert [*table.index] == [("rr", 0), ("rr", 1), ("rr", 2), *(("cd_grab", s) for s in (0, 1, 3))]
+    assert table.loc["rr", "to epoch"].tolist() == [2, 2, math.inf]
+    assert table.loc["rr", "seconds"].tolist()[:2] == [1, 1] and math.isnan(table.seconds["rr", 2])
+    less = frame.paired(table, "cd_grab", "rr", "train/loss")
     assert less.to_dict() == {0: -1.5, 1: -1.0}  # the seeds that both have
-    logs = frame.paired(found, "cd_grab", "rr", "to epoch", ratio=True)
+    logs = frame.paired(table, "cd_grab", "rr", "to epoch", ratio=True)
     np.testing.assert_allclose(logs, np.log([2, 2]))
-    assert frame.paired(found, "cd_grab", "rr", "bound/linf").size == 0  # never measured
-    assert frame.paired(found, "unzip", "rr", "train/loss").size == 0  # never ran
+    assert frame.paired(table, "cd_grab", "rr", "bound/linf").size == 0  # never measured
+    assert frame.paired(table, "unzip", "rr", "train/loss").size == 0  # never ran
 
 
 def test_intervals_are_student_s_t():
@@ -188,8 +188,8 @@ def test_rates_are_compared_on_the_seeds_that_they_share(values, best):
         assert statistics.best_rate(of_rates(values), "rr", None, criterion) == best
     assert statistics.best_rate(of_rates(values), "rr", None, LOWEST) == best
     reach = Criterion(when="target", target=0.0)  # none arrives but 0.2 with its last seed
-    found = statistics.best_rate(of_rates({0.1: [0.0], 0.2: [1.0, 0.0]}), "rr", None, reach)
-    assert found == 0.1
+    result = statistics.best_rate(of_rates({0.1: [0.0], 0.2: [1.0, 0.0]}), "rr", None, reach)
+    assert result == 0.1
 
 
 def test_seeds_that_no_other_rate_has_count_where_none_is_shared():
@@ -253,8 +253,8 @@ def eight(values):
 def test_known_effects_are_recovered():
     a, b, c = np.meshgrid([-1, 1], [-1, 1], [-1, 1], indexing="ij")
     y = 3 + 0.5 * a - 2 * b + 0.25 * a * b - 0.125 * a * b * c
-    found = {name: mean for name, (mean, _) in combined.effects(np.stack([y, y], -1)).items()}
-    assert found == {
+    results = {name: mean for name, (mean, _) in combined.effects(np.stack([y, y], -1)).items()}
+    assert results == {
         "order": 1, "sync": -4, "echo": 0, "order × sync": 0.5, "order × echo": 0,
         "sync × echo": 0, "order × sync × echo": -0.25,
     }  # fmt: skip
@@ -281,8 +281,8 @@ def test_a_study_without_effects_says_why():
     assert [line.count(" - ") for line in priced.splitlines()[4:]] == [0] * 7 + [4]
     first, *others = arms
     for rows, names in ((kept, [first, *others[:6]]), (kept[2:], arms), (kept, [*others, first])):
-        found = compare(rows, {name: arms[name] for name in names}, Criterion())
-        assert "of the eight arms" in combined.no_effects(found)
+        comparison = compare(rows, {name: arms[name] for name in names}, Criterion())
+        assert "of the eight arms" in combined.no_effects(comparison)
 
 
 def test_a_value_that_is_not_finite_is_worse_than_every_number():

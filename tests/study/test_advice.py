@@ -39,9 +39,9 @@ def factorial(task="a", **changes):
 
 
 def test_times_equal_a_sum_by_hand():
-    found = factorial()
+    actual = factorial()
     machine = Machine(step=2.0, load=16.0, sync=20.0, parameters=10**6, latency=4.0, ordered=1.1)
-    times = {c: np.exp(log) for c, log in advise.logs_of(machine, found).items()}
+    times = {c: np.exp(log) for c, log in advise.logs_of(machine, actual).items()}
     np.testing.assert_allclose(times[PLAIN], [0.9, 1.0, 1.1] * np.array(2e3 + 20e3))
     traffic = order_traffic(row_of("order", "cd_grab+sketch256+dealt"), SIZES, 10**6)
     for place, loads in enumerate((270, 300, 330)):
@@ -62,15 +62,15 @@ def test_the_best_has_no_rivals_only_beyond_the_interval():
     "load,sync,best", [(0.0, 0.0, ORDER), (8.0, 10.0, ALL), (0.0, 10.0, LOCAL)]
 )
 def test_the_best_depends_on_the_machine(load, sync, best):
-    found = factorial(taken={ORDER: taken(990, 990, 990)} if best == LOCAL else {})
+    results = factorial(taken={ORDER: taken(990, 990, 990)} if best == LOCAL else {})
     machine = Machine(1.0, load, sync, parameters=10**8)
-    assert advise.best_of(advise.logs_of(machine, found))[0] == best
+    assert advise.best_of(advise.logs_of(machine, results))[0] == best
 
 
 def test_only_combinations_of_all_tasks_are_predicted():
     few = Factorial("b", SIZES, {PLAIN: taken(9, 9, 9), ORDER: taken(3, 3, 3)})
-    found = advise.predict(Machine(parameters=10**6), [factorial(), few])
-    assert set(found) == {PLAIN, ORDER}
+    result = advise.predict(Machine(parameters=10**6), [factorial(), few])
+    assert set(result) == {PLAIN, ORDER}
 
 
 def test_the_table_of_factorials_is_that_of_the_recorded_runs():

@@ -113,8 +113,10 @@ def test_a_row_says_which_fields_of_a_recipe_change_its_plan(kind, name):
 
 def test_rules_of_other_powers_communicate_as_much_as_qsr():
     given = own(1250, floor=1e-3, warmup_steps=125)
-    found = {name: row_of("sync", name).plan(given).rounds for name in ("qsr", "inverse", "cubic")}
-    assert found["inverse"] == found["cubic"] == found["qsr"] < 2500 / 2
+    results = {
+        name: row_of("sync", name).plan(given).rounds for name in ("qsr", "inverse", "cubic")
+    }
+    assert results["inverse"] == results["cubic"] == results["qsr"] < 2500 / 2
 
 
 def test_words_of_the_outer_optimizer():

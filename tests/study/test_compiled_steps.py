@@ -91,19 +91,19 @@ def test_a_sync_sends_the_bytes_of_the_forecast(name, kind):
     """To the byte. Control variates add the bits of a rate, and compressors send whole rows."""
     rounds, compressor = rounds_of(**SYNCS[name]), SYNCS[name].get("compress")
     text = compiled(rounds.sync, *started(rounds, kind)).as_text()
-    found = collectives_of(text)
+    collectives = collectives_of(text)
     if name == "control variates":  # whose workers took different numbers of steps in a branch
         (conditional,) = conditionals(text)
-        found = [one for one in found if one.where not in conditional]
-    types = set.union(*map(types_of, found))
+        collectives = [one for one in collectives if one.where not in conditional]
+    types = set.union(*map(types_of, collectives))
     if compressor is None:
-        assert ([one.kind for one in found], types) == (["all-reduce"], {"f32"})
+        assert ([one.kind for one in collectives], types) == (["all-reduce"], {"f32"})
     else:
         kinds = ["all-gather"] if compressor.gathers else ["all-to-all", "all-gather"]
-        assert [one.kind for one in found] == kinds
+        assert [one.kind for one in collectives] == kinds
         assert types == {"u16" if compressor.dtype == jnp.uint16 else "u8"}
     # Of what a worker holds of all, an eighth is its own; an all-reduce does both halves.
-    total = sum((2 if one.kind == "all-reduce" else 1) * one.bytes * 7 / 8 for one in found)
+    total = sum((2 if one.kind == "all-reduce" else 1) * one.bytes * 7 / 8 for one in collectives)
     numbers = 24 * (2 if name == "mean" else 1) + (33 if name == "control variates" else 0)
     assert total == local_opt.costs.sync_bytes(numbers, num_workers=8, compress=compressor)
 

@@ -161,9 +161,9 @@ def test_a_program_contains_the_collectives_of_its_plan(
 ):
     shapes = programs_of(chip, order, sync, units_per_step)
     text = text_of(shapes.programs[program](), chip)
-    found = collectives_of(text)
-    assert operations(text) == collectives or program == EPOCH and len(found) == len(collectives)
-    sent = kinds(found)
+    actual = collectives_of(text)
+    assert operations(text) == collectives or program == EPOCH and len(actual) == len(collectives)
+    sent = kinds(actual)
     halves = sent.get("all-to-all", 0) + sent.get("all-gather", 0)
     allreduces = (sent.get("all-reduce", 0) + halves / 2) / (4 * PARAMETERS)
     if program == FRESH:
@@ -173,7 +173,7 @@ def test_a_program_contains_the_collectives_of_its_plan(
         expected = 0 if waits else traffic(2) / 2 + shapes.sync_in_step
         assert allreduces == pytest.approx(expected)
         assert donated(text) == len(jax.tree.leaves(shapes.state)), "all of the state"
-        assert not any("main" in one.where for one in found), "in a loop"
+        assert not any("main" in one.where for one in actual), "in a loop"
     elif program == EPOCH and row_of("order", order).scaled:
         assert allreduces == pytest.approx(1), "the second moments"
     elif program == EPOCH:
@@ -184,16 +184,16 @@ def test_a_program_contains_the_collectives_of_its_plan(
 
 @tpu
 def test_blocks_of_pairs_are_those_of_the_target_chip():
-    found = []
+    results = []
 
     def worker(x):
-        found.append(ordering.kernel.block_size_of())
+        results.append(ordering.kernel.block_size_of())
         return x
 
     mesh, _ = slice_of(FOUR["v5e"], WORKERS)
     run = local_opt.map_workers(worker, mesh, in_specs="worker", out_specs="worker")
     jax.eval_shape(run, jax.ShapeDtypeStruct((WORKERS, 2), np.float32))
-    assert found == [ordering.kernel.BLOCK]
+    assert results == [ordering.kernel.BLOCK]
     assert ordering.kernel.block_size_of() == 1, "JAX uses the CPU"
 
 
@@ -213,12 +213,12 @@ def test_a_program_that_does_not_fit_reports_the_missing_memory(chip):
 
 def test_memory_is_compared_if_the_compiler_accepts_any_size():
     lowered = programs_of("cpu", "cd_grab", "parallel").programs[FRESH]()
-    found = compile_or_refuse(lowered, CPU).memory
-    needed = found["arguments"] + found["outputs"] + found["temporaries"] - found["donated"]
-    assert found["peak"] == needed, "all buffers are there at once"
+    result = compile_or_refuse(lowered, CPU).memory
+    needed = result["arguments"] + result["outputs"] + result["temporaries"] - result["donated"]
+    assert result["peak"] == needed, "all buffers are there at once"
     fits = functools.partial(compile_or_refuse, lowered)
     assert isinstance(fits(CPU._replace(memory=needed - 1)), Refused)
-    assert fits(CPU._replace(memory=needed)).memory == found
+    assert fits(CPU._replace(memory=needed)).memory == result
 
 
 def cells(text):
@@ -249,7 +249,7 @@ def test_the_page_shows_the_output_of_its_command():
 def test_a_compressor_takes_memory_for_a_group_and_sends_the_bytes_of_all(monkeypatch):
     """Four workers with 2^22 numbers, in one group and in eight."""
     mesh = worker_mesh(WORKERS)
-    compressor, found = local_opt.quantize("int8"), []
+    compressor, results = local_opt.quantize("int8"), []
     rounds = local_opt.local_rounds(optax.sgd(0.1), compress=compressor)
     params = {f"w{i}": jax.ShapeDtypeStruct((256, 1024), np.float32) for i in range(16)}
     place = owned_sharding(mesh)
@@ -261,13 +261,13 @@ def test_a_compressor_takes_memory_for_a_group_and_sends_the_bytes_of_all(monkey
         monkeypatch.setattr(exchange, "GROUP", group)
         monkeypatch.setattr(exchange, "GROUPS", 2**30)
         sync = local_opt.map_workers(rounds.sync, mesh, in_specs="worker", out_specs="worker")
-        found.append(jax.jit(sync, donate_argnums=(0, 1)).lower(*args).compile())
+        results.append(jax.jit(sync, donate_argnums=(0, 1)).lower(*args).compile())
     sent = local_opt.costs.sync_bytes(2**22, num_workers=WORKERS, compress=compressor)
     sent *= WORKERS / (WORKERS - 1)
-    collectives = [collectives_of(one.as_text()) for one in found]
+    collectives = [collectives_of(one.as_text()) for one in results]
     assert [sum(c.bytes for c in each) for each in collectives] == [sent, sent]
     assert [len(each) for each in collectives] == [2, 16]
-    whole, grouped = (one.memory_analysis().temp_size_in_bytes for one in found)
+    whole, grouped = (one.memory_analysis().temp_size_in_bytes for one in results)
     assert grouped < 0.8 * whole
 
 
@@ -353,8 +353,8 @@ ENTRY %main (a: f32[8]) -> f32[2] {
     (OF_CUDA, [("body", "all-reduce", 32, True), ("main", "all-to-all", 32, False)]),
 ])  # fmt: skip
 def test_every_collective_counts_once(text, expected):
-    found = collectives_of(text)
-    assert [(one.where, one.kind, one.bytes, one.asynchronous) for one in found] == expected
+    actual = collectives_of(text)
+    assert [(one.where, one.kind, one.bytes, one.asynchronous) for one in actual] == expected
 
 
 def test_bytes_of_a_type():
@@ -383,9 +383,9 @@ def test_the_cost_of_an_order_equals_the_collectives_of_its_step(per_step, size)
     state = jax.eval_shape(init, jax.random.split(jax.random.key(0), WORKERS))
     rows = jax.ShapeDtypeStruct((WORKERS, size, 18), jnp.float32)
     observe = over_mesh(step)
-    found = kinds(collectives_of(jax.jit(observe).lower(state, rows).compile().as_text()))
+    result = kinds(collectives_of(jax.jit(observe).lower(state, rows).compile().as_text()))
     # Of n numbers an all-to-all sends (W - 1) / W n, an all-reduce 2 (W - 1) / W n.
-    sent = (found.get("all-to-all", 0) / 2 + found.get("all-reduce", 0)) / 4 / 18
+    sent = (result.get("all-to-all", 0) / 2 + result.get("all-reduce", 0)) / 4 / 18
     sizes, total = Sizes(WORKERS, units, per_step, 1), 2 + bool(size % per_step)  # loads
     traffic = order_traffic(row_of("order", "cd_grab"), sizes, 18)
     assert traffic(total) - traffic(total - 1) == pytest.approx(sent)
@@ -401,11 +401,11 @@ def test_dealt_orders_send_their_signs_at_the_end_of_an_epoch():
     init = over_mesh(lambda key: order.init(key, jnp.zeros(size)))
     end = over_mesh(order.next_epoch)
     state = jax.eval_shape(init, keys)
-    found = kinds(collectives_of(jax.jit(end).lower(state).compile().as_text()))
-    assert found == {"all-gather": 2 * WORKERS}, "10 pairs in 2 bytes"
+    result = kinds(collectives_of(jax.jit(end).lower(state).compile().as_text()))
+    assert result == {"all-gather": 2 * WORKERS}, "10 pairs in 2 bytes"
     # Of n bytes of every worker an all-gather sends (W - 1) n, an all-reduce 2 (W - 1) / W n.
     sent = order_traffic(row_of("order", "id_pair+dealt"), sizes, size)
-    per_epoch = found["all-gather"] / 2 / (4 * size)
+    per_epoch = result["all-gather"] / 2 / (4 * size)
     assert sent(4) == 0 and sent(5) == sent(9) == pytest.approx(per_epoch)
     exact, dealt = (
         order_traffic(row_of("order", n), sizes, size) for n in ("cd_grab", "cd_grab+dealt")
@@ -416,8 +416,8 @@ def test_dealt_orders_send_their_signs_at_the_end_of_an_epoch():
 def test_a_price_takes_the_slower_of_steps_and_loads():
     run = [{"step": 50, "loads": 40, "allreduces": 5}, {"step": 100, "loads": 45, "allreduces": 10}]
     # 40 loads of 4 steps hold the first 50 steps up, syncs too; 5 hide behind the others.
-    found = [cost.price(run, machine) for machine in cost.machines(4.0, 2.0)]
-    assert found == [100, 160 + 50, 100 + 20, 160 + 50 + 10]
+    results = [cost.price(run, machine) for machine in cost.machines(4.0, 2.0)]
+    assert results == [100, 160 + 50, 100 + 20, 160 + 50 + 10]
 
 
 def test_a_dry_run_covers_every_arm():
@@ -467,9 +467,9 @@ def test_the_state_of_a_sketched_order_has_the_size_of_its_numbers(sync, waiting
     shapes = shapes_of(
         task(400), RECIPE, row_of("order", "cd_grab+sketch64"), row_of("sync", sync).rounds
     )
-    found = shapes.bytes_of("orders")
+    result = shapes.bytes_of("orders")
     assert shapes.sizes == Sizes(4, 20, 2, 4) and shapes.sync_in_step == (sync == "parallel")
-    assert 4 * (2 * 20 + 64 + waiting) <= found <= 4 * (2 * 20 + 64 + waiting + 3)
+    assert 4 * (2 * 20 + 64 + waiting) <= result <= 4 * (2 * 20 + 64 + waiting + 3)
 
 
 @pytest.mark.parametrize("compressor", COMPRESSORS)
@@ -493,10 +493,10 @@ def test_collectives_of_a_step_are_counted():
         return jax.lax.cond(x.sum() > 0, lambda x: jax.lax.pmax(x, "worker"), jnp.sin, x)
 
     def count(step):
-        found = local_opt.costs.count_collectives(over_mesh(step), rows)
+        result = local_opt.costs.count_collectives(over_mesh(step), rows)
         compiled = jax.jit(over_mesh(step)).lower(rows).compile().as_text()
-        assert found == collections.Counter(one.kind for one in collectives_of(compiled))
-        return found
+        assert result == collections.Counter(one.kind for one in collectives_of(compiled))
+        return result
 
     rows = local_opt.replicate(jnp.ones(3), worker_mesh(WORKERS))
     assert count(step) == {"all-reduce": 3, "all-gather": 1, "collective-permute": 1}

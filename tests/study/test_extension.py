@@ -138,12 +138,12 @@ def test_new_decisions_and_tasks_take_one_file_and_one_row_and_a_study_one_file(
     )
     assert run.returncode == 0, run.stderr
     out = tmp_path / "out"
-    found = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    last = next(r for r in reversed(found) if r["arm"] == "all")
+    results = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    last = next(r for r in reversed(results) if r["arm"] == "all")
     assert (last["step"], last["rounds"], last["loads"], last["epoch"]) == (40, 3, 30, 3.0)
     assert (last["order"], last["sync"], last["echo"]) == ("backwards", "thirds", "late")
     assert last["test/accuracy"] > 0.9 and 0 < last["losses/spread"] < 1
-    assert len([r for r in found if r["ended"]]) == 3 * (2 + 2)
+    assert len([r for r in results if r["ended"]]) == 3 * (2 + 2)
     settings = json.loads((out / "settings.json").read_text())
     assert (settings["task"], settings["distance"]) == ("blobs", 3.0)
     assert "all that is new" in (out / "table.md").read_text()

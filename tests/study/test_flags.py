@@ -80,11 +80,11 @@ def test_choices_of_a_task_are_flags(monkeypatch):
     task, _ = setting("--task=digits_mlp", "--num_train=300", "--width=5")
     assert task.train["x"].shape == (300, 64)
     assert setting("--task=tinyshakespeare", "--length=16")[0].train["x"].shape[1] == 16
-    found = flags.choices()
-    assert {name: (found[name][0].kind, found[name][1]) for name in ("state", "augment")} == {
+    result = flags.choices()
+    assert {name: (result[name][0].kind, result[name][1]) for name in ("state", "augment")} == {
         "state": (str, ["hmda"]), "augment": (bool, ["imagenet2012"]),
     }  # fmt: skip
-    assert "abstract" not in found and "data_dir" not in found
+    assert "abstract" not in result and "data_dir" not in result
 
     def load(data_dir=None, model="m", *, sharpness=0.5, kinds: int | None = None, abstract=False):
         task = TASKS["digits"](abstract=True)

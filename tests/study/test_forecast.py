@@ -128,5 +128,5 @@ def test_loads_are_timed_on_the_path_that_reads_them(monkeypatch):
     assert read == [60 * 64]  # a round to warm up, and two that count
     read_data = task._replace(train=Examples(task.train))  # a source, which no arrays hold
     monkeypatch.undo()
-    found = timing.measure(read_data, recipe, rounds=2, per_round=3)
-    assert found.load > 0 and found.label.startswith("digits, batch 64, measured here, ")
+    result = timing.measure(read_data, recipe, rounds=2, per_round=3)
+    assert result.load > 0 and result.label.startswith("digits, batch 64, measured here, ")

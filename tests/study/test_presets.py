@@ -165,8 +165,8 @@ def test_a_tiny_variant_runs_to_its_end(name, tmp_path):
     if folder.name == "tfds":
         pytest.importorskip("tensorflow_datasets")
     text = run(path, f"--data_dir={folder}", f"--output_dir={tmp_path}", timeout=300)
-    found = records.read(str(tmp_path / "metrics.jsonl"))
-    assert found and not any(record.get("diverged") for record in found)
+    recorded = records.read(str(tmp_path / "metrics.jsonl"))
+    assert recorded and not any(record.get("diverged") for record in recorded)
     assert (tmp_path / "table.md").read_text().strip() in text
     assert all(picture.stat().st_size > 10_000 for picture in tmp_path.glob("*.png"))
     assert list(tmp_path.glob("*.png"))

@@ -43,18 +43,18 @@ def searched(accuracy, *, diverges=lambda run: False, of=None, **options):
             })  # fmt: skip
         return 0
 
-    found, stopped = search.search(
+    result, stopped = search.search(
         of or asked(), trainer_of(go), on_record=written.append, **options
     )
     assert not stopped and len(set(trained)) == len(trained), "no run is trained twice"
-    return trained, found, written
+    return trained, result, written
 
 
 def test_the_next_run_of_many_seeds_is_found_without_a_list_of_all():
     own = {"seeds": 10**9}
     assert search.next_run(asked(), "a", None, RATES, [], **own).learning_rate == RATES[0]
-    _, found, _ = searched(rate_of, seeds=2)
-    assert search.next_run(asked(), "a", None, RATES, found, **own).seed == 2
+    _, recorded, _ = searched(rate_of, seeds=2)
+    assert search.next_run(asked(), "a", None, RATES, recorded, **own).seed == 2
 
 
 def rate_of(run):
@@ -63,11 +63,11 @@ def rate_of(run):
 
 def test_rates_of_an_earlier_call_get_no_further_seeds():
     of, own = asked(finalists=None), {"seeds": 2}
-    _, found, _ = searched(rate_of, of=of, seeds=1)
-    following = search.next_run(of, "a", None, [0.2], found, **own)
+    _, recorded, _ = searched(rate_of, of=of, seeds=1)
+    following = search.next_run(of, "a", None, [0.2], recorded, **own)
     assert (following.learning_rate, following.seed) == (0.2, 1)
-    second = [r | {"seed": 1} for r in found if r["learning_rate"] == 0.2]
-    assert search.next_run(of, "a", None, [0.2], found + second, **own) is None
+    second = [r | {"seed": 1} for r in recorded if r["learning_rate"] == 0.2]
+    assert search.next_run(of, "a", None, [0.2], recorded + second, **own) is None
 
 
 def near(rate):
@@ -75,31 +75,31 @@ def near(rate):
 
 
 def test_progress_counts_runs_that_are_asked_for(monkeypatch):
-    _, found, _ = searched(rate_of, seeds=2)
-    more = [r | change for r in found for change in ({"seed": 7}, {"learning_rate": 0.8})]
+    _, recorded, _ = searched(rate_of, seeds=2)
+    more = [r | change for r in recorded for change in ({"seed": 7}, {"learning_rate": 0.8})]
     bar = search.progress.bar
     begun = []
     monkeypatch.setattr(search.progress, "bar", lambda **of: (begun.append(of), bar(**of))[1])
-    searched(rate_of, seeds=2, done=[*found, *more, *[r | {"arm": "c"} for r in found]])
+    searched(rate_of, seeds=2, done=[*recorded, *more, *[r | {"arm": "c"} for r in recorded]])
     assert begun[0]["initial"] == begun[0]["total"] == 2 * (3 + 2) * 10
 
 
 def test_all_rates_run_once_then_two_finalists_with_all_seeds_and_it_resumes():
-    trained, found, written = searched(rate_of, seeds=3)
-    assert found == written
+    trained, recorded, written = searched(rate_of, seeds=3)
+    assert recorded == written
     for arm in ARMS:
         own = {(run.learning_rate, run.seed) for run in trained if run.arm == arm}
         assert own == {(r, 0) for r in RATES} | {(r, s) for r in (0.2, 0.4) for s in (1, 2)}
     assert len(trained) == 2 * search.planned(3, 3, 2, None)
-    first = found[0]
+    first = recorded[0]
     assert (first["study"], first["order"], first["sync"], first["speed"], first["phase"]) == (
         "fake", "rr+dealt", "parallel", None, "run",
     )  # fmt: skip
-    assert statistics.best_rate(found, "a", None, asked().criterion) == 0.4
-    again, same, new = searched(rate_of, seeds=3, done=found[:7])
-    assert same == found and new == found[7:]
+    assert statistics.best_rate(recorded, "a", None, asked().criterion) == 0.4
+    again, same, new = searched(rate_of, seeds=3, done=recorded[:7])
+    assert same == recorded and new == recorded[7:]
     assert len(again) == len(trained) - 3, "three runs were whole, and one had a record"
-    assert searched(rate_of, seeds=3, done=found)[0] == []
+    assert searched(rate_of, seeds=3, done=recorded)[0] == []
     every, _, _ = searched(rate_of, of=asked(finalists=None), seeds=4)
     assert len(every) == 2 * 3 * 4
 
@@ -108,9 +108,9 @@ def test_a_diverging_rate_is_replaced_by_the_next_best():
     def later(run):
         return run.seed == 1 and run.learning_rate > 0.1
 
-    trained, found, _ = searched(rate_of, diverges=later, seeds=2)
+    trained, recorded, _ = searched(rate_of, diverges=later, seeds=2)
     assert sorted(r.learning_rate for r in trained if (r.arm, r.seed) == ("a", 1)) == [*RATES]
-    assert statistics.best_rate(found, "a", None, asked().criterion) == 0.1
+    assert statistics.best_rate(recorded, "a", None, asked().criterion) == 0.1
     trained, _, _ = searched(rate_of, diverges=lambda run: True, of=asked(**SLOW), seeds=3)
     assert {(r.seed, r.phase) for r in trained} == {(0, "tune")}, "nothing is left to report"
 
@@ -136,8 +136,8 @@ def test_finalists_are_those_of_averaged_weights_too():
         on_record({"step": 10, "seconds": 1.0, "ended": True, "diverged": None} | scalars)
         return 0
 
-    found, _ = search.search(asked(finalists=1), trainer_of(go), seeds=2)
-    tried = {(r["learning_rate"], r["seed"]) for r in found if r["arm"] == "a"}
+    result, _ = search.search(asked(finalists=1), trainer_of(go), seeds=2)
+    tried = {(r["learning_rate"], r["seed"]) for r in result if r["arm"] == "a"}
     assert {rate for rate, seed in tried if seed == 1} == {0.1, 0.4}
 
 

@@ -56,8 +56,8 @@ def compiled(programs, mesh, hidden=HIDDEN):
     """The step and the sync, compiled from shapes without devices."""
     workers = mesh.shape["worker"]
     params = abstract(copies(network(hidden), workers), SPECS, mesh)
-    found = jax.eval_shape(programs.init, params, jax.eval_shape(lambda: keys_of(workers)))
-    held = params, *map(lambda x, specs: abstract(x, specs, mesh), found, programs.places)
+    result = jax.eval_shape(programs.init, params, jax.eval_shape(lambda: keys_of(workers)))
+    held = params, *map(lambda x, specs: abstract(x, specs, mesh), result, programs.places)
     starts = jax.ShapeDtypeStruct((workers,), np.int32)
     step = programs.step.lower(*held, abstract(data_of(workers), P(), mesh), starts)
     with uncached():
@@ -79,12 +79,12 @@ def test_a_sync_sends_shards_and_a_step_communicates_only_within_its_worker(way,
         mesh = jax.sharding.Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 2)
         programs = sketched(left_to_the_compiler(workers, mesh=mesh), size=128)
     step, sync = compiled(programs, mesh)
-    inside, found = lines_of(step, mesh), lines_of(sync, mesh)
+    inside, result = lines_of(step, mesh), lines_of(sync, mesh)
     assert inside and {axes for _, _, axes in inside} == {"model"}
-    drift = [size for _, size, axes in found if axes == "model"]
+    drift = [size for _, size, axes in result if axes == "model"]
     assert sum(drift) <= 4 * 2 * len(SPECS), "a number or two per leaf"
-    between = [(name, size) for name, size, axes in found if axes == "worker"]
-    assert len(found) == len(between) + len(drift)
+    between = [(name, size) for name, size, axes in result if axes == "worker"]
+    assert len(result) == len(between) + len(drift)
     sizes = jax.tree.map(lambda x, spec: x.size // (model if spec else 1), network(), SPECS)
     sums = [size for name, size in between if name == "all-reduce"]
     assert sum(sums) == 4 * sum(jax.tree.leaves(sizes)), "shards"
@@ -119,19 +119,19 @@ def test_a_planned_step_communicates_between_workers_only_in_a_branch():
 @pytest.mark.usefixtures("optimised")
 def test_a_device_of_four_keeps_a_quarter():
     """Of parameters and momentum; the rest, 3 of 65,539 entries, is small."""
-    found = []
+    results = []
     for model in (1, 4):
         devices = jax.devices()[: 2 * model]
         mesh = jax.make_mesh((2, model), AXES, (AxisType.Auto,) * 2, devices=devices)
         programs = sketched(left_to_the_compiler(2, mesh=mesh))
-        found.append([c.memory_analysis() for c in compiled(programs, mesh, hidden=4096)])
-    for one, four in zip(*found, strict=True):
+        results.append([c.memory_analysis() for c in compiled(programs, mesh, hidden=4096)])
+    for one, four in zip(*results, strict=True):
         one, four = one.argument_size_in_bytes, four.argument_size_in_bytes
         assert one > 2 * 4 * 65539
         assert 0.25 <= four / one < 0.28
-    step, sharded_step = (analyses[0].temp_size_in_bytes for analyses in found)
+    step, sharded_step = (analyses[0].temp_size_in_bytes for analyses in results)
     assert sharded_step < 0.4 * step, "gradients of units are in shards"
-    step, sharded_step = (analyses[0].peak_memory_in_bytes for analyses in found)
+    step, sharded_step = (analyses[0].peak_memory_in_bytes for analyses in results)
     assert 0.25 <= sharded_step / step < 0.4
 
 
@@ -156,9 +156,9 @@ def test_sketches_gather_no_gradient():
 
     over, _ = left_to_the_compiler(2, check_vma=False)
     for rows_of in (backward, of_gradients):
-        found = lines_of(over(rows_of).lower(params, data).compile(), mesh)
-        assert {(name, axes) for name, _, axes in found} == {("all-reduce", "model")}
-        assert sum(size for _, size, _ in found) < activations / 2
+        actual = lines_of(over(rows_of).lower(params, data).compile(), mesh)
+        assert {(name, axes) for name, _, axes in actual} == {("all-reduce", "model")}
+        assert sum(size for _, size, _ in actual) < activations / 2
     expected = jax.vmap(backward)(copies(network(1024), 2), jax.tree.map(np.asarray, data))
     rounding = 1e-5 * np.abs(expected).max()  # of sums that cancel
     np.testing.assert_allclose(over(backward)(params, data), expected, rtol=0, atol=rounding)
@@ -179,11 +179,11 @@ def test_a_checkpoint_keeps_values_and_sharding(tmp_path):
         shapes = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), saved
         )
-        found = checkpointer.restore(tmp_path / "state", shapes)
-    assert jax.tree.structure(found) == jax.tree.structure(saved)
-    assert_bitwise_equal(found, saved)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(saved), strict=True):
+        result = checkpointer.restore(tmp_path / "state", shapes)
+    assert jax.tree.structure(result) == jax.tree.structure(saved)
+    assert_bitwise_equal(result, saved)
+    for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(saved), strict=True):
         assert a.sharding == b.sharding
-    assert_in_their_places(found[0], owned(SPECS))
-    on, again = (programs.sync(*step(3, *state)) for state in (saved, found))
+    assert_in_their_places(result[0], owned(SPECS))
+    on, again = (programs.sync(*step(3, *state)) for state in (saved, result))
     assert_bitwise_equal(again, on)

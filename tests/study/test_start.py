@@ -36,15 +36,15 @@ train.define_flags(flags.FLAGS)
 flags.FLAGS(["train", *sys.argv[1:]])
 with compilations() as compiled:
     train.run(flags.FLAGS)
-found = {"first": first[0], "all": compiled, "modules": list(sys.modules)}
-print(json.dumps(found))
+facts = {"first": first[0], "all": compiled, "modules": list(sys.modules)}
+print(json.dumps(facts))
 """
 UNUSED = {"datasets", "grain", "IPython.terminal", "matplotlib", "pandas", "sklearn", "tensorflow",
           "tensorflow_datasets", "torch", "transformers"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def started(tmp_path_factory):
     """A run with the default flags of `experiments.train`, but for its length."""
     folder = tmp_path_factory.mktemp("start")
     flags = [f"--output_dir={folder}", "--total_steps=48", "--evaluations=2"]
@@ -54,16 +54,16 @@ def found(tmp_path_factory):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_a_run_compiles_few_programs_and_each_once(found):
+def test_a_run_compiles_few_programs_and_each_once(started):
     # The schedule's 7 operations, parameters, two of the check of units, the start, the reset of
     # stats, and 3 of the loop: steps, sync and epoch's end. Of evaluations one, the workers' mean,
     # and two of the optimum.
-    assert len(found["first"]) <= 19, " ".join(found["first"])
-    assert found["all"] == found["first"]
+    assert len(started["first"]) <= 19, " ".join(started["first"])
+    assert started["all"] == started["first"]
 
 
-def test_a_run_imports_nothing_that_it_does_not_use(found):
-    assert not UNUSED & set(found["modules"])
+def test_a_run_imports_nothing_that_it_does_not_use(started):
+    assert not UNUSED & set(started["modules"])
 
 
 @pytest.mark.parametrize("order,sync,mesh", [("cd_grab", "qsr", True), ("rr", "parallel", False)])

@@ -60,15 +60,15 @@ def test_a_stopped_study_resumes_with_the_same_results(name, tmp_path, monkeypat
     assert (whole / "table.md").read_text().strip() in text
     for picture in pictures:
         assert (whole / picture).stat().st_size > 10_000
-    found = records.read(str(whole / "metrics.jsonl"))
+    recorded = records.read(str(whole / "metrics.jsonl"))
     table = (whole / "table.md").read_text()
     # Where half of the test set chooses, the train loss is that of as many examples as it has.
-    parts = {r.get("train_examples") for r in found if r["step"] and not r["diverged"]}
+    parts = {r.get("train_examples") for r in recorded if r["step"] and not r["diverged"]}
     assert parts == {None}, "96 examples train, and 200 test"
     # Digits' optimum is known, and the studies that look at the train loss choose by what is above.
     assert ("above the optimum |" in table) == (name in ("cd_grab", "combined"))
     assert panels_of(whole / pictures[0]) == len(module.STUDY.panels)
-    for r in found:
+    for r in recorded:
         plan = whole / f"plan_{r['arm']}.json"
         if r["ended"] and plan.exists():
             assert r["rounds"] == SyncPlan.read(str(plan)).rounds
@@ -103,8 +103,8 @@ def test_a_stopped_study_resumes_with_the_same_results(name, tmp_path, monkeypat
 def test_a_table_says_of_which_examples_its_train_loss_is(tmp_path):
     given = [*SMALL, *LENGTH, "--width=8", "--arms=parallel", "--num_test=64", "--seeds=1"]
     study_run(qsr, given, tmp_path)
-    found = records.read(str(tmp_path / "metrics.jsonl"))
-    assert all(r["train_examples"] == 64 for r in found), "of 96"
+    recorded = records.read(str(tmp_path / "metrics.jsonl"))
+    assert all(r["train_examples"] == 64 for r in recorded), "of 96"
     assert "| train loss (first 64) |" in (tmp_path / "table.md").read_text()
 
 
@@ -114,9 +114,9 @@ def test_one_run_writes_its_plans_and_its_model(tmp_path):
     decisions = ["--order=cd_grab", "--sketch=16", "--echo=diffusion", "--p=cosine"]
     arguments = [*SHORT, *decisions, "--echo_factor=2"]
     train_run(arguments, tmp_path)
-    found = records.read(str(tmp_path / "metrics.jsonl"))
-    assert [r["step"] for r in found] == [6, 12, 18, 24]
-    last = found[-1]
+    recorded = records.read(str(tmp_path / "metrics.jsonl"))
+    assert [r["step"] for r in recorded] == [6, 12, 18, 24]
+    last = recorded[-1]
     assert last["ended"] and (last["order"], last["sync"], last["echo"]) == (
         "cd_grab+sketch16", "qsr", "diffusion+cosine",
     )  # fmt: skip

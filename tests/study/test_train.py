@@ -74,16 +74,16 @@ def slow_run(plans, start):
     ("qsr", "diffusion+cosine"), ("coins", "bernoulli+cosine"),  # the echoing paper's Algorithm 2
 ])  # fmt: skip
 def test_the_loop_equals_a_slow_reference(sync, echo):
-    plans, program, found = plans_of(sync, echo), built("cd_grab", sync), []
+    plans, program, results = plans_of(sync, echo), built("cd_grab", sync), []
     params, orders = slow_run(plans, program.init(0))
     begun = plans.echo.load_steps[::4]  # before the first load of every epoch
 
     def keep(step, state):
-        found.append(np.asarray(state.orders.current))
+        results.append(np.asarray(state.orders.current))
         return {}
 
     outcome, records = trained(program, plans, evaluate=keep, evaluate_at=begun)
-    np.testing.assert_array_equal(found[: len(begun)], orders)
+    np.testing.assert_array_equal(results[: len(begun)], orders)
     assert len(np.unique(orders[:, 0], axis=0)) > 8  # so the orders do change
     flat = np.concatenate([np.ravel(leaf[1]) for leaf in jax.tree.leaves(outcome.state.params)])
     np.testing.assert_allclose(flat, params, rtol=2e-4, atol=2e-5)  # 60 steps of float32

@@ -53,14 +53,14 @@ def test_muon_takes_matrices_of_layers_and_its_weight_decay_falls_and_rises():
     state, theirs = ours.init(params), muon.init(jnp.array(w))
     step = jax.jit(lambda state, t: ours.update(grads, state, params, rate=0.2, at=t / 15))
     for t in range(15):
-        found, state = step(state, t)
+        result, state = step(state, t)
         move, theirs = muon.update(jnp.array(g), theirs)
         decay = 0.5 * np.interp(t, [0, 2, 8, 15], [1, 1, 1 / 8, 0.93 / 0.8])
-        kernel, bias = found["layer"]["kernel"], found["layer"]["bias"]
+        kernel, bias = result["layer"]["kernel"], result["layer"]["bias"]
         np.testing.assert_allclose(kernel, -0.2 * (move + decay * w), rtol=1e-4, atol=1e-6)
         np.testing.assert_allclose(bias, -0.02 * np.ones(2), rtol=1e-4)
         signs = np.sign(g) + decay * w  # Adam, of equal gradients
-        np.testing.assert_allclose(found["tokens"], -0.02 * signs, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(result["tokens"], -0.02 * signs, rtol=1e-4, atol=1e-6)
     moments = optax.tree_utils.tree_get_all_with_path(state, "nu")
     assert sum(len(jax.tree.leaves(moment)) for _, moment in moments) == 3, "for scaled orders"
 

@@ -125,5 +125,5 @@ def test_smape_rolls_a_forecast_out(horizon, monkeypatch):
     forecast = np.array([[2.0, 3.0, 5.0, 8.0], [2.0, 4.0, 6.0, 10.0]])
     expected = np.mean(200 * np.abs(y - forecast) / (np.abs(y) + np.abs(forecast)))
     model = models.Model(None, None, predict)
-    found = METRICS["smape"].measure(model)(None, None, {"x": x, "y": y})
-    assert float(found) == pytest.approx(expected, rel=1e-6)
+    actual = METRICS["smape"].measure(model)(None, None, {"x": x, "y": y})
+    assert float(actual) == pytest.approx(expected, rel=1e-6)

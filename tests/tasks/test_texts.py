@@ -59,10 +59,10 @@ def test_every_line_ends_with_eos_and_unknown_words_are_unk(words):
 
 
 def test_the_most_frequent_words_are_kept():
-    found = list(text.words(["b b b c c a a d\n"]))
-    assert text.vocabulary(found, 4) == ["b", "a", "<eos>", "<unk>"]
-    assert text.vocabulary(found) == ["b", "a", "c", "<eos>", "d", "<unk>"]
-    assert text.vocabulary([*found, *["<unk>"] * 3], 3) == ["<unk>", "b", "<eos>"]
+    results = list(text.words(["b b b c c a a d\n"]))
+    assert text.vocabulary(results, 4) == ["b", "a", "<eos>", "<unk>"]
+    assert text.vocabulary(results) == ["b", "a", "c", "<eos>", "d", "<unk>"]
+    assert text.vocabulary([*results, *["<unk>"] * 3], 3) == ["<unk>", "b", "<eos>"]
     np.testing.assert_array_equal(text.encode("abcde", ["b", "a", "<unk>"]), [1, 0, 2, 2, 2])
 
 

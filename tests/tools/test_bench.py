@@ -114,8 +114,8 @@ def test_ways_to_single_examples_are_compared_before_they_are_timed(monkeypatch)
     ways = single_examples.ways_of
 
     def wrong(loss):
-        found = ways(loss)
-        return found | {names[1]: lambda *args: (found[names[0]](*args)[0], np.eye(16, 1024))}
+        result = ways(loss)
+        return result | {names[1]: lambda *args: (result[names[0]](*args)[0], np.eye(16, 1024))}
 
     monkeypatch.setattr(single_examples, "ways_of", wrong)
     with pytest.raises(AssertionError, match="ordering.sketched_grads: inner products are off by"):
@@ -130,10 +130,10 @@ def test_epochs_beside_other_packages_have_the_orders_of_the_papers():
         assert np.asarray(sort()[1]).tolist() == orders
 
     problem = torch_tasks.softmax(4, 6, 40)
-    found = [order_epochs.ours(problem, name)()[0]["w"] for name in ("cd_grab", "pair_balance")]
-    np.testing.assert_allclose(*found, rtol=1e-5)  # both visit the units in their first order
+    results = [order_epochs.ours(problem, name)()[0]["w"] for name in ("cd_grab", "pair_balance")]
+    np.testing.assert_allclose(*results, rtol=1e-5)  # both visit the units in their first order
     alone = problem.alone()
-    assert alone.y.shape == (1, 24) and alone.step == 8 and np.any(found[0] != 0)
+    assert alone.y.shape == (1, 24) and alone.step == 8 and np.any(results[0] != 0)
 
 
 def test_local_steps_beside_others_are_those_that_numpy_simulates(tmp_path, monkeypatch):
@@ -148,13 +148,13 @@ def test_local_steps_beside_others_are_those_that_numpy_simulates(tmp_path, monk
         return [problem.checked(job, worker, lambda: None)]
 
     monkeypatch.setattr(local_steps, "run", run)
-    found = local_steps.check("", job, str(tmp_path), expected)
-    assert float(found["off NumPy"]) < 1e-5 and float(found["MB compiled"]) >= 0
+    actual = local_steps.check("", job, str(tmp_path), expected)
+    assert float(actual["off NumPy"]) < 1e-5 and float(actual["MB compiled"]) >= 0
     with pytest.raises(ValueError, match="ours: after sync 20 a parameter is"):
         local_steps.check("", job, str(tmp_path), expected + 1e-4 * (np.arange(20) == 19)[:, None])
     monkeypatch.setitem(problem.SIZES, "few", widths)
     table = local_steps.Table("one", True, 1, (("ours", "", "jax"), ("again, here", "", "jax")))
     *_, last = local_steps.parity([table], "few", str(tmp_path))
-    assert last == {"sync": 20, "one: NumPy": found["off NumPy"], "one: again": "0.0e+00"}
+    assert last == {"sync": 20, "one: NumPy": actual["off NumPy"], "one: again": "0.0e+00"}
     with pytest.raises(ValueError, match="empty name"):  # and not ".npy" where the tests run
         problem.checked(job._replace(out=""), None, lambda: None)

@@ -34,18 +34,18 @@ def test_records_are_read_once_also_after_a_resume(folder, case, package):
     if package:
         pytest.importorskip(package)
     whole = np.load(folder / "array" / "records.npy", mmap_mode="r")
-    (files, way), found = case, []
+    (files, way), results = case, []
     read, place = block_readers.WAYS[way], Place(folder / files, 256, 4, 2)
     reader, saved = read(place, None), None
     batches = iter(reader.batches)
     for _ in range(5):
-        found.append(next(batches))
+        results.append(next(batches))
         saved = reader.position()
-    found += read(place, saved).batches
-    for batch in found:
+    results += read(place, saved).batches
+    for batch in results:
         block_readers.check(place, batch, whole)
     count = COUNT - ("tokens" in way)  # the last one has no token after it
-    assert sum(map(len, found)) == count == len({row.tobytes() for x in found for row in x})
+    assert sum(map(len, results)) == count == len({row.tobytes() for x in results for row in x})
 
 
 @pytest.mark.slow
@@ -53,18 +53,18 @@ def test_records_are_read_once_also_after_a_resume(folder, case, package):
 def test_requests_are_those_of_blocks(folder):
     """Sixteen blocks are sixteen requests, and some for the file's header and digest."""
     read, place = block_readers.WAYS["read_blocks"], Place(folder / "array", 256, 4, 1)
-    found = {}
+    results = {}
     for size in (1, 256):
         place = place._replace(block=size, window=1024 // size)
         block_readers.timed(read, place, None, 0)  # imports and compiles
-        found[size], _ = block_readers.timed(read, place, None, 100)
-        assert found[size]["examples"] == COUNT
-    requests = {size: each["requests"] * COUNT for size, each in found.items()}
+        results[size], _ = block_readers.timed(read, place, None, 100)
+        assert results[size]["examples"] == COUNT
+    requests = {size: each["requests"] * COUNT for size, each in results.items()}
     assert 4096 <= requests[1] <= 4096 + 200 and 16 <= requests[256] <= 16 + 200
 
-    both = {"cold": found[256], "warm": found[256], "resume": 0.1, "plain": 1e5}
+    both = {"cold": results[256], "warm": results[256], "resume": 0.1, "plain": 1e5}
     row = block_costs.row_of(block_costs.blocks(256), [both, both, both])
-    assert row["requests"] == f"{1e3 * found[256]['requests']:.4g}" and row["window"] == 64
+    assert row["requests"] == f"{1e3 * results[256]['requests']:.4g}" and row["window"] == 64
     assert RECORD * COUNT == (folder / "array" / "records.npy").stat().st_size - 128
 
 

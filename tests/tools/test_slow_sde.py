@@ -29,11 +29,11 @@ def test_the_limit_in_the_valley_equals_a_fine_integration(workers, beta):
         return -(1 / workers + (1 - 1 / workers) * share) * x / (2 * (1 + x**2))
 
     expected = solve_ivp(slope, (0, 4), [1.0], rtol=1e-10, atol=1e-12).y[0, -1:]
-    found = slow_drift.flow(VALLEY, slow_drift.in_the_limit, workers, beta)[-1:]
-    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    actual = slow_drift.flow(VALLEY, slow_drift.in_the_limit, workers, beta)[-1:]
+    np.testing.assert_allclose(actual, expected, rtol=1e-4)
     if beta != 1.0:  # as a drift so many times as strong as that of one worker
         strength = 1.0 if beta else 1 / workers
-        np.testing.assert_allclose(slow_drift.strength(VALLEY, found), strength, rtol=1e-3)
+        np.testing.assert_allclose(slow_drift.strength(VALLEY, actual), strength, rtol=1e-3)
 
 
 @pytest.mark.parametrize("period", [1, 30])
@@ -49,8 +49,8 @@ def test_moments_at_a_rate_equal_those_of_simulated_steps(period):
             seen.append(mean + apart)
             mean = kept * mean + rate**2 / workers
             apart = kept * apart + rate**2 * (1 - 1 / workers)
-    found = slow_drift.at_a_rate(jnp.float32(curvatures), workers, rate, period)
-    np.testing.assert_allclose(found, np.mean(seen, axis=0) / rate, rtol=1e-3)
+    result = slow_drift.at_a_rate(jnp.float32(curvatures), workers, rate, period)
+    np.testing.assert_allclose(result, np.mean(seen, axis=0) / rate, rtol=1e-3)
 
 
 def test_label_noise_descends_the_trace_of_the_hessian_along_the_manifold():
@@ -63,9 +63,9 @@ def test_label_noise_descends_the_trace_of_the_hessian_along_the_manifold():
     uphill = 8 * np.concatenate([(A**2).sum(0)] * 2) * np.concatenate([u, v])
     drift = jax.jit(slow_drift.drift, static_argnums=(0, 1))
     for workers, beta, strength in ((8, 0.0, 1 / 8), (8, math.inf, 1)):
-        found = drift(LABEL_NOISE, slow_drift.in_the_limit, params, (workers, beta))
+        actual = drift(LABEL_NOISE, slow_drift.in_the_limit, params, (workers, beta))
         expected = -strength * slow_drift.NOISE**2 / 4 * tangents @ uphill
-        np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-4)
 
 
 def gradient_in_numpy(name, params, noises):
@@ -88,8 +88,8 @@ def test_steps_equal_numpy(name):
     noises, syncs = rng.normal(size=(problem.num_noises, 5, 4)), np.array([True, False, True])
     expected = params - 0.1 * gradient_in_numpy(name, params, noises[:, None])
     expected[:, syncs] = expected[:, syncs].mean(axis=-1, keepdims=True)
-    found = slow_drift.worker_steps(problem, jnp.float32(params), jnp.float32(noises), 0.1, syncs)
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    actual = slow_drift.worker_steps(problem, jnp.float32(params), jnp.float32(noises), 0.1, syncs)
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["valley", pytest.param("label_noise", marks=pytest.mark.slow)])

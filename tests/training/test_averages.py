@@ -37,23 +37,23 @@ def expected(name, weights, t):
 def test_averages_are_those_of_the_weights_after_every_step(sync, echo):
     program = built("rr", sync, average=tuple(AVERAGES), ema_epochs=EPOCHS)
     plans = plans_of(sync, echo)
-    weights, found = [], {}
+    weights, results = [], {}
 
     def look(step, state):
         weights.append(flat(program.mean_params(state)))
-        found[step] = jax.tree.map(np.asarray, program.averaged(state, step, STEPS))
+        results[step] = jax.tree.map(np.asarray, program.averaged(state, step, STEPS))
         return {}
 
     trained(program, plans, evaluate=look, evaluate_at=range(STEPS))
     start, *weights = weights
-    assert set(found) == set(range(STEPS + 1)) and set(found[0]) == set(NAMES)
+    assert set(results) == set(range(STEPS + 1)) and set(results[0]) == set(NAMES)
     for name in NAMES:
-        np.testing.assert_array_equal(flat(found[0][name]), start)
+        np.testing.assert_array_equal(flat(results[0][name]), start)
         for t in range(1, STEPS + 1):
             own = expected(name, weights, t)
-            np.testing.assert_allclose(flat(found[t][name]), own, rtol=1e-5, atol=1e-7)
+            np.testing.assert_allclose(flat(results[t][name]), own, rtol=1e-5, atol=1e-7)
         # The last weights alone are something else.
-        assert np.abs(flat(found[STEPS][name]) - weights[-1]).max() > 1e-6
+        assert np.abs(flat(results[STEPS][name]) - weights[-1]).max() > 1e-6
     seldom = {}
 
     def keep(t, state):
@@ -62,7 +62,7 @@ def test_averages_are_those_of_the_weights_after_every_step(sync, echo):
 
     trained(program, plans, evaluate_at=[LOADS], evaluate=keep)
     for t, means in seldom.items():
-        jax.tree.map(np.testing.assert_array_equal, means, found[t])
+        jax.tree.map(np.testing.assert_array_equal, means, results[t])
 
 
 @pytest.mark.parametrize("total", [2 * STEPS + LOADS - 1, 2])
@@ -70,11 +70,11 @@ def test_late_averages_are_of_the_end_of_the_run_not_of_the_recipe(total):
     """Of slow input a run is longer than its recipe says; one program serves both."""
     program = built("rr", "parallel", average=("swa",))
     plans = plans_of("parallel", "none", total_steps=total, warmup_steps=0)
-    weights, found = [], {}
+    weights, results = [], {}
 
     def look(step, state):
         weights.append(flat(program.mean_params(state)))
-        found[step] = flat(program.averaged(state, step, total)["swa"])
+        results[step] = flat(program.averaged(state, step, total)["swa"])
         return {}
 
     trained(program, plans, evaluate=look, evaluate_at=range(total))
@@ -84,7 +84,7 @@ def test_late_averages_are_of_the_end_of_the_run_not_of_the_recipe(total):
         ends = [(i, weights[k - 1]) for i, k in enumerate(past, 1) if k <= t]
         ends = ends or [(1, weights[t - 1])]
         own = sum(i * x for i, x in ends) / sum(i for i, _ in ends)
-        np.testing.assert_allclose(found[t], own, rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(results[t], own, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("sync,steps", [
@@ -113,9 +113,9 @@ def test_the_average_with_the_lowest_training_loss_is_recorded():
         return {f"{part}/loss": losses[params] for part in parts}
 
     asked = []
-    found = measure.averaged(run, {name: name for name in losses}, ["valid", "test"])
+    result = measure.averaged(run, {name: name for name in losses}, ["valid", "test"])
     parts = ("train", "valid", "test")
-    assert found == {"average": "b"} | {f"{part}/loss/averaged": 1.0 for part in parts}
+    assert result == {"average": "b"} | {f"{part}/loss/averaged": 1.0 for part in parts}
     assert asked == [(name, "train") for name in losses] + [("b", "valid", "test")]
     assert measure.averaged(run, {"c": "c"}, [])["average"] == "c"
 

@@ -36,16 +36,18 @@ from tests.sources import EpochSource
 def saved(tmp_path_factory):
     """(program, folder of the checkpoints of steps 56 and 60, the state at the end, records)."""
     folder, program = tmp_path_factory.mktemp("saved"), built(mesh=True)
-    outcome, found = trained(program, plans_of(), saving=run.Saving(folder, every=7, at_end=True))
+    outcome, recorded = trained(
+        program, plans_of(), saving=run.Saving(folder, every=7, at_end=True)
+    )
     assert checkpoint.steps_of(folder) == [60, 56]
-    return program, folder, outcome.state, found
+    return program, folder, outcome.state, recorded
 
 
 @pytest.fixture
 def copied(saved, tmp_path):
     """The same, in a folder that may be damaged."""
-    program, folder, state, found = saved
-    return program, pathlib.Path(shutil.copytree(folder, tmp_path / "copy")), state, found
+    program, folder, state, result = saved
+    return program, pathlib.Path(shutil.copytree(folder, tmp_path / "copy")), state, result
 
 
 def files_of(folder):
@@ -113,14 +115,14 @@ def older(folder):
     (older, "it is that of step 56"),
 ])  # fmt: skip
 def test_a_damaged_checkpoint_is_passed_over(copied, capsys, act, told):
-    program, folder, state, found = copied
+    program, folder, state, result = copied
     act(folder)
     outcome, again = trained(program, plans_of(), saving=run.Saving(folder, at_end=True))
     said = capsys.readouterr().out
     assert re.search(rf"The checkpoint of step 60 is passed over: .*{told}", said)
     assert "Continues from the checkpoint of step 56" in said
     assert_same(outcome.state, state)
-    assert timeless(again) == timeless(r for r in found if r["step"] > 56)
+    assert timeless(again) == timeless(r for r in result if r["step"] > 56)
     assert sorted(p.name for p in folder.iterdir()) == ["56", "60", "60.aside"]
 
 
@@ -128,10 +130,10 @@ def test_older_damage_does_not_matter_and_where_none_is_whole_nothing_begins(cop
     program, folder, state, _ = copied
     for path in files_of(folder / "56"):
         cut(path)
-    outcome, found = trained(program, plans_of(), saving=run.Saving(folder))
+    outcome, recorded = trained(program, plans_of(), saving=run.Saving(folder))
     assert "Continues from the checkpoint of step 60" in capsys.readouterr().out
     assert_same(outcome.state, state)
-    assert not found
+    assert not recorded
     cut(largest(folder))
     with pytest.raises(ValueError, match=r"no checkpoint in .* fits its run \(step 60: .*--over"):
         trained(program, plans_of(), saving=run.Saving(folder))
@@ -169,8 +171,8 @@ OTHERS = [
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     saving = run.Saving(tmp_path, at_end=True, about=A)
-    _, found = trained(built(mesh=True), plans_of(), saving=saving)
-    trained(built(mesh=True), plans_of(), saving=saving, recorded=[r["step"] for r in found])
+    _, recorded = trained(built(mesh=True), plans_of(), saving=saving)
+    trained(built(mesh=True), plans_of(), saving=saving, recorded=[r["step"] for r in recorded])
     for plans, other, message in OTHERS:
         with pytest.raises(ValueError, match=message):
             given = saving._replace(about=other.get("about", A))
@@ -227,7 +229,7 @@ def test_a_run_goes_back_to_the_records_that_are_left(finished, tmp_path, change
     path.write_bytes(b"".join(change(path.read_bytes().splitlines(keepends=True))))
 
     def newest():
-        steps = [r["step"] for r in records.found(str(folder))]
+        steps = [r["step"] for r in records.read_folder(str(folder))]
         return checkpoint.settled(str(folder / "checkpoints"), steps)
 
     if isinstance(told, int):
@@ -245,7 +247,9 @@ def test_lost_lines_are_written_again(finished, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "step 24 is passed over: it needs 4 records, and metrics.jsonl holds 3 up to" in said
     assert "Continues from the checkpoint of step 21" in said
-    assert timeless(records.found(str(folder))) == timeless(records.found(str(finished)))
+    assert timeless(records.read_folder(str(folder))) == timeless(
+        records.read_folder(str(finished))
+    )
     hashes = (folder / "metrics.sha256").read_text().splitlines()
     assert len(hashes) == 4 and hashes[:3] == (finished / "metrics.sha256").read_text().split()[:3]
 
@@ -330,7 +334,7 @@ def test_broken_or_missing_settings_are_named(tmp_path):
     with pytest.raises(ValueError, match="holds checkpoints and no settings.json .* --overwrite"):
         records.open_folder(str(tmp_path), settings)
     records.open_folder(str(tmp_path), settings, overwrite=True)
-    assert records.found(str(tmp_path)) == []
+    assert records.read_folder(str(tmp_path)) == []
     assert json.loads(path.read_text()) == settings
 
 
@@ -342,7 +346,7 @@ def test_records_of_other_settings_go_before_the_new_ones_come(tmp_path, monkeyp
         patch.setattr(records, "versions", interrupted)
         records.open_folder(str(tmp_path), {"seed": 1}, overwrite=True)
     records.open_folder(str(tmp_path), {"seed": 1})
-    assert records.found(str(tmp_path)) == []
+    assert records.read_folder(str(tmp_path)) == []
 
 
 def interrupted():
@@ -351,7 +355,7 @@ def interrupted():
 
 def test_a_run_that_had_ended_says_so_and_shows_its_result(finished, tmp_path, capsys):
     folder = shutil.copytree(finished, tmp_path / "run")
-    last = records.found(str(folder))[-1]
+    last = records.read_folder(str(folder))[-1]
     train_run(SAVED, folder)
     text = capsys.readouterr()
     assert f"The run in {folder} had come to its end, step 24." in text.out

@@ -83,11 +83,11 @@ def killed(process, folder, generator):
         time.sleep(0.01)
     time.sleep(generator.uniform(0, 2))
     launches = children(process.pid)
-    found = [number for launch in launches for number in children(launch)]
-    if len(found) != 4 or process.poll() is not None:
+    results = [number for launch in launches for number in children(launch)]
+    if len(results) != 4 or process.poll() is not None:
         return False
     one = generator.random() < 0.5
-    for number in [found[generator.integers(4)]] if one else [*launches, *found]:
+    for number in [results[generator.integers(4)]] if one else [*launches, *results]:
         os.kill(number, signal.SIGKILL)
     return True
 

@@ -48,14 +48,14 @@ def stopped(folder, new, step):
 
 def changed(folder, *arguments, changes=CHANGES):
     """The folders of a run with these workers one after another, each to the end of the run."""
-    found = []
+    results = []
     for number, (workers, _) in enumerate(changes):
         new = folder / str(number)
         if number:
-            stopped(found[-1], new, changes[number - 1][1])
+            stopped(results[-1], new, changes[number - 1][1])
         go(new, workers, *arguments, *([MEAN] if number else []))
-        found.append(new)
-    return found
+        results.append(new)
+    return results
 
 
 def state_of(folder, step):
@@ -85,7 +85,7 @@ def orders_of(folder, step):
 
 def visited(folders, load_steps=range(STEPS), changes=CHANGES):
     """{epoch: the units of its loads}, each by the workers of its step."""
-    found = {}
+    results = {}
     for load, step in enumerate(load_steps):
         epoch, place = divmod(load, LOADS)
         folder = folders[sum(step >= until for _, until in changes)]
@@ -94,8 +94,8 @@ def visited(folders, load_steps=range(STEPS), changes=CHANGES):
         each = TOGETHER // len(orders)
         units = orders[:, place * each : (place + 1) * each]
         assert units.size == TOGETHER
-        found.setdefault(epoch, []).extend(units.reshape(-1).tolist())
-    return found
+        results.setdefault(epoch, []).extend(units.reshape(-1).tolist())
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -125,27 +125,27 @@ def test_each_unit_is_visited_once_in_every_epoch(whole):
     epochs = visited(whole)
     assert len(epochs) == STEPS / LOADS
     assert all(sorted(units) == list(range(UNITS)) for units in epochs.values())
-    found = records(whole[-1])
-    assert [r["step"] for r in found] == list(range(5, STEPS + 1, 5))
-    sent = [r["allreduces"] for r in found]
-    assert sent == sorted(sent) and found[-1]["ended"]
+    recorded = records(whole[-1])
+    assert [r["step"] for r in recorded] == list(range(5, STEPS + 1, 5))
+    sent = [r["allreduces"] for r in recorded]
+    assert sent == sorted(sent) and recorded[-1]["ended"]
 
 
 def begun(folder, *arguments):
     """Where `train` goes on, and is killed; and the traffic by which it counts."""
-    found, real = [], resize.begun
+    result, real = [], resize.begun
 
     class Killed(BaseException):
         pass
 
     def caught(*args, traffic, **options):
-        found.extend([*real(*args, traffic=traffic, **options), traffic])
+        result.extend([*real(*args, traffic=traffic, **options), traffic])
         raise Killed
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
         patch.setattr(resize, "begun", caught)
         go(folder, *arguments)
-    return found
+    return result
 
 
 def files_of(folder):

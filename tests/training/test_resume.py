@@ -135,20 +135,20 @@ def test_a_run_killed_or_stopped_at_any_step_ends_bitwise_the_same(tmp_path, mon
     assert any(plans.echo.loads_before(s) % 4 for s in chosen), "inside an epoch"
     assert any(not plans.echo.fresh[s] for s in chosen), "before an echoed step"
     for step, signal in zip(chosen, (0, 15, 0, 15), strict=True):
-        folder, found = tmp_path / str(step), []
+        folder, results = tmp_path / str(step), []
         options = {"evaluate_at": EVALUATED, "saving": run.Saving(folder, every=7, at_end=True)}
         with monkeypatch.context() as patch, contextlib.suppress(Killed):
             patch.setattr(loop, "LEAST", 1)
             patch.setattr(loop, "MOST", 1)
             patch.setattr(processes, "interrupts", stopping(step, signal))
-            outcome, _ = trained(built(), plans, on_record=found.append, **options)
+            outcome, _ = trained(built(), plans, on_record=results.append, **options)
             assert (outcome.stopped, outcome.step) == (signal, step)
         at = max(checkpoint.steps_of(folder), default=0)
         assert at == (step if signal else (step - 1) // 7 * 7)
         outcome, new = trained(built(), plans, **options)
         assert (outcome.step, outcome.stopped) == (STEPS, 0)
         assert_same(outcome.state, whole.state)
-        kept = [r for r in found if r["step"] <= at]  # as the studies do
+        kept = [r for r in results if r["step"] <= at]  # as the studies do
         assert timeless(kept + new) == timeless(records)
     # A restored state is what the steps were compiled for.
     assert compiled(built()) == before
@@ -166,9 +166,9 @@ def test_what_was_measured_is_recorded_and_replayed(monkeypatch):
     assert len(whole.decided) == STEPS and 10 < plan.loads < 40 and plan.loads % 4
     assert records[-1].pop("load_steps") == plan.load_steps.tolist()
     assert not any("load_steps" in r for r in records)
-    replayed, found = trained(prepared, plans._replace(echo=plan), evaluate_at=EVALUATED)
+    replayed, recorded = trained(prepared, plans._replace(echo=plan), evaluate_at=EVALUATED)
     assert_same(replayed.state, whole.state)
-    assert timeless(found) == timeless(records)
+    assert timeless(recorded) == timeless(records)
 
 
 def test_where_loads_are_not_known_workers_meet_before_each(monkeypatch):

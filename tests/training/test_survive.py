@@ -65,10 +65,10 @@ def test_two_processes_train_and_one_of_them_dies(tmp_path):
     text = launched(tmp_path, 2, 30, "--total_steps=60", "--evaluate_every=20")
     assert "Goes on from step 36 without worker 1, whose units are not visited" in text
     assert text.count("[launch] process 1 ended with exit code 137") == 1
-    found = records(tmp_path / "run")
-    living = [(r["step"], r["rounds"], r["living"]) for r in found]
-    assert living == [(20, 2, [0, 1]), (40, 4, [0]), (60, 6, [0])] and found[-1]["ended"]
-    assert found[-1]["train/loss"] < found[0]["train/loss"]
+    recorded = records(tmp_path / "run")
+    living = [(r["step"], r["rounds"], r["living"]) for r in recorded]
+    assert living == [(20, 2, [0, 1]), (40, 4, [0]), (60, 6, [0])] and recorded[-1]["ended"]
+    assert recorded[-1]["train/loss"] < recorded[0]["train/loss"]
     plan = local_opt.constant(10, total_steps=60)  # as without a death
     plan.save(tmp_path / "plan.json")
     assert (tmp_path / "plan.json").read_bytes() == (tmp_path / "run/sync_plan.json").read_bytes()
@@ -94,13 +94,13 @@ def test_a_run_without_a_death_has_the_same_bits(begun, monkeypatch):
     devices = jax.devices()[:WORKERS]
     monkeypatch.setattr(jax, "devices", lambda *_: devices)
     monkeypatch.setattr(jax, "local_device_count", lambda: WORKERS)
-    outcome, found = trained(plain, plans_of())
+    outcome, recorded = trained(plain, plans_of())
     mesh = plain.sharding.mesh
     surviving = program.build(task(), LITTLE, row, rule.rounds, mesh=mesh, survives=True)
     other, again = trained(surviving, plans_of())
-    assert [r.pop("living") for r in again] == len(found) * [[*range(WORKERS)]]
+    assert [r.pop("living") for r in again] == len(recorded) * [[*range(WORKERS)]]
     strip = lambda records: [{**r, "seconds": 0} for r in records]  # noqa: E731
-    assert strip(found) == strip(again) and living.step == plans_of().total_steps
+    assert strip(recorded) == strip(again) and living.step == plans_of().total_steps
     for x, y in zip(jax.tree.leaves(outcome.state.params), jax.tree.leaves(other.state.params),
                     strict=True):  # fmt: skip
         np.testing.assert_array_equal(x, y)
@@ -130,11 +130,11 @@ def test_the_rows_of_the_lost_are_those_of_the_first_with_keys_of_their_own(begu
     monkeypatch.setattr(living, "workers", lambda: [1, 3])
     keys = jax.random.split(jax.random.key(5), 2)
     rows = TrainState(jnp.array([4.0, 6.0]), (), jnp.array([[1, 0], [0, 1]]), keys, (), {}, ())
-    found = checkpoint._with_lost(rows, 4)
-    np.testing.assert_array_equal(found.params, [4, 4, 4, 6])
-    np.testing.assert_array_equal(found.orders, [[1, 0], [1, 0], [1, 0], [0, 1]])
+    actual = checkpoint._with_lost(rows, 4)
+    np.testing.assert_array_equal(actual.params, [4, 4, 4, 6])
+    np.testing.assert_array_equal(actual.orders, [[1, 0], [1, 0], [1, 0], [0, 1]])
     wanted = [jax.random.fold_in(keys[0], 0), keys[0], jax.random.fold_in(keys[0], 2), keys[1]]
-    np.testing.assert_array_equal(found.key, [*map(jax.random.key_data, wanted)])
+    np.testing.assert_array_equal(actual.key, [*map(jax.random.key_data, wanted)])
 
 
 @pytest.mark.parametrize("flags,why", [
@@ -169,12 +169,12 @@ def test_bounds_of_a_task_that_nobody_asked_for_are_left_out():
     from experiments import train
 
     recipe = mock.Mock(_replace=lambda **fields: fields)
-    for words, found in (
+    for words, result in (
         (["--survive=5"], {"bound_every": 0}), ([], recipe), (["--bound_every=1"], recipe),
         (["--survive=5", "--bound_every=1"], recipe),
     ):  # fmt: skip
         values = parsed(train, "--task=digits", *words)
-        assert one_run._without_bounds(values, recipe) == found
+        assert one_run._without_bounds(values, recipe) == result
 
 
 @pytest.mark.slow
@@ -190,9 +190,9 @@ def test_three_processes_end_as_workers_of_which_one_has_no_weight(
     """
     length = ["--total_steps=120", "--evaluate_every=10", *more]
     launched(tmp_path, 3, 45, *length)
-    found = records(tmp_path / "run")
-    missed = next(r["step"] for r in found if r["living"] == [0, 1])
-    assert missed == 50 and found[-1]["living"] == [0, 1] and found[3]["living"] == [0, 1, 2]
+    recorded = records(tmp_path / "run")
+    missed = next(r["step"] for r in recorded if r["living"] == [0, 1])
+    assert missed == 50 and recorded[-1]["living"] == [0, 1] and recorded[3]["living"] == [0, 1, 2]
     real = step.sync_of
 
     def without(worker):
@@ -205,7 +205,7 @@ def test_three_processes_end_as_workers_of_which_one_has_no_weight(
 
     monkeypatch.setattr(step, "sync_of", without)
     train_run([*SETTING, *length, "--workers=3"], tmp_path / "weighed")
-    for one, other in zip(found, records(tmp_path / "weighed"), strict=True):
+    for one, other in zip(recorded, records(tmp_path / "weighed"), strict=True):
         assert abs(one["train/loss"] - other["train/loss"]) < close
     plans = [(tmp_path / run / "sync_plan.json").read_bytes() for run in ("run", "weighed")]
     assert plans[0] == plans[1]

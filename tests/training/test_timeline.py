@@ -38,11 +38,11 @@ def segments(case, most=10**6):
     """The segments of a run, none with more steps than `most`."""
     plans, sizes, *options = case
     options = dict(zip(Case._fields[2:], options, strict=True))
-    line, found, step = timeline.timeline(plans, sizes, **options), [], 0
+    line, results, step = timeline.timeline(plans, sizes, **options), [], 0
     while step < plans.total_steps:
-        found.append(timeline.segment_from(line, step, step + most))
-        step = found[-1].stop
-    return line, found
+        results.append(timeline.segment_from(line, step, step + most))
+        step = results[-1].stop
+    return line, results
 
 
 def by_hand(case):
@@ -74,12 +74,12 @@ def test_the_timeline_is_what_happens_step_by_step(case):
 
 @given(cases(), st.integers(1, 9))
 def test_segments_cover_the_run_and_the_host_stands_between_them(case, most):
-    line, found = segments(case, most=most)
-    covered = [t for s in found for t in range(s.start, s.stop)]
+    line, result = segments(case, most=most)
+    covered = [t for s in result for t in range(s.start, s.stop)]
     assert covered == list(range(case.plans.total_steps))
     assert timeline.kinds(line) == {s.kind for s in segments(case)[1]}
     rounds = 0
-    for s in found:
+    for s in result:
         inside, own = slice(s.start, s.stop - 1), slice(s.start, s.stop)  # not after the last step
         assert not line.epoch_end[inside].any()
         assert case.sync_in_step or not line.sync[inside].any()

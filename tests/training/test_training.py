@@ -121,9 +121,9 @@ def test_reshuffling_is_that_of_the_library(name):
         order = ordering.global_reshuffling(10, total=44)
     state = tables.vmap_workers(lambda key: order.init(key, None))(program.keys_of(0, 4)[1])
     next_epoch = tables.vmap_workers(order.next_epoch)
-    for found in orders[1:]:  # at the ends of epochs, when the next order is current
+    for result in orders[1:]:  # at the ends of epochs, when the next order is current
         state = next_epoch(state)
-        np.testing.assert_array_equal(found, state.current)
+        np.testing.assert_array_equal(result, state.current)
 
 
 @pytest.mark.parametrize("name", ["id_pair+dealt", "cd_grab+sketch16+dealt"])
@@ -143,8 +143,8 @@ def test_mesh_equals_simulation_equals_stream():
     finals = [trained(built(small_task(), recipe, name, **way), recipe) for way in ways]
     for outcome, records, orders in finals[1:]:
         np.testing.assert_array_equal(orders, finals[0][2])
-        for found, expected in zip(records[1:], finals[0][1][1:], strict=True):
-            assert found["train/batch_loss"] == pytest.approx(expected["train/batch_loss"], 1e-4)
+        for actual, expected in zip(records[1:], finals[0][1][1:], strict=True):
+            assert actual["train/batch_loss"] == pytest.approx(expected["train/batch_loss"], 1e-4)
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
             outcome.state.params,
@@ -154,7 +154,7 @@ def test_mesh_equals_simulation_equals_stream():
 
 def test_local_steps_that_meet_in_every_step_are_data_parallel_training():
     """With SGD and momentum; so are sums of gradients, and workers in turn."""
-    recipe, found = RECIPE._replace(epochs=1), []
+    recipe, results = RECIPE._replace(epochs=1), []
     ways = ((PARALLEL, "vmap"), (PARALLEL, "turns"), (local_opt.local_rounds, "vmap"))
     dealt = row_of("order", "rr+dealt")
     for rounds, way in (*ways, (local_opt.accumulated_rounds, "vmap")):
@@ -162,9 +162,9 @@ def test_local_steps_that_meet_in_every_step_are_data_parallel_training():
         if (rounds, way) != ways[0]:
             prepared = program.build(small_task(), recipe._replace(run=way), dealt, rounds)
         assert prepared.sync_in_step == ((rounds, way) == ways[0])
-        found.append(prepared.mean_params(trained(prepared, recipe)[0].state))
-    for other in found[1:]:
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), other, found[0])
+        results.append(prepared.mean_params(trained(prepared, recipe)[0].state))
+    for other in results[1:]:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), other, results[0])
 
 
 def test_a_unit_that_is_not_finite_is_named():
@@ -212,15 +212,15 @@ def normalising():
 def test_batch_normalised_models_are_ordered_by_microbatches():
     task = small_task(model=normalising())._replace(optimum=None)
     recipe = RECIPE._replace(units_per_step=2, unit_size=3, workers=2, learning_rates=(0.1,))
-    scalars, found = measure.scalars_of(task, recipe), {}
+    scalars, results = measure.scalars_of(task, recipe), {}
     for name in ("rr", "cd_grab"):
         prepared = built(task, recipe, name)
-        found[name] = trained(prepared, recipe, scalars(prepared, row_of("order", name)).begin)[1]
-    first, *_, last = found["cd_grab"]
+        results[name] = trained(prepared, recipe, scalars(prepared, row_of("order", name)).begin)[1]
+    first, *_, last = results["cd_grab"]
     assert last["train/loss"] < first["train/loss"] and 0 <= last["test/accuracy"] <= 1
     # The first epoch has the same order, and a unit is its own batch under every order.
     np.testing.assert_allclose(
-        found["rr"][1]["train/loss"], found["cd_grab"][1]["train/loss"], rtol=1e-4
+        results["rr"][1]["train/loss"], results["cd_grab"][1]["train/loss"], rtol=1e-4
     )
     with pytest.raises(ValueError, match="one example is no unit"):
         built(task, recipe._replace(unit_size=1), "cd_grab")
@@ -250,9 +250,9 @@ def test_metrics_of_a_source_are_those_of_its_arrays(halves, monkeypatch):
     for train in (data, Examples(data)):
         task = Task("bigrams", model, train, train, recipe, metric="perplexity")
         begin, _ = measure.evaluator(task, recipe, halves=halves)
-        found = begin(jnp.asarray(table))()
+        result = begin(jnp.asarray(table))()
         middle = 11 if halves else 0
         tested = slice(middle, 2 * middle or 23)
-        assert found["test/perplexity"] == pytest.approx(np.exp(nats[tested].mean()), rel=1e-4)
-        assert found["test/accuracy"] == pytest.approx(hits[tested].mean(), rel=1e-4)
-        assert found["train/loss"] == pytest.approx(nats.mean(), rel=1e-4)
+        assert result["test/perplexity"] == pytest.approx(np.exp(nats[tested].mean()), rel=1e-4)
+        assert result["test/accuracy"] == pytest.approx(hits[tested].mean(), rel=1e-4)
+        assert result["train/loss"] == pytest.approx(nats.mean(), rel=1e-4)
