@@ -117,11 +117,11 @@ def write(folder: pathlib.Path, count: int) -> list[str]:
             "--folder, or fewer --gigabytes."
         )
     for name, write_format in FORMATS.items():
-        own, done = folder / f"{count}" / name, folder / f"{count}" / f"{name}.done"
+        place, done = folder / f"{count}" / name, folder / f"{count}" / f"{name}.done"
         if not done.exists():
-            own.mkdir(parents=True, exist_ok=True)
+            place.mkdir(parents=True, exist_ok=True)
             try:
-                write_format(own, count)
+                write_format(place, count)
             except ImportError as error:
                 print(f"{name} is left out: {error}")
                 continue

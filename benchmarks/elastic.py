@@ -42,8 +42,8 @@ def train(process, count, address, folder, long):
     import local_opt
 
     jax.config.update("jax_enable_recoverability", True)
-    own = {"heartbeat_timeout_seconds": HEARTBEAT, "coordinator_bind_address": address}
-    jax.distributed.initialize(address, count, process, **own)
+    options = {"heartbeat_timeout_seconds": HEARTBEAT, "coordinator_bind_address": address}
+    jax.distributed.initialize(address, count, process, **options)
     inner = optax.sgd(optax.cosine_decay_schedule(RATE, STEPS), momentum=MOMENTUM)
     rounds = local_opt.local_rounds(inner, outer=optax.sgd(OUTER, momentum=MOMENTUM))
     rule = optax.cosine_decay_schedule(RATE, STEPS)

@@ -48,10 +48,10 @@ def ways() -> dict[str, Way]:
     table = order_epochs.random_ways()
     for kind, name in SAME.items():
         peer = functools.partial(sorted_by, kind=kind)
-        own = order_epochs.way_of_ours(name)
-        (label,) = own
+        way = order_epochs.way_of_ours(name)
+        (label,) = way
         table[f"PyTorch, grab-sampler {kind}"] = Way(peer, "PyTorch, random order", label)
-        table |= own
+        table |= way
     return table
 
 
@@ -63,10 +63,10 @@ def check(problem: Problem) -> None:
         ("pair", (1, units, min(problem.parameters, 1000)), problem.step), ("mean", (1, 16, 20), 4)
     ):  # fmt: skip
         whole = torch_tasks.whole_numbers(shape, step)
-        theirs, own = sorted_by(whole, kind), order_epochs.ours(whole, SAME[kind])
+        theirs, ours = sorted_by(whole, kind), order_epochs.ours(whole, SAME[kind])
         theirs()  # returns the order it began with, and ours the next one
         for _ in range(3):
-            np.testing.assert_array_equal(own()[1], theirs()[1])
+            np.testing.assert_array_equal(ours()[1], theirs()[1])
 
 
 def rows(data_dir: str | None, names: list[str]) -> Iterator[dict]:

@@ -32,17 +32,17 @@ def sync(params, anchor, state):
 def diloco(job: Job, mesh=None) -> Worker:
     """On one device, or with one device for each worker."""
     run, meet = jax.jit(step, donate_argnums=(0, 1)), jax.jit(sync, donate_argnums=(0, 1, 2))
-    own = None if mesh is None else NamedSharding(mesh, PartitionSpec("clients"))
+    sharding = None if mesh is None else NamedSharding(mesh, PartitionSpec("clients"))
     whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
     anchor = jax.device_put([jnp.asarray(x) for x in local_problem.start(job.widths)], whole)
-    params = jax.device_put([jnp.stack([x] * WORKERS) for x in anchor], own)
+    params = jax.device_put([jnp.stack([x] * WORKERS) for x in anchor], sharding)
     server = [anchor, jax.device_put(OUTER.init(anchor), whole)]
-    clients = [params, jax.device_put(jax.vmap(INNER.init)(params), own)]
+    clients = [params, jax.device_put(jax.vmap(INNER.init)(params), sharding)]
     plain, other = plain_of(job)
 
     def place(x, y):
         given = jnp.asarray(x), jnp.asarray(y, jnp.int32)
-        return (*given, *jax.device_put(given, own))
+        return (*given, *jax.device_put(given, sharding))
 
     def take(given):
         clients[:] = run(*clients, *given[2:])

@@ -101,15 +101,15 @@ def simulated(widths: tuple[int, ...], outer: bool, syncs: int = SYNCS) -> Itera
     anchor, velocity = start(widths), [np.zeros_like(x) for x in start(widths)]
     momenta = [[np.zeros_like(x) for x in anchor] for _ in range(WORKERS)]
     for sync in range(syncs):
-        own = [[x.copy() for x in anchor] for _ in range(WORKERS)]
-        for worker, (params, momentum) in enumerate(zip(own, momenta, strict=True)):
+        copies = [[x.copy() for x in anchor] for _ in range(WORKERS)]
+        for worker, (params, momentum) in enumerate(zip(copies, momenta, strict=True)):
             for step in range(sync * H, sync * H + H):
                 grads = gradient(params, *batch(widths, worker, step))
                 for p, m, g in zip(params, momentum, grads, strict=True):
                     m *= np.float32(MOMENTUM)
                     m += g
                     p -= np.float32(RATE) * m
-        mean = [sum(parts) / np.float32(WORKERS) for parts in zip(*own, strict=True)]
+        mean = [sum(parts) / np.float32(WORKERS) for parts in zip(*copies, strict=True)]
         for place, (a, m) in enumerate(zip(anchor, mean, strict=True)):
             if outer:
                 velocity[place] = np.float32(OUTER_MOMENTUM) * velocity[place] + (a - m)

@@ -91,12 +91,12 @@ def run(module: str, job: Job, folder: str) -> list[dict]:
         environment["MALLOC_MMAP_THRESHOLD_"] = str(2**16)
     started = []
     for rank in range(job.processes):
-        own = job._replace(
+        given = job._replace(
             rank=rank, port=port, meeting=ends[rank].fileno(), out=f"{folder}/{rank}"
         )
         with open(f"{folder}/{rank}.log", "w") as log:
-            command = [sys.executable, "-m", f"benchmarks.{module}", json.dumps(own)]
-            options = {"stdout": log, "stderr": log, "pass_fds": [own.meeting]}
+            command = [sys.executable, "-m", f"benchmarks.{module}", json.dumps(given)]
+            options = {"stdout": log, "stderr": log, "pass_fds": [given.meeting]}
             started.append(subprocess.Popen(command, env=environment, **options))
     for end in ends:
         end.close()
@@ -171,7 +171,9 @@ def parity(tables: list[Table], size: str, folder: str) -> Iterator[dict]:
 def timed(module: str, job: Job, folder: str) -> dict[str, float]:
     """Medians over the rounds of one start: of steps the workers' mean, of syncs the slower's."""
     results = run(module, job, folder)
-    times = {name: np.array([own[name] for own in results]) for name in results[0]}
+    times = {
+        name: np.array([process_times[name] for process_times in results]) for name in results[0]
+    }
     step = times["step"].mean(axis=0)
     return {
         "step": float(np.median(step)),
@@ -195,11 +197,11 @@ def rows_of(
     for way, measured in times.items():
         row = {"parameters": size, "protocol": table.label, "way": way}
         for name in ("step", "sync"):
-            own = np.array(measured[name])
-            row[f"ms of a {name}"] = f"{1e3 * np.median(own):.2f}"
+            process_times = np.array(measured[name])
+            row[f"ms of a {name}"] = f"{1e3 * np.median(process_times):.2f}"
             if name == "step":
                 row["times plain"] = told(np.array(measured["plain"]))
-            row[f"{name}, times ours"] = told(own / np.array(times[ours][name]))
+            row[f"{name}, times ours"] = told(process_times / np.array(times[ours][name]))
         yield row | taken[way]
 
 

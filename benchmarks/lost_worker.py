@@ -56,19 +56,19 @@ def run(task, workers, share, seed):
     specs = {"in_specs": "worker", "out_specs": "worker"}
     step, sync = (jax.jit(local_opt.map_workers(f, workers, **specs)) for f in (step, sync))
     first = model.init(jax.random.key(seed))
-    own = local_opt.replicate((first, rounds.init(first)), workers)
+    copies = local_opt.replicate((first, rounds.init(first)), workers)
     weight = jnp.ones(workers)
     for t in range(steps):
         if not t * BATCH % size:
             orders = np.stack([draw.permutation(size) + w * size for w in range(WORKERS)])
         at = t * BATCH % size
         rows = orders[:workers, at : at + BATCH]
-        own = step(*own, {k: v[rows] for k, v in train.items()})
+        copies = step(*copies, {k: v[rows] for k, v in train.items()})
         if t + 1 == int(share * steps):
             weight = weight.at[-1].set(1.0 if share == 1 else 0.0)
         if plan.syncs_after(t):
-            own = sync(*own, weight)
-    last = jax.tree.map(lambda x: x[0], own[0])
+            copies = sync(*copies, weight)
+    last = jax.tree.map(lambda x: x[0], copies[0])
     of = jax.jit(lambda data: jnp.mean(model.loss(last, data, jax.random.key(0))))
     return float(of(train)), float(of(test))
 

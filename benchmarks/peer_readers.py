@@ -95,8 +95,8 @@ def grain_hosts(place, saved):
     import grain
 
     shuffled = grain.MapDataset.source(Examples(place.folder)).shuffle(seed=0)
-    own = shuffled[place.reader :: place.readers].batch(BATCH // place.readers)
-    return _of_grain(own.to_iter_dataset(), saved)
+    part = shuffled[place.reader :: place.readers].batch(BATCH // place.readers)
+    return _of_grain(part.to_iter_dataset(), saved)
 
 
 def grain_processes(place, saved):
@@ -119,11 +119,11 @@ def grain_data_loader(place, saved):
 def grain_elastic(place, saved):
     import grain
 
-    own = grain.experimental.ElasticIterator(
+    iterator = grain.experimental.ElasticIterator(
         grain.MapDataset.source(Examples(place.folder)).shuffle(seed=0), BATCH,
         grain.sharding.ShardOptions(place.reader, place.readers),
     )  # fmt: skip
-    return _of_grain(own, saved)
+    return _of_grain(iterator, saved)
 
 
 def _of_grain(dataset, saved):
@@ -138,9 +138,9 @@ def torchdata_hosts(place, saved):
     from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
     source = Examples(place.folder)
-    own = StatefulDistributedSampler(source, place.readers, place.reader, shuffle=True)
+    sampler = StatefulDistributedSampler(source, place.readers, place.reader, shuffle=True)
     size = BATCH // place.readers
-    return _of_torch(StatefulDataLoader(source, size, sampler=own, collate_fn=stacked), saved)
+    return _of_torch(StatefulDataLoader(source, size, sampler=sampler, collate_fn=stacked), saved)
 
 
 def torchdata_processes(place, saved):
@@ -209,9 +209,9 @@ def ours_hosts(place, saved):
         state, _ = resize(before, state, order, **sizes)
     one = ordering.baselines.shuffle_once(state.current.shape[1], units_per_step=size)
     one, key = one._replace(is_global=True, total=count), jax.random.key(0)
-    own = {"current": state.current[place.reader], "next": state.next[place.reader]}
-    own = ordering.data.ReadState(one.init(key, None)._replace(**own), units=done)
-    reads = ordering.data.read_epochs(source, one, key, num_epochs=1, state=own)
+    part = {"current": state.current[place.reader], "next": state.next[place.reader]}
+    part = ordering.data.ReadState(one.init(key, None)._replace(**part), units=done)
+    reads = ordering.data.read_epochs(source, one, key, num_epochs=1, state=part)
     orders = jax.tree.map(np.asarray, state)
     return Reader(reads, lambda: {"orders": orders, "load": reads.state().units // size})
 

@@ -52,10 +52,10 @@ def published(problem: Problem, folder: str) -> Callable:
 
 
 def ways_of(problem: Problem, folder: str) -> dict[str, Way]:
-    make, own = functools.partial(published, folder=folder), order_epochs.way_of_ours
+    make, ours = functools.partial(published, folder=folder), order_epochs.way_of_ours
     peer = Way(make, "PyTorch, random order", "syncopate, cd_grab")
-    table = order_epochs.random_ways() | {"PyTorch, CD_GraB as published": peer} | own("cd_grab")
-    return table | own("cd_grab on sketches") if problem.name == "lenet" else table
+    table = order_epochs.random_ways() | {"PyTorch, CD_GraB as published": peer} | ours("cd_grab")
+    return table | ours("cd_grab on sketches") if problem.name == "lenet" else table
 
 
 def check(problem: Problem, folder: str) -> None:
@@ -63,10 +63,10 @@ def check(problem: Problem, folder: str) -> None:
     torch_tasks.check_models(problem)
     shape = (*problem.y.shape, min(problem.parameters, 1000))
     whole = torch_tasks.whole_numbers(shape, problem.step)
-    theirs, own = published(whole, folder), order_epochs.ours(whole, "cd_grab")
+    theirs, ours = published(whole, folder), order_epochs.ours(whole, "cd_grab")
     theirs()  # returns the orders it began with, and ours the next ones
     for _ in range(3):
-        np.testing.assert_array_equal(own()[1], theirs()[1])
+        np.testing.assert_array_equal(ours()[1], theirs()[1])
 
 
 def rows(repositories: str | None, data_dir: str | None, names: list[str]) -> Iterator[dict]:

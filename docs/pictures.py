@@ -21,10 +21,11 @@ FOLDER = pathlib.Path(__file__).parent / "results"
 
 def curves(path: str, run: str, title: str, panels, speed: float | None = None, arms=()) -> None:
     """The curves of a recorded run, of all its arms or of these."""
-    own = archive.load(run)
+    record = archive.load(run)
     if arms:
-        own = statistics.compare(own.records, {a: own.arms[a] for a in arms}, own.criterion)
-    plots.comparison(own, panels, path, title, speed)
+        labels = {a: record.arms[a] for a in arms}
+        record = statistics.compare(record.records, labels, record.criterion)
+    plots.comparison(record, panels, path, title, speed)
 
 
 def factorial(path: str) -> None:
@@ -38,15 +39,15 @@ def differences(path: str, base: str, ending: str, title: str) -> None:
     for run, name in (("outer_vit", "ViT"), ("outer_gpt", "GPT")):
         compared = archive.load(run + ending)
         values = frame.frame(compared)
-        arms = {own.arm: own.label for own in compared.at() if len(own.runs) > 1}
+        arms = {arm.arm: arm.label for arm in compared.at() if len(arm.runs) > 1}
         looks = plots.looks(arms)
         styles |= {label: looks[arm] for arm, label in arms.items()}
-        own = {
+        effects = {
             label: statistics.interval(100 * frame.paired(values, arm, base, "test/accuracy"))
             for arm, label in arms.items()
             if arm != base
         }
-        responses.append(combined.Response(f"accuracy of the {name} / points", False, own))
+        responses.append(combined.Response(f"accuracy of the {name} / points", False, effects))
     plots.effects(responses, path, title, f"less {arms[base]}, paired by seed", styles)
 
 
@@ -123,10 +124,10 @@ def slow_sde(path: str) -> None:
     for axis, (name, workers) in zip(axes.flat, cells, strict=True):
         drifts = [r for rate in rates for r in slow_drift.measure(name, workers, rate, 64)]
         for rule, style in styles.items():
-            own = [r for r in drifts if r["rule"] == rule]
-            theory = [*(r["theory"] for r in own), own[0]["limit"]]
+            of_rule = [r for r in drifts if r["rule"] == rule]
+            theory = [*(r["theory"] for r in of_rule), of_rule[0]["limit"]]
             axis.plot([*rates, 0], theory, color=style["color"], linewidth=1)
-            mean, half = np.transpose([statistics.interval(r["end"]) for r in own])
+            mean, half = np.transpose([statistics.interval(r["end"]) for r in of_rule])
             look = {"fmt": style["marker"], "color": style["color"], "ms": 6, "capsize": 3}
             axis.errorbar(rates, mean, half, label=slow_drift.RULES[rule].label, **look)
         axis.set_title(f"{name.replace('_', ' ')}, K = {workers}")
@@ -152,10 +153,10 @@ def blocks(path: str, schedule: str, ending: str = "") -> None:
     rows = [r for r in archive.rows_of(archive.FOLDER / "blocks") if r["schedule"] == schedule]
     figure, axes = plots.panes(2, 3, (13.5, 8.8))
     for axis, task in zip(axes.flat, dict.fromkeys(r["task"] for r in rows), strict=False):
-        own, curves = [r for r in rows if r["task"] == task], {}
+        of_task, curves = [r for r in rows if r["task"] == task], {}
         name, scale = ("loss", "linear") if task == "shakespeare" else ("above_optimum", "log")
         criterion = statistics.Criterion(f"train/{name}{ending}")
-        for best in statistics.compare(own, {r["arm"]: "" for r in own}, criterion).at():
+        for best in statistics.compare(of_task, {r["arm"]: "" for r in of_task}, criterion).at():
             r, ends = best.runs[0][-1], [run[-1][criterion.scalar] for run in best.runs.values()]
             several = ", 4 at once" * (r["size"] > 1 and r["window"] > 1)
             label = WHOLE.get(best.arm, f"blocks {r['order']}{several}")

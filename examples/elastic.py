@@ -73,7 +73,9 @@ if __name__ == "__main__":
             free.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{free.getsockname()[1]}"
         command = [sys.executable, __file__]
-        own = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}  # one device each
-        own["JAX_CPU_COLLECTIVES_IMPLEMENTATION"] = "gloo"
-        started = [subprocess.Popen([*command, str(i), address], env=own) for i in range(PROCESSES)]
+        environ = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}  # one device each
+        environ["JAX_CPU_COLLECTIVES_IMPLEMENTATION"] = "gloo"
+        started = [
+            subprocess.Popen([*command, str(i), address], env=environ) for i in range(PROCESSES)
+        ]
         print("exit codes", *(process.wait() for process in started))

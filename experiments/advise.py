@@ -71,10 +71,10 @@ def load() -> list[Factorial]:
     content = files.read_json(os.path.join(os.path.dirname(__file__), "runs", "map.json"))
     return [
         Factorial(
-            own["task"], Sizes(*own["sizes"]),
-            {Combination(*arm["of"]): np.array(arm["to"], float) for arm in own["taken"]},
+            row["task"], Sizes(*row["sizes"]),
+            {Combination(*arm["of"]): np.array(arm["to"], float) for arm in row["taken"]},
         )
-        for own in content["factorials"]
+        for row in content["factorials"]
     ]  # fmt: skip
 
 
@@ -96,8 +96,8 @@ def logs_of(machine, task: Factorial) -> dict[Combination, np.ndarray]:
     result = {}
     for combination, (steps, loads, rounds) in task.taken.items():
         sent = np.array([traffic(int(n)) for n in loads]) if combination.order else 0.0
-        own = {"rounds": rounds, "sent": sent, "ordered": combination.order}
-        result[combination] = np.log(time(machine, steps=steps, loads=loads, **own))
+        sums = {"rounds": rounds, "sent": sent, "ordered": combination.order}
+        result[combination] = np.log(time(machine, steps=steps, loads=loads, **sums))
     return result
 
 

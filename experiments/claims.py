@@ -180,7 +180,7 @@ def effect_of(claim: Claim, recorded: Mapping[str, Comparison]) -> Effect:
         return Effect()
     cost, accuracy = claim.what in COSTS, claim.what == "test/accuracy"
     lowest = compared.criterion.when == "lowest"
-    rate = claim.rate or ("own" if not lowest else "fastest" if cost else "end")
+    rate = claim.rate or ("best" if not lowest else "fastest" if cost else "end")
     table, scalar, late = frame(compared, rate, claim.speed), named(compared, claim.what), (0, 0)
     if cost:
         scalar = f"to {claim.what}"
@@ -251,7 +251,7 @@ def page(folder=None) -> str:
 
     folder = folder or archive.FOLDER
     recorded = {name: archive.load(name, folder) for name in RUNS}
-    recorded = {name: own for name, own in recorded.items() if own}
+    recorded = {name: run for name, run in recorded.items() if run}
     parts, tested = [], 0
     for head, claims in (("Published", PUBLISHED), ("Ours", OURS)):
         rows, words = [], []

@@ -92,7 +92,7 @@ def effects_of(comparison: Comparison) -> list[Response]:
     table = frame(comparison, speed=speed)
 
     def response(label, name, relative=True, scale=1):
-        y = np.array([scale * column(table, own.arm, name) for own in comparison.at(speed)])
+        y = np.array([scale * column(table, chosen.arm, name) for chosen in comparison.at(speed)])
         y = np.log(np.maximum(y, 1e-12)) if relative else y
         return Response(label, relative, effects(y.reshape(2, 2, 2, -1)))
 
@@ -107,16 +107,16 @@ def effects_of(comparison: Comparison) -> list[Response]:
 def no_effects(comparison: Comparison) -> str:
     """Why there are no effects; "" if all arms reach the target with the same seeds."""
     arms = comparison.at(comparison.speeds[0])
-    ends = [run[-1] for own in arms for run in [*own.runs.values()][:1]]
+    ends = [run[-1] for chosen in arms for run in [*chosen.runs.values()][:1]]
     levels = [tuple(end[factor] for factor in FACTORS) for end in ends]
     factors = [[*dict.fromkeys(of)] for of in zip(*levels, strict=True)]
     whole = [len(of) for of in factors] == [2, 2, 2] and [*itertools.product(*factors)] == levels
-    if not whole or len({tuple(own.runs) for own in arms}) > 1:
+    if not whole or len({tuple(chosen.runs) for chosen in arms}) > 1:
         return "they are of the eight arms of two levels, with the same seeds at their best rates"
     if lost := tables.late(comparison):
         return f"{', '.join(lost)} never arrive with some seed"
     names = comparison.criterion.scalar, f"test/{statistics.metric_of(comparison)}"
-    values = [last(run, name) for own in arms for run in own.runs.values() for name in names]
+    values = [last(run, name) for chosen in arms for run in chosen.runs.values() for name in names]
     return "" if np.isfinite(values).all() else "some last losses or metrics are not finite"
 
 
@@ -158,26 +158,27 @@ def priced_table(machines: Sequence) -> Callable:
     """Section: priced speed-up to the target over the first arm, paired by seed."""
     from experiments.study import cost
 
-    def priced(comparison, own, machine):
-        steps = spent(comparison, own.runs, "step")
+    def priced(comparison, chosen, machine):
+        steps = spent(comparison, chosen.runs, "step")
         return {
             seed: cost.price([r for r in run if r["step"] <= steps[seed]], machine)
             if steps[seed] < math.inf else math.inf
-            for seed, run in own.runs.items() if seed in steps
+            for seed, run in chosen.runs.items() if seed in steps
         }  # fmt: skip
 
-    def faster(comparison, base, own, machine):
-        before, taken = (priced(comparison, arm, machine) for arm in (base, own))
+    def faster(comparison, base, chosen, machine):
+        before, taken = (priced(comparison, arm, machine) for arm in (base, chosen))
         if not (before and taken) or math.inf in (*before.values(), *taken.values()):
             return "-"
-        both = measured({"base": before, "own": taken})
-        return tables.times(paired(both, "own", "base", "value", ratio=True), exact=True)
+        both = measured({"base": before, "after": taken})
+        return tables.times(paired(both, "after", "base", "value", ratio=True), exact=True)
 
     def section(comparison):
         arms = comparison.at(comparison.speeds[0])
         rows = [
-            {"arm": own.label} | {m.label: faster(comparison, arms[0], own, m) for m in machines}
-            for own in arms
+            {"arm": chosen.label}
+            | {m.label: faster(comparison, arms[0], chosen, m) for m in machines}
+            for chosen in arms
         ]
         text = "Priced speed-up to the target over the first arm."
         return "table_priced.md", f"{text}\n\n{tables.markdown(rows)}"

@@ -97,7 +97,7 @@ def forecast_of(name: str, values: flags.FlagValues) -> tuple[str, str, tuple]:
     size, rate = num_params(task.model), recipe.learning_rates[0]
     arms = [arm_of(words) for words in rows_from_flag(values, "arms", "sync")]
     made = [plans_of(task, recipe, arm, rate=rate) for arm in arms]
-    plans = {arm.label: own.sync for arm, own in zip(arms, made, strict=True)}
+    plans = {arm.label: one.sync for arm, one in zip(arms, made, strict=True)}
     given = values.gigabits, seconds
     rows = [row_of(task, recipe, *of, *given) for of in zip(arms, made, strict=True)]
     exact = "\n".join(f"- {label}: {plan.rule}" for label, plan in plans.items())

@@ -69,12 +69,12 @@ def launch(command: Sequence[str], processes: int, survive: int | None = None) -
         signal.signal(number, ask)
     try:
         for number in range(processes):
-            own = [f"--coordinator_address=127.0.0.1:{port}", f"--process_id={number}"]
+            process_flags = [f"--coordinator_address=127.0.0.1:{port}", f"--process_id={number}"]
             out = sys.stderr if number else None
             # In its own session, so that the terminal's Ctrl-C reaches it only through us.
             options = {"env": environment, "stdout": out, "start_new_session": True}
             options["preexec_fn"] = _ends_with(os.getpid())
-            running.append(subprocess.Popen([*command, *own], **options))
+            running.append(subprocess.Popen([*command, *process_flags], **options))
         return _first_failure(running, send, 1 if survive else processes)
     finally:
         send(signal.SIGKILL)
@@ -115,12 +115,12 @@ def _first_failure(running, send, needed) -> int:
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    own = {"lower_bound": 1, "upper_bound": 2**31 - 1, "flag_values": values}
-    flags.DEFINE_integer("processes", 2, "number of processes", **own)
+    bounds = {"lower_bound": 1, "upper_bound": 2**31 - 1, "flag_values": values}
+    flags.DEFINE_integer("processes", 2, "number of processes", **bounds)
     text = "of experiments.train, which see: a process but the first may die"
-    flags.DEFINE_integer("survive", None, text, **own)
+    flags.DEFINE_integer("survive", None, text, **bounds)
     for name in ("processes", "survive"):
-        values.register_key_flag_for_module(entry.OWN, values[name])
+        values.register_key_flag_for_module(entry.THIS_COMMAND, values[name])
 
 
 if __name__ == "__main__":

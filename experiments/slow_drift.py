@@ -179,13 +179,13 @@ def measure(name: str, workers: int, rate: float, repetitions: int) -> list[dict
     periods = [int(rule.plan(rate, steps).periods[0]) for rule in RULES.values()]
     ends = ends_of(problem, workers, repetitions, jnp.array(periods), steps, rate)
     rows = []
-    for (key, rule), period, own in zip(RULES.items(), periods, ends, strict=True):
+    for (key, rule), period, reached in zip(RULES.items(), periods, ends, strict=True):
         limit = flow(problem, in_the_limit, workers, rule.beta)[-1]
         told = flow(problem, at_a_rate, workers, rate, float(period))[-1]
-        *drifts, limit_drift = workers * np.asarray(strength(problem, jnp.append(own, limit)))
+        *drifts, limit_drift = workers * np.asarray(strength(problem, jnp.append(reached, limit)))
         rows.append({
             "problem": name, "workers": workers, "learning_rate": rate, "rule": key,
-            "end": own.tolist(), "theory": float(told), "limit": float(limit),
+            "end": reached.tolist(), "theory": float(told), "limit": float(limit),
             "drift": list(map(float, drifts)), "limit_drift": float(limit_drift),
         })  # fmt: skip
     return rows

@@ -31,15 +31,15 @@ ORDERS = (
 )  # fmt: skip
 
 
-def _last(comparison, own) -> list[float]:
+def _last(comparison, chosen) -> list[float]:
     """Of the last weights."""
-    return [statistics.last(run, "test/loss") for run in own.runs.values()]
+    return [statistics.last(run, "test/loss") for run in chosen.runs.values()]
 
 
 COLUMNS = (
     tables.arm("order"),
     tables.rate("best lr"),
-    tables.Column("seeds", lambda c, own: f"{len(own.runs)}"),
+    tables.Column("seeds", lambda c, chosen: f"{len(chosen.runs)}"),
     tables.end("validation loss, averaged", AVERAGED, "{:.4f}"),
     tables.less(AVERAGED, "{:+.4f}"),
     tables.end(lambda c: f"{tables.train_loss(c)}, averaged", "train/loss/averaged", "{:.4f}"),

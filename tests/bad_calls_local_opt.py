@@ -97,10 +97,10 @@ def transformed(make):
         opt = make(**args)
 
         def one(w):
-            own = opt.init(varying(params, w)) if state is None else given(state)
+            opt_state = opt.init(varying(params, w)) if state is None else given(state)
             given_params = varying(update_params, w)
             more = {"sync": sync, "step": step, "weight": weight}
-            return opt.update(varying(grads, w), own, given_params, **more)
+            return opt.update(varying(grads, w), opt_state, given_params, **more)
 
         return over_workers(one)
 
@@ -112,10 +112,10 @@ def rounded(make):
         rounds = make(**args)
 
         def one(w):
-            own = rounds.init(varying(params, w)) if state is None else given(state)
-            updates, own = rounds.update(varying(grads, w), own, varying(update_params, w))
+            carried = rounds.init(varying(params, w)) if state is None else given(state)
+            updates, carried = rounds.update(varying(grads, w), carried, varying(update_params, w))
             more = {} if weight is None else {"weight": weight}
-            return rounds.sync(varying(params, w), own, **more), updates
+            return rounds.sync(varying(params, w), carried, **more), updates
 
         return over_workers(one)
 
@@ -126,18 +126,18 @@ def streamed(params=X, grads=X, state=None, fragment=0, due=None, weight=None, f
     stream = local_opt.streaming.streaming_rounds(fragments=fragments, **args)
 
     def one(w):
-        own = stream.init(varying(params, w)) if state is None else given(state)
-        own = stream.update(varying(grads, w), own, varying(params, w))[1]
+        carried = stream.init(varying(params, w)) if state is None else given(state)
+        carried = stream.update(varying(grads, w), carried, varying(params, w))[1]
         if due is not None:
-            return stream.communicate(varying(params, w), own, due, weight=weight)
-        own = stream.start(varying(params, w), own, fragment=fragment, weight=weight)
-        return stream.finish(varying(params, w), own, fragment=fragment)
+            return stream.communicate(varying(params, w), carried, due, weight=weight)
+        carried = stream.start(varying(params, w), carried, fragment=fragment, weight=weight)
+        return stream.finish(varying(params, w), carried, fragment=fragment)
 
     return over_workers(one)
 
 
 STATES = [3, (), {}, THING, "text", lambda: optax.adam(0.1).init(X)]
-OWN = Arg(None, [*STATES, lambda: SGD.init(X)])
+STATE = Arg(None, [*STATES, lambda: SGD.init(X)])
 AXIS = Arg("worker", but_none(AXES))  # None is the one in scope
 INNER = {"inner": SGD, "axis_name": AXIS, "params": X, "grads": X}
 POLICIES = word({"trace": "unknown"}, {"nu": "mean"}, {3: "mean"}, {"trace": None})
@@ -154,19 +154,20 @@ OUTER = {"learning_rate": 0.5, "momentum": 0.0, "inner": SGD, "plan": Arg(PLAN, 
          "axis_name": AXIS}  # fmt: skip
 CALLS |= {
     "local_steps": call(
-        transformed(local_opt.local_steps), **INNER, **OPTIONS, plan=Arg(PLAN, NO_PLANS), state=OWN,
+        transformed(local_opt.local_steps), **INNER, **OPTIONS, plan=Arg(PLAN, NO_PLANS),
         update_params=X, sync=Arg(None, [3, "yes", THING, 0.5, jnp.ones(2, bool), [], {}]),
-        step=Arg(None, [NAN, 0.5, "3", THING, 1j, jnp.ones(2, int), -1, {}]), weight=WEIGHT),
+        step=Arg(None, [NAN, 0.5, "3", THING, 1j, jnp.ones(2, int), -1, {}]), weight=WEIGHT,
+        state=STATE),
     "diloco": call(transformed(presets.diloco), **OUTER),
     "slowmo": call(transformed(presets.slowmo), **OUTER, inner_rate=Arg(0.1, real(0))),
-    "local_rounds": call(rounded(local_opt.local_rounds), **INNER, **OPTIONS, state=OWN,
+    "local_rounds": call(rounded(local_opt.local_rounds), **INNER, **OPTIONS, state=STATE,
                          weight=WEIGHT),
     "parallel_rounds": call(rounded(local_opt.parallel_rounds), **INNER, state=Arg(None, STATES),
                             weight=Arg(None, [1.0, *WEIGHT.bad])),
-    "accumulated_rounds": call(rounded(local_opt.accumulated_rounds), **INNER, state=OWN,
+    "accumulated_rounds": call(rounded(local_opt.accumulated_rounds), **INNER, state=STATE,
                                weight=WEIGHT),
     "streaming_rounds": call(
-        streamed, **INNER, state=OWN, fragments=Arg(1, FRAGMENTS), mixing=0.5, outer=None,
+        streamed, **INNER, state=STATE, fragments=Arg(1, FRAGMENTS), mixing=0.5, outer=None,
         compress=None, specs=None, due=Arg(None, DUE),
         fragment=Arg(0, [1, -1, -2, NAN, 0.5, "0", None, THING, {}, True]), weight=WEIGHT),
     "fedprox": call(local_opt.corrections.fedprox, strength=0.5),
@@ -193,7 +194,7 @@ for name, args in {"scaffold": (), "fedprox": (0.5,)}.items():
     make = lambda correction=correction: local_opt.local_rounds(  # noqa: E731
         SGD, correction=correction)  # fmt: skip
     more = {"update_params": X} if args else {}
-    CALLS[f"local_rounds, {name}"] = call(rounded(make), params=X, grads=X, state=OWN, **more)
+    CALLS[f"local_rounds, {name}"] = call(rounded(make), params=X, grads=X, state=STATE, **more)
 
 # Workers.
 ALL = {"w": jnp.ones((W, 3))}

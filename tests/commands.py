@@ -34,9 +34,9 @@ LAUNCH_TWO = ["experiments.launch", "--processes=2", "--"]
 
 def start_two(module, *arguments, folder=ROOT, **options):
     """The exit code of two processes that run a module of the tests, or one of `folder`."""
-    own = environment() | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+    environ = environment() | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
     command = [sys.executable, "-m", *LAUNCH_TWO, module, *arguments]
-    return subprocess.call(command, env=own, cwd=folder, **options)
+    return subprocess.call(command, env=environ, cwd=folder, **options)
 
 
 def flags_of(module):

@@ -35,8 +35,8 @@ def task():
 
 
 def plans_of(sync="qsr", echo="diffusion+cosine", seed=0, **fields):
-    own = config.config_of(SETTING._replace(**fields), SIZES, seed=seed)
-    return config.plans_of(own, row_of("sync", sync), row_of("echo", echo), rate=0.3)
+    setting = config.config_of(SETTING._replace(**fields), SIZES, seed=seed)
+    return config.plans_of(setting, row_of("sync", sync), row_of("echo", echo), rate=0.3)
 
 
 @functools.cache
@@ -63,9 +63,9 @@ def trained(
         step = checkpoint.settled(saving.folder, recorded)
         begun = checkpoint.restore(saving.folder, step, plans, prepared.shapes, saving.about)
     watch = run.Watch(results.append, scalars_of(evaluate, evaluate_at))
-    own = {name: options.pop(name) for name in run.Watch._fields if name in options}
+    watched = {name: options.pop(name) for name in run.Watch._fields if name in options}
     given = {"seed": 0, "begun": begun} | options
-    return run.train(prepared, plans, watch._replace(**own), **given), results
+    return run.train(prepared, plans, watch._replace(**watched), **given), results
 
 
 def scalars_of(evaluate, evaluate_at):

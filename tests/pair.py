@@ -81,14 +81,14 @@ def main(argv) -> None:
     placed = input.place({"x": values, "key": keys}, owned_sharding(mesh))
     assert input.place_as(placed, placed)["x"] is placed["x"]  # as what was restored
     results = {
-        "own": input.own_workers(mesh, WORKERS),
+        "workers": input.workers_here(mesh, WORKERS),
         "placed": [s.index[0].start or 0 for s in placed["x"].addressable_shards],
-        "here": np.asarray(input.own(placed["x"])).tolist(),
+        "here": np.asarray(input.of_process(placed["x"])).tolist(),
         "whole": jax.tree.map(np.ndarray.tolist, input.on_host(placed)),
         "first": processes.of_first({"seconds": number + 0.1, "text": "x" * (1 + 2000 * number)}),
     }
-    own = local_opt.replicate(jax.random.key(3), mesh, keys="fold")
-    results["folded"] = [jax.random.key_data(s.data).tolist() for s in own.addressable_shards]
+    folded = local_opt.replicate(jax.random.key(3), mesh, keys="fold")
+    results["folded"] = [jax.random.key_data(s.data).tolist() for s in folded.addressable_shards]
     with pytest.raises(ValueError) as alone:
         processes.mesh_of("vmap", WORKERS)
     results |= {"differs": differences(number), "alone": str(alone.value)}

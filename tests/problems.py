@@ -155,8 +155,8 @@ def run_given(opt, first, grads, plan=PLAN):
     """One worker's parameters after every sync, of given gradients [T, W] of trees."""
     params, results = copies(first), []
     state, step = jax.jit(jax.vmap(opt.init))(params), jax.jit(vmap(opt.update))
-    for t, own in enumerate(grads):
-        stacked = jax.tree.map(lambda *x: jnp.stack(x), *own)
+    for t, grad in enumerate(grads):
+        stacked = jax.tree.map(lambda *x: jnp.stack(x), *grad)
         updates, state = step(stacked, state, params)
         before, params = params, optax.apply_updates(params, updates)
         if plan.syncs_after(t):
@@ -176,8 +176,8 @@ def streamed(stream, run):
         return jax.tree.map(lambda x: jnp.where(weight == 0, x + lost, x), params), state
 
     def communicate(params, state, weight, event):
-        own = lambda x, s, w: stream.communicate(x, s, (event,), weight=w)  # noqa: E731
-        return RUNS[run](own)(params, state, weight)
+        sent = lambda x, s, w: stream.communicate(x, s, (event,), weight=w)  # noqa: E731
+        return RUNS[run](sent)(params, state, weight)
 
     run_all = [jax.jit(RUNS[run](function)) for function in (stream.init, step)]
     return *run_all, jax.jit(communicate, static_argnums=3)

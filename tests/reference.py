@@ -219,7 +219,7 @@ def local_sgd(params, gradient, periods, rate, momentum=0.0, clip=math.inf, weig
     trace = [np.zeros(len(params)) for _ in range(workers)]
     history, t = [], 0
     weights = np.ones((len(periods), workers)) if weights is None else weights
-    for h, own in zip(periods, weights, strict=True):
+    for h, each in zip(periods, weights, strict=True):
         for _ in range(h):
             for w in range(workers):
                 g = gradient(w, t, x[w])
@@ -230,7 +230,7 @@ def local_sgd(params, gradient, periods, rate, momentum=0.0, clip=math.inf, weig
                 x[w] = x[w] - rate * trace[w]
             t += 1
             if _ == h - 1:
-                mean = weighted_mean(x, own)
+                mean = weighted_mean(x, each)
                 x = [mean.copy() for _ in range(workers)]
             history.append(np.array(x))
     return np.array(history)
@@ -319,8 +319,8 @@ def fold(leaf, seed, size, block):
         of_blocks = hash_signs(~seed & 0xFFFFFFFF, np.arange(count))
         for b in range(count):
             part = matrix[b * rows : (b + 1) * rows]
-            own = signs[b : b + rows * width].reshape(rows, width)[: len(part)]
-            total[: len(part)] += of_blocks[b] * own * part
+            block_signs = signs[b : b + rows * width].reshape(rows, width)[: len(part)]
+            total[: len(part)] += of_blocks[b] * block_signs * part
         matrix = total
     flat = matrix.ravel() * hash_signs(seed ^ 0x5BD1E995, np.arange(matrix.size))
     result = np.zeros(size)
@@ -423,9 +423,9 @@ def synchronize_changes(anchor, changes, lost, compressor, feedback, weights=Non
     mean, each = np.zeros(sent.shape[1]), sent.shape[1] // workers
     for w in range(workers):
         mine = slice(w * each, (w + 1) * each)
-        own = sum(got[v][mine] if v != w else sent[v][mine] for v in range(workers)) / workers
-        mean[mine] = rounded(own.reshape(-1, 128), compressor).ravel()
-        lost[w][mine] = workers * (own - mean[mine])
+        average = sum(got[v][mine] if v != w else sent[v][mine] for v in range(workers)) / workers
+        mean[mine] = rounded(average.reshape(-1, 128), compressor).ravel()
+        lost[w][mine] = workers * (average - mean[mine])
     return anchor + mean[:size], lost[:, :size]
 
 
@@ -451,8 +451,8 @@ def streaming_diloco(
         velocity[part] = outer[1] * velocity[part] + delta
         common[part] -= outer[0] * (delta + outer[1] * velocity[part])  # OuterOpt
         for m in range(workers):
-            own = keep if weights[t - 1][m] > 0 else 0.0
-            theta[m][part] = own * theta[m][part] + (1 - own) * common[part]
+            kept = keep if weights[t - 1][m] > 0 else 0.0
+            theta[m][part] = kept * theta[m][part] + (1 - kept) * common[part]
         sent[p] = None
 
     for t in range(1, total + 1):
@@ -528,7 +528,7 @@ def scaffold(params, gradient, counts, rates, weights=None):
     many, x = gradient.workers, np.array(params, np.float64)
     counts, rates = (np.asarray(a) if np.ndim(a) == 2 else np.stack([a] * many, 1)
                      for a in (counts, rates))  # fmt: skip
-    c, own, t = np.zeros(len(params)), np.zeros((many, len(params))), 0
+    c, c_i, t = np.zeros(len(params)), np.zeros((many, len(params))), 0
     history, controls = [], []
     weights = np.ones(counts.shape) if weights is None else weights
     for count, shares in zip(counts, weights, strict=True):
@@ -536,16 +536,16 @@ def scaffold(params, gradient, counts, rates, weights=None):
         spent = [rates[t : t + n, i].sum() for i, n in enumerate(count)]  # K eta_l
         for k in range(count.max()):
             for i in np.flatnonzero(k < count):
-                y[i] -= rates[t, i] * (gradient(i, t, y[i]) - own[i] + c)
+                y[i] -= rates[t, i] * (gradient(i, t, y[i]) - c_i[i] + c)
             t += 1
             history.append(y.copy())
         took = count > 0
         change = [(x - y[i]) / spent[i] - c if took[i] else 0 * c for i in range(many)]
         mean = weighted_mean(change, shares * took)  # option (ii), of c_i - c
         x, c = x + weighted_mean(y - x, shares), c + mean
-        own = own + np.where(took[:, None], change, mean)
+        c_i = c_i + np.where(took[:, None], change, mean)
         history[-1] = np.stack([x] * many)
-        controls.append((own, c))
+        controls.append((c_i, c))
     return np.array(history), controls
 
 

@@ -22,14 +22,14 @@ def shuffled(records, seeds):
     return [records[i] for i in sorted(range(len(records)), key=lambda i: (numbers[i], i))]
 
 
-def window_of(units, own, *, batch_size, seed, epoch):
+def window_of(units, window, *, batch_size, seed, epoch):
     """The batches [T][b] of a worker's window: a record and the place of its unit, or (None, -1).
 
     The largest unit of all decides how many batches there are.
     """
-    results = [(record, place) for place, unit in enumerate(own) for record in units[unit]]
-    results = shuffled(results, (seed, epoch, own[0]))
-    count = -(-len(own) * max(map(len, units)) // batch_size)
+    results = [(record, place) for place, unit in enumerate(window) for record in units[unit]]
+    results = shuffled(results, (seed, epoch, window[0]))
+    count = -(-len(window) * max(map(len, units)) // batch_size)
     results += [(None, -1)] * (count * batch_size - len(results))
     return [results[t * batch_size : (t + 1) * batch_size] for t in range(count)]
 
@@ -38,7 +38,7 @@ def epoch_of(units, orders, *, window, **options):
     """The batches [T][W][b] of an epoch; orders [W][M] name units of all workers."""
     batches = []
     for start in range(0, len(orders[0]), window):
-        lanes = [window_of(units, own[start : start + window], **options) for own in orders]
+        lanes = [window_of(units, order[start : start + window], **options) for order in orders]
         batches += [[lane[t] for lane in lanes] for t in range(len(lanes[0]))]
     return batches
 

@@ -114,8 +114,8 @@ class Programs:
             return rounds.init(params), order.init(key, jnp.zeros(size))
 
         def step(params, state, orders, data, start):
-            own = lax.dynamic_slice_in_dim(orders.current, start, units)
-            batch = jax.tree.map(lambda x: x[own], data)
+            mine = lax.dynamic_slice_in_dim(orders.current, start, units)
+            batch = jax.tree.map(lambda x: x[mine], data)
             losses, mean, rows = gradients(params, batch, key=jax.random.key(0))
             updates, state = rounds.update(mean, state, params)
             params = optax.apply_updates(params, updates)

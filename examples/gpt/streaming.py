@@ -69,8 +69,8 @@ def train_and_evaluate(c: Config) -> dict:
     losses = []
     for begin, end, due in local_opt.streaming.stream_segments(turns, delay=DELAY):
         chosen = rng.integers(len(train), size=(end - begin, c.batch_size))
-        own = (len(chosen), WORKERS, c.batch_size // WORKERS, c.length + 1)
-        batches = train[chosen].reshape(own).swapaxes(0, 1)
+        shape = (len(chosen), WORKERS, c.batch_size // WORKERS, c.length + 1)
+        batches = train[chosen].reshape(shape).swapaxes(0, 1)
         state, metrics = train_segment(state, batches, due=due)
         losses.append(metrics["loss"].mean(0))
     losses = np.concatenate(losses)[49::50].tolist()

@@ -33,7 +33,7 @@ from syncopate.refusals import UserError
 
 # Flags that may differ: a process's number, its address of process 0, and its data's folder (the
 # data themselves are compared).
-OWN = ("process_id", "coordinator_address", "data_dir")
+PER_PROCESS = ("process_id", "coordinator_address", "data_dir")
 # Of JAX: they decide a run's numbers.
 CONFIG = (
     "jax_default_prng_impl", "jax_threefry_partitionable", "jax_random_seed_offset",
@@ -124,7 +124,7 @@ def facts_of(values: flags.FlagValues) -> dict[str, str]:
     result = {"program": f"the program {os.path.basename(sys.argv[0])}"}
     for module, defined in values.flags_by_module_dict().items():
         for flag in defined:
-            if not module.startswith("absl") and flag.name not in OWN:
+            if not module.startswith("absl") and flag.name not in PER_PROCESS:
                 result[flag.name] = flag.serialize() or f"--{flag.name} unset"
     facts = jax_settings() | {"code": code_hash()[:12], "python": platform.python_version()}
     facts |= {module.__name__: module.__version__ for module in (jax, jaxlib, np)}
@@ -191,12 +191,12 @@ def finished(tree, what: str):
         return jax.block_until_ready(tree)
 
 
-def told(own: int, what: str, seconds: float, places: Mapping[int, int]) -> str:
+def told(process: int, what: str, seconds: float, places: Mapping[int, int]) -> str:
     """The message after a timeout, naming the processes that are behind in {process: step}."""
-    behind = {n: step for n, step in places.items() if step < places.get(own, 0)} or places
-    seen = [f"process {n} after step {behind[n]}" for n in sorted(behind) if n != own]
+    behind = {n: step for n, step in places.items() if step < places.get(process, 0)} or places
+    seen = [f"process {n} after step {behind[n]}" for n in sorted(behind) if n != process]
     return (
-        f"process {own} has waited {seconds:g} s for {what}. Last seen: "
+        f"process {process} has waited {seconds:g} s for {what}. Last seen: "
         f"{', '.join(seen) or 'none, as process 0 does not answer'}: look at its output. Then "
         "give the command again, or pass a longer --patience."
     )

@@ -30,7 +30,7 @@ PATIENCE = 1800.0  # seconds; must also cover a slow compilation in another proc
 GROUP = "flags of "  # begins the titles of groups of flags, in which --help shows them
 MORE = "free memory, or ask for more. Then the same command continues."
 NO_MEMORY = f"Error: memory ran out in a thread that others wait for: {MORE}\n".encode()
-OWN = f"{GROUP}this command"  # all of which it shows, besides these
+THIS_COMMAND = f"{GROUP}this command"  # all of which it shows, besides these
 SHOWN = (
     "task", "data_dir", "order", "sync", "echo", "arms", "seeds", "speeds", "workers", "epochs",
     "total_steps", "learning_rate", "learning_rates", "output_dir", "dry_run",
@@ -105,7 +105,7 @@ def help_of(values: flags.FlagValues, defaults: Mapping[str, Any], *, full: bool
     text += _told("--preset=...", "flags of a published experiment, of experiments/presets", "\n\n")
     for title in (title for title in named if title.startswith(GROUP)):
         count += len(named[title])
-        shown = [f for f in named[title] if full or title == OWN or f.name in SHOWN]
+        shown = [f for f in named[title] if full or title == THIS_COMMAND or f.name in SHOWN]
         text += f"\n\n{title.capitalize()}" * bool(shown)
         for flag in shown:
             value = defaults.get(flag.name) if flag.value is None else flag.value

@@ -44,8 +44,8 @@ def held(folder: str) -> Iterator[None]:
 
 def check() -> None:
     """Raises OSError where a lock that this process holds is gone, or is another run's by now."""
-    for file, own in _owned.items():
-        if not _holds(file.name, own):
+    for file, content in _owned.items():
+        if not _holds(file.name, content):
             owner = _owner_at(file.name)
             taken = "belongs to {pid} on {host} since {since}" if owner else "is gone"
             raise OSError(
@@ -73,10 +73,10 @@ def _take(file: IO, folder: str) -> str | None:
             f"--output_dir. If that process no longer runs, delete {file.name!r}."
         )
     since = time.strftime("%Y-%m-%d %H:%M:%S")
-    own = strict.dumps({"host": here, "pid": os.getpid(), "since": since})
+    content = strict.dumps({"host": here, "pid": os.getpid(), "since": since})
     file.truncate(0)
-    files.append(file, own)
-    _owned[file] = own
+    files.append(file, content)
+    _owned[file] = content
     return None
 
 
@@ -98,13 +98,13 @@ def _lock(file: IO) -> bool | None:
     return True
 
 
-def _holds(path: str, own: str) -> bool:
+def _holds(path: str, content: str) -> bool:
     """Whether a file holds just this text. Every record asks, so nothing is parsed.
 
     It is opened and read, since file systems of other machines may answer `stat` from memory.
     """
     try:
-        return files.content(path) == own.encode()
+        return files.content(path) == content.encode()
     except OSError:
         return False
 

@@ -59,9 +59,9 @@ def start(values: flags.FlagValues = flags.FLAGS, survive: int | None = None) ->
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # JAX's own service would intercept SIGTERM, and the process would continue.
     jax.config.update("jax_enable_preemption_service", False)
-    own = {} if survive is None else {"heartbeat_timeout_seconds": survive}
+    options = {} if survive is None else {"heartbeat_timeout_seconds": survive}
     jax.config.update("jax_enable_recoverability", survive is not None)
-    _connect(*given.values(), **own)
+    _connect(*given.values(), **options)
     if several():
         agree.check_new()
         sys.excepthook = functools.partial(_leave, sys.excepthook)
@@ -213,12 +213,12 @@ def interrupts() -> Iterator[Callable[[bool], tuple[int, bool]]]:
         signals.append(number)
 
     def ask(wants_to_save: bool) -> tuple[int, bool]:
-        own = signals[0] if signals else 0, wants_to_save
+        here = signals[0] if signals else 0, wants_to_save
         if not several():
-            return own
+            return here
         with agree.for_others("whether any of them was asked to stop or save"):
             gather = living.exchanged if living.on() else multihost_utils.process_allgather
-            every = gather(np.array(own, np.uint8))
+            every = gather(np.array(here, np.uint8))
         number, save = np.max(every, axis=0)
         return int(number), bool(save)
 

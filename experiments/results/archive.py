@@ -48,7 +48,9 @@ def record(results: os.PathLike, target: os.PathLike) -> None:
     lines = [_anywhere(line) for line in commands(results)]
     if target.exists():
         lines = dict.fromkeys([*commands(target), *lines])
-        seeds, before = (len({row["seed"] for row in own}) for own in (rows, rows_of(target)))
+        seeds, before = (
+            len({row["seed"] for row in of_rows}) for of_rows in (rows, rows_of(target))
+        )
         if seeds < before:
             raise UserError(
                 f"{target.name} is recorded with {before} seeds, and these are {seeds}: pass "

@@ -19,28 +19,28 @@ FLOOR = {"to epoch": 1.0}  # less counts as this in ratios, since a target may b
 
 
 @functools.lru_cache(maxsize=16)
-def frame(comparison: Comparison, rate: str | float = "own", speed: float | None = None):
+def frame(comparison: Comparison, rate: str | float = "best", speed: float | None = None):
     """A pandas.DataFrame of the runs at one learning rate per arm.
 
     pandas is imported here, as that takes half a second and training has no use for it.
 
     Args:
-      rate: a learning rate, or "own": the best; "fastest": with which an arm reaches the target
+      rate: a learning rate, or "best": the best; "fastest": with which an arm reaches the target
         first; "end": with the best last value; "baseline": the best of the baseline, or the own one
         of an arm that did not train with it.
     """
     import pandas
 
     rows = {}
-    for own in comparison.at(speed):
-        for seed, run in (runs := _runs_at(comparison, own, rate)).items():
+    for chosen in comparison.at(speed):
+        for seed, run in (runs := _runs_at(comparison, chosen, rate)).items():
             known = {k for r in run for k, v in r.items() if "/" in k or isinstance(v, float)}
-            rows[own.arm, seed] = {k: statistics.last(run, k) for k in known.union(COSTS)}
+            rows[chosen.arm, seed] = {k: statistics.last(run, k) for k in known.union(COSTS)}
             if not all(r.get("timed", True) for r in run):
-                rows[own.arm, seed]["seconds"] = math.nan
+                rows[chosen.arm, seed]["seconds"] = math.nan
         for cost in (cost for cost in COSTS if all(cost in run[-1] for run in runs.values())):
             for seed, value in statistics.spent(comparison, runs, cost).items():
-                rows[own.arm, seed][f"to {cost}"] = value
+                rows[chosen.arm, seed][f"to {cost}"] = value
     index = pandas.MultiIndex.from_tuples([*rows] or [("", 0)], names=("arm", "seed"))
     return pandas.DataFrame([*rows.values()] or [{}], index)
 
@@ -49,21 +49,23 @@ def measured(values: Mapping[str, Mapping[int, float]]):
     """A frame of {arm: {seed: value}}, whose column is "value"."""
     import pandas
 
-    return pandas.concat({arm: pandas.Series(own) for arm, own in values.items()}).to_frame("value")
+    return pandas.concat({arm: pandas.Series(by_seed) for arm, by_seed in values.items()}).to_frame(
+        "value"
+    )
 
 
-def _runs_at(comparison, own, rate):
-    if rate == "own":
-        return own.runs
+def _runs_at(comparison, chosen, rate):
+    if rate == "best":
+        return chosen.runs
     if rate == "fastest":
         known = math.isfinite(statistics.target_of(comparison))
-        return statistics.fastest(comparison, own.arm)[1] if known else {}
-    runs = statistics.tuned(comparison.records, own.arm, own.speed)
+        return statistics.fastest(comparison, chosen.arm)[1] if known else {}
+    runs = statistics.tuned(comparison.records, chosen.arm, chosen.speed)
     if rate == "baseline":
-        return runs.get(comparison.baseline(own.speed).rate, own.runs)
+        return runs.get(comparison.baseline(chosen.speed).rate, chosen.runs)
     if rate == "end":
         last = comparison.criterion._replace(when="last")
-        rate = statistics.best_rate(comparison.records, own.arm, own.speed, last)
+        rate = statistics.best_rate(comparison.records, chosen.arm, chosen.speed, last)
     return runs.get(rate, {})
 
 
@@ -91,19 +93,19 @@ def paired(table, arm: str, base: str, scalar: str, *, ratio: bool = False):
     A ratio is log(base / arm) instead, positive if the arm takes less, whose mean is the logarithm
     of the geometric mean. It is infinite where one of the two never arrives, nan where both do not.
     """
-    own, before = column(table, arm, scalar).align(column(table, base, scalar), join="inner")
+    after, before = column(table, arm, scalar).align(column(table, base, scalar), join="inner")
     if not ratio:
-        return own - before
+        return after - before
     floor = FLOOR.get(scalar, 1e-12)
-    return np.log(before.clip(floor)) - np.log(own.clip(floor))
+    return np.log(before.clip(floor)) - np.log(after.clip(floor))
 
 
-def ends(comparison: Comparison, own: Chosen, scalar: str, rate: str = "own"):
+def ends(comparison: Comparison, chosen: Chosen, scalar: str, rate: str = "best"):
     """A column of an arm at one of its rates, as of `frame`."""
-    return column(frame(comparison, rate, own.speed), own.arm, named(comparison, scalar))
+    return column(frame(comparison, rate, chosen.speed), chosen.arm, named(comparison, scalar))
 
 
-def against(comparison, own: Chosen, scalar: str, rate: str = "own", **options):
+def against(comparison, chosen: Chosen, scalar: str, rate: str = "best", **options):
     """An arm `paired` with the baseline."""
-    base, table = next(iter(comparison.arms)), frame(comparison, rate, own.speed)
-    return paired(table, own.arm, base, named(comparison, scalar), **options)
+    base, table = next(iter(comparison.arms)), frame(comparison, rate, chosen.speed)
+    return paired(table, chosen.arm, base, named(comparison, scalar), **options)

@@ -73,41 +73,41 @@ def comparison(
     rows, goal = _rows(compared, panels, speed), tested(compared.criterion)
     if not rows:
         return
-    shown = {own.arm: own for own in compared.at(speed) if own.runs}
-    styles, apart, target = looks(compared.arms), groups([*shown]), statistics.target_of(compared)
-    count, width = len(apart), max(len(panel.x) for panel in rows)
+    shown = {one.arm: one for one in compared.at(speed) if one.runs}
+    styles, split, target = looks(compared.arms), groups([*shown]), statistics.target_of(compared)
+    count, width = len(split), max(len(panel.x) for panel in rows)
     high, wide = (3.7, 4.7) if count == 1 else (2.5, 4.0)
     size = max(6.5, wide * width), high * count * len(rows) + 1.2  # the title is so wide
     figure, axes = panes(count * len(rows), width, size)
     for panel, block in zip(rows, np.split(axes, len(rows)), strict=True):
         drawn = []
         _share(block, panel)
-        for row, arms in zip(block, apart, strict=True):
-            owns = [_fastest(compared, shown[a]) if panel.fastest else shown[a] for a in arms]
-            curves = [(panel.scalar, styles[own.arm], own) for own in owns]
+        for row, arms in zip(block, split, strict=True):
+            group = [_fastest(compared, shown[a]) if panel.fastest else shown[a] for a in arms]
+            curves = [(panel.scalar, styles[one.arm], one) for one in group]
             if panel.fastest:
-                curves += _lowest(panel.scalar, owns, [shown[a] for a in arms], styles)
-            curves += _averaged(compared, panel.scalar, owns, styles)
+                curves += _lowest(panel.scalar, group, [shown[a] for a in arms], styles)
+            curves += _averaged(compared, panel.scalar, group, styles)
             drawn += curves
             for axis, x in zip(row, panel.x, strict=False):
-                for name, style, own in curves:
-                    style = {"label": f"{own.label} (lr {own.rate:g})"} | style
-                    _draw(axis, own.runs.values(), x, name, style)
+                for name, style, chosen in curves:
+                    style = {"label": f"{chosen.label} (lr {chosen.rate:g})"} | style
+                    _draw(axis, chosen.runs.values(), x, name, style)
                 if (panel.fastest or goal.when == "target") and panel.scalar == goal.scalar:
                     best = f"{compared.baseline().label}'s best" if panel.fastest else None
                     axis.axhline(target, color="#444444", linewidth=0.8, linestyle=":", label=best)
-                    for _, style, own in curves[: len(arms) * panel.fastest]:
-                        _arrival(axis, statistics.spent(compared, own.runs, x), target, style)
+                    for _, style, chosen in curves[: len(arms) * panel.fastest]:
+                        _arrival(axis, statistics.spent(compared, chosen.runs, x), target, style)
             row[0].set_ylabel(textwrap.fill(name_of(panel.scalar), int(9.6 * high)))
         for axis, x in zip(block[0], panel.x, strict=False):
             _scale(axis, x)
         if _logarithmic(panel.scalar) and max(axis.dataLim.y1 for axis in block.flat) > 0:
             block[0, 0].set_yscale("log")
         else:
-            series = [statistics.values(own.runs.values(), name) for name, _, own in drawn]
+            series = [statistics.values(one.runs.values(), name) for name, _, one in drawn]
             _zoom(block[0, 0], series)
     legend(figure)
-    counts = [len(own.runs) for own in shown.values()]
+    counts = [len(one.runs) for one in shown.values()]
     few, seeds = min(counts), max(counts)
     many = "one seed" if seeds == 1 else f"{seeds} seeds, mean and 95 % interval"
     many = many if few == seeds else f"{few} to {many}"
@@ -127,28 +127,28 @@ def groups(arms: Sequence[str]) -> list[list[str]]:
     most = math.ceil((len(arms) - 1) / math.ceil((len(arms) - 1) / (CURVES - 1)))
     result = [[]]
     for _, of_method in itertools.groupby(arms[1:], key=lambda arm: arm.split("+")[0]):
-        own = [*of_method]
-        if result[-1] and len(result[-1]) + len(own) > most:
+        group = [*of_method]
+        if result[-1] and len(result[-1]) + len(group) > most:
             result.append([])
-        result[-1] += own
-    return [[arms[0], *own] for own in result]
+        result[-1] += group
+    return [[arms[0], *others] for others in result]
 
 
-def _fastest(compared, own):
+def _fastest(compared, chosen):
     """The arm at the rate at which it is first at the target, if there is one."""
     if not math.isfinite(statistics.target_of(compared)):
-        return own
-    rate, runs = statistics.fastest(compared, own.arm)
-    return own._replace(rate=rate, runs=runs)
+        return chosen
+    rate, runs = statistics.fastest(compared, chosen.arm)
+    return chosen._replace(rate=rate, runs=runs)
 
 
 def _lowest(scalar: str, fastest, best, styles) -> list[tuple]:
     """(scalar, look, arm) of arms at their best rate, where another one is faster."""
     curves = []
-    for own in (own for own, first in zip(best, fastest, strict=True) if own.rate != first.rate):
-        style = styles[own.arm] | {"markerfacecolor": "white", "linewidth": 0.8}
-        style["label"] = f"{own.label}, lowest (lr {own.rate:g})"
-        curves.append((scalar, style, own))
+    for chosen in (one for one, first in zip(best, fastest, strict=True) if one.rate != first.rate):
+        style = styles[chosen.arm] | {"markerfacecolor": "white", "linewidth": 0.8}
+        style["label"] = f"{chosen.label}, lowest (lr {chosen.rate:g})"
+        curves.append((scalar, style, chosen))
     return curves
 
 
@@ -175,11 +175,11 @@ def _logarithmic(name: str) -> bool:
 def _averaged(compared, scalar: str, shown, styles) -> list[tuple]:
     """(scalar, look, arm) of these arms' averaged weights, each at its best rate for these."""
     curves, other = [], compared.averaged
-    for own in [other.chosen.get((own.arm, own.speed)) for own in shown] if other else []:
-        if own and own.runs:  # of slow input: reported at this rate too
-            style = styles[own.arm] | {"markerfacecolor": "white", "linewidth": 0.8}
-            style["label"] = f"{own.label}, averaged (lr {own.rate:g})"
-            curves.append((scalar + AVERAGED, style, own))
+    for chosen in [other.chosen.get((one.arm, one.speed)) for one in shown] if other else []:
+        if chosen and chosen.runs:  # of slow input: reported at this rate too
+            style = styles[chosen.arm] | {"markerfacecolor": "white", "linewidth": 0.8}
+            style["label"] = f"{chosen.label}, averaged (lr {chosen.rate:g})"
+            curves.append((scalar + AVERAGED, style, chosen))
     return curves
 
 
@@ -189,9 +189,9 @@ def _rows(compared, panels, speed) -> list[Panel]:
         "objective": tested(compared.criterion).scalar,
         "metric": f"test/{statistics.metric_of(compared)}",
     }
-    runs = [run for own in compared.at(speed) for run in own.runs.values()]
+    runs = [run for chosen in compared.at(speed) for run in chosen.runs.values()]
     known = {k for run in runs for r in run for k, v in r.items() if v is not None}
-    if any(len(statistics.timed(own.runs)) < len(own.runs) for own in compared.at(speed)):
+    if any(len(statistics.timed(chosen.runs)) < len(chosen.runs) for chosen in compared.at(speed)):
         known.discard("seconds")
     new = (k for k in known if re.match("(?!train|valid|test).+/", k) and k not in LABELS)
     panels = [*panels, *(Panel(name, ("step",), panels[0].fastest) for name in sorted(new))]
@@ -269,11 +269,13 @@ def looks(names: Iterable[str]) -> dict[str, dict]:
     for name in sorted(names, key=lambda name: not METHODS.keys() & {*name.split("+")}):
         known = [METHODS[word] for word in name.split("+") if word in METHODS]
         free = min(COLOURS, key=[colour for colour, _ in used.elements()].count), "o"
-        own = [look for look in known if look[0] != BLACK] or known[:1] or [free]
-        own = own[0][0], own[-1][1]
-        line = (0, (6, *(1.5, 1.5) * (used[own] - 1), 1.5)) if used[own] else "-"
-        used[own] += 1
-        styles[name] = dict(color=own[0], marker=own[1], linestyle=line, markevery=0.1, ms=4)
+        coloured = [look for look in known if look[0] != BLACK] or known[:1] or [free]
+        coloured = coloured[0][0], coloured[-1][1]
+        line = (0, (6, *(1.5, 1.5) * (used[coloured] - 1), 1.5)) if used[coloured] else "-"
+        used[coloured] += 1
+        styles[name] = dict(
+            color=coloured[0], marker=coloured[1], linestyle=line, markevery=0.1, ms=4
+        )
     return {name: styles[name] for name in names}
 
 
@@ -305,7 +307,7 @@ def effects(
             axis.set_xlim(min(low.min(), 0.8) / 1.05, max(high.max(), 1.25) * 1.05)
             _plain(axis.xaxis)
     axes[0][0].invert_yaxis()
-    one = all(math.isnan(width) for own in responses for _, width in own.effects.values())
+    one = all(math.isnan(width) for each in responses for _, width in each.effects.values())
     many = "one seed" if one else "95 % intervals over seeds"
     save(figure, path, f"{title}\n{told}, {many}")
 

@@ -53,7 +53,7 @@ class Comparison:
     averaged: Any = None  # the same of averaged weights, where they were recorded
 
     def at(self, speed: float | None = None) -> list[Chosen]:
-        return [own for (_, s), own in self.chosen.items() if s == speed]
+        return [one for (_, s), one in self.chosen.items() if s == speed]
 
     def baseline(self, speed: float | None = None) -> Chosen | None:
         return self.chosen.get((next(iter(self.arms)), speed))
@@ -69,8 +69,8 @@ def compare(records, arms: Mapping[str, str], criterion: Criterion, plans=None) 
             runs = dict(sorted(runs_of(records, arm, speed, REPORTED).get(rate, {}).items()))
             chosen[arm, speed] = Chosen(arm, label, speed, rate, runs, tuple(sorted(tried)), out)
     averaged = [
-        compare([r for r in records if own.scalar in r or r.get("diverged")], arms, own, plans)
-        for own in criteria(criterion, records)[1:]
+        compare([r for r in records if each.scalar in r or r.get("diverged")], arms, each, plans)
+        for each in criteria(criterion, records)[1:]
     ]
     return Comparison(
         records, dict(arms), criterion, tuple(speeds), chosen, dict(plans or {}), *averaged
@@ -79,8 +79,8 @@ def compare(records, arms: Mapping[str, str], criterion: Criterion, plans=None) 
 
 def criteria(criterion: Criterion, records) -> list[Criterion]:
     """The criterion, and that of averaged weights where they were recorded."""
-    own = criterion._replace(scalar=criterion.scalar + AVERAGED)
-    return [criterion, *[own] * any(own.scalar in r for r in records)]
+    averaged = criterion._replace(scalar=criterion.scalar + AVERAGED)
+    return [criterion, *[averaged] * any(averaged.scalar in r for r in records)]
 
 
 def runs_of(records, arm, speed=None, phases=TUNING) -> dict[float, dict[int, list]]:
@@ -96,8 +96,8 @@ def runs_of(records, arm, speed=None, phases=TUNING) -> dict[float, dict[int, li
 
 def diverged(records, arm: str, speed: float | None = None) -> tuple[float, ...]:
     """The learning rates at which a run of the arm diverged, ascending."""
-    own = (r for r in records if r["arm"] == arm and r["speed"] == speed)
-    return tuple(sorted({r["learning_rate"] for r in own if r.get("diverged")}))
+    of_arm = (r for r in records if r["arm"] == arm and r["speed"] == speed)
+    return tuple(sorted({r["learning_rate"] for r in of_arm if r.get("diverged")}))
 
 
 def tuned(records, arm: str, speed: float | None = None) -> dict[float, dict[int, Run]]:
@@ -125,8 +125,8 @@ def best_rate(records, arm: str, speed, criterion: Criterion) -> float | None:
         return score([runs[rate][seed] for seed in seeds or runs[rate]], criterion)
 
     def beaten(rate):
-        more = {other: own.keys() & runs[rate] for other, own in runs.items()
-                if len(own) > len(runs[rate])}  # fmt: skip
+        more = {other: by_seed.keys() & runs[rate] for other, by_seed in runs.items()
+                if len(by_seed) > len(runs[rate])}  # fmt: skip
         return any(both and score_on(other, both) <= score_on(rate, both)
                    for other, both in more.items())  # fmt: skip
 
@@ -201,7 +201,7 @@ def target_of(comparison: Comparison) -> float:
         base = [*comparison.baseline().runs.values()]
         return float(lowest(base, criterion).mean()) if base else math.nan
     worst = max if criterion.lower else min
-    runs = [run for own in comparison.chosen.values() for run in own.runs.values()]
+    runs = [run for chosen in comparison.chosen.values() for run in chosen.runs.values()]
     ends = [last(run, criterion.scalar) for run in runs]
     return worst(filter(math.isfinite, ends), default=math.nan)
 

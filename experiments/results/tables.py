@@ -39,11 +39,11 @@ def table(comparison: Comparison, columns: Sequence[Column], speed: float | None
     Where averaged weights were recorded, the same table of them follows.
     """
     rows = []
-    for own in comparison.at(speed):
+    for chosen in comparison.at(speed):
         row = {}
         for head, cell, always in columns:
             head = head if isinstance(head, str) else head(comparison)
-            row[head] = cell(comparison, own) if own.runs or always else "-"
+            row[head] = cell(comparison, chosen) if chosen.runs or always else "-"
         rows.append(row)
     if comparison.averaged is None:
         return markdown(rows)
@@ -53,7 +53,7 @@ def table(comparison: Comparison, columns: Sequence[Column], speed: float | None
 
 # Columns.
 def arm(head: str) -> Column:
-    return Column(head, lambda comparison, own: own.label, always=True)
+    return Column(head, lambda comparison, chosen: chosen.label, always=True)
 
 
 def rate(head: str) -> Column:
@@ -73,17 +73,17 @@ def marked(rate: float, tried: Iterable[float]) -> str:
 
 def mean(head, form: str, values: Callable, word: str = "") -> Column:
     """The mean over seeds of `(comparison, arm) -> values`, as of `show`."""
-    return Column(head, lambda comparison, own: show(values(comparison, own), form, word))
+    return Column(head, lambda comparison, chosen: show(values(comparison, chosen), form, word))
 
 
-def end(head, scalar: str, form: str, word: str = "", rate: str = "own") -> Column:
+def end(head, scalar: str, form: str, word: str = "", rate: str = "best") -> Column:
     """The mean over seeds of a column of the `frame`; "-" where a value is not finite.
 
     Those of "to NAME" that are infinite are counted: how many seeds reach the target.
     """
 
-    def cell(comparison, own):
-        values = ends(comparison, own, scalar, rate)
+    def cell(comparison, chosen):
+        values = ends(comparison, chosen, scalar, rate)
         return values if scalar.startswith("to ") or np.isfinite(values).all() else ()
 
     return mean(head, form, cell, word)
@@ -97,9 +97,9 @@ def metric(form: str) -> Column:
 def less(scalar: str, form: str) -> Column:
     """The last value of a scalar less the baseline's, paired by seed."""
 
-    def cell(comparison, own):
-        change = against(comparison, own, scalar)
-        one = own.arm == next(iter(comparison.arms)) or not np.isfinite(change).all()
+    def cell(comparison, chosen):
+        change = against(comparison, chosen, scalar)
+        one = chosen.arm == next(iter(comparison.arms)) or not np.isfinite(change).all()
         return "-" if one else show(change, form)
 
     return Column(lambda c: f"less {c.baseline().label}", cell)
@@ -111,10 +111,10 @@ def train_loss(comparison: Comparison) -> str:
     return f"train loss (first {max(parts):,})" if parts else "train loss"
 
 
-def own_rate(head: str) -> Column:
+def fastest_rate(head: str) -> Column:
     """The learning rate with which the arm reaches the target first."""
 
-    def cell(comparison, own):
+    def cell(comparison, chosen):
         known = math.isfinite(statistics.target_of(comparison))
         return marked(fastest(comparison, own.arm)[0], own.tried) if known else "-"
 
@@ -126,8 +126,8 @@ def _times_fewer(comparison, own):
     return times(logs) if len(logs) and np.isfinite(logs).all() else "-"
 
 
-def _lowest(comparison, own):
-    return statistics.lowest([*own.runs.values()], comparison.criterion)
+def _lowest(comparison, chosen):
+    return statistics.lowest([*chosen.runs.values()], comparison.criterion)
 
 
 FIRST_ORDER_COLUMNS = (
@@ -144,7 +144,7 @@ ORDER_COLUMNS = (
     mean(lambda c: f"best {name_of(c.criterion.scalar)}", "{:.2e}", _lowest),
     end(lambda c: f"epochs to {c.baseline().label}'s best, its lr", "to epoch", "{:.0f}",
         rate="baseline"),
-    own_rate("own lr"),
+    fastest_rate("own lr"),
     end("epochs, own lr", "to epoch", "{:.0f}", rate="fastest"),
     Column("times fewer", _times_fewer),
     end("seconds, own lr", "to seconds", "{:.2f}", rate="fastest"),
@@ -153,41 +153,41 @@ ORDER_COLUMNS = (
 )  # fmt: skip
 
 
-def faster(comparison: Comparison, own: Chosen, *, who: bool = False) -> str:
+def faster(comparison: Comparison, chosen: Chosen, *, who: bool = False) -> str:
     """Seconds of the baseline to the target over the arm's, paired by seed; "-" where none.
 
     Where not all seeds arrive `who` says how many do.
     """
-    if np.isinf(taken := ends(comparison, own, "to seconds")).any():
+    if np.isinf(taken := ends(comparison, chosen, "to seconds")).any():
         return show(taken, "", "arrive") if who else "-"
-    logs = against(comparison, own, "to seconds", ratio=True)
+    logs = against(comparison, chosen, "to seconds", ratio=True)
     return times(logs) if len(logs) and np.isfinite(logs).all() else "-"
 
 
-def _per_step(own, name) -> list[float]:
-    runs = statistics.timed(own.runs) if name == "seconds" else own.runs
+def _per_step(chosen, name) -> list[float]:
+    runs = statistics.timed(chosen.runs) if name == "seconds" else chosen.runs
     return [run[-1][name] / run[-1]["step"] for run in runs.values()]
 
 
 def _each(name: str, form: str, of: Callable) -> Column:
     """The distinct values of a run's last record over seeds, which seldom differ."""
 
-    def cell(comparison, own):
-        values = sorted({of(run[-1]) for run in own.runs.values()})
+    def cell(comparison, chosen):
+        values = sorted({of(run[-1]) for run in chosen.runs.values()})
         return ", ".join(form.format(v) for v in values)
 
     return Column(name, cell)
 
 
-def _periods(comparison, own):
-    plan = comparison.plans.get(own.arm)
+def _periods(comparison, chosen):
+    plan = comparison.plans.get(chosen.arm)
     return f"{plan.periods.min()} to {plan.periods.max()}" if plan else "-"
 
 
 SYNC_COLUMNS = (
     arm("rule"),
     rate("peak lr"),
-    Column("seeds", lambda c, own: f"{len(own.runs)}"),
+    Column("seeds", lambda c, chosen: f"{len(chosen.runs)}"),
     metric("{:.4f}"),
     end(train_loss, statistics.LOSS, "{:.4f}"),
     _each("volume", "{:.2%}", volume),
@@ -195,7 +195,7 @@ SYNC_COLUMNS = (
     Column("H", _periods),
     end("seconds", "seconds", "{:.1f}"),
     end("last drift", "drift", "{:.4f}"),
-    Column("diverged", lambda c, own: ", ".join(f"{r:g}" for r in own.diverged) or "-", True),
+    Column("diverged", lambda c, chosen: ", ".join(f"{r:g}" for r in chosen.diverged) or "-", True),
 )
 ECHO_COLUMNS = (
     arm("arm"),
@@ -205,14 +205,16 @@ ECHO_COLUMNS = (
     end("loads", "to loads", "{:.0f}", word="arrive"),
     end("steps", "to step", "{:.0f}", word="arrive"),
     end("rounds", "to rounds", "{:.0f}", word="arrive"),
-    mean("ms per step", "{:.2f}", lambda c, own: [1e3 * s for s in _per_step(own, "seconds")]),
-    Column("loads per step", lambda c, own: f"{interval(_per_step(own, 'loads'))[0]:.2f}"),
+    mean(
+        "ms per step", "{:.2f}", lambda c, chosen: [1e3 * s for s in _per_step(chosen, "seconds")]
+    ),
+    Column("loads per step", lambda c, chosen: f"{interval(_per_step(chosen, 'loads'))[0]:.2f}"),
 )
 COMBINED_COLUMNS = (
     arm("arm"),
     rate("best lr"),
     mean(lambda c: f"last {name_of(c.criterion.scalar)}", "{:.3g}",
-         lambda c, own: ends(c, own, c.criterion.scalar)),
+         lambda c, chosen: ends(c, chosen, c.criterion.scalar)),
     metric("{:.4g}"),
     end("steps to the target", "to step", "{:.0f}"),
     end("loads", "to loads", "{:.0f}"),
@@ -320,16 +322,16 @@ def answer(comparison: Comparison) -> str:
     """A sentence: what the best arm gains over the baseline, by costs and ends of the tables."""
     speed, criterion = comparison.speeds[-1], comparison.criterion
     spent = "to seconds" if speed is not None else "to step"
-    costs = {"lowest": ("to epoch", "fastest"), "target": (spent, "own")}
-    scalar, rate = costs.get(criterion.when, (criterion.scalar, "own"))
+    costs = {"lowest": ("to epoch", "fastest"), "target": (spent, "best")}
+    scalar, rate = costs.get(criterion.when, (criterion.scalar, "best"))
     is_cost, words = scalar.startswith("to "), {"to epoch": "epochs", "to step": "steps"}
     scalar = "metric" if scalar.startswith("valid/") else scalar
     base, others = comparison.baseline(speed), []
-    for own in comparison.at(speed):
-        effect = against(comparison, own, scalar, rate, ratio=is_cost)
-        if own.arm != next(iter(comparison.arms)) and len(effect) and np.isfinite(effect).all():
+    for chosen in comparison.at(speed):
+        effect = against(comparison, chosen, scalar, rate, ratio=is_cost)
+        if chosen.arm != next(iter(comparison.arms)) and len(effect) and np.isfinite(effect).all():
             mean, half = interval(effect if is_cost or not criterion.lower else -effect)
-            others.append((mean, half, own.label, len(effect)))
+            others.append((mean, half, chosen.label, len(effect)))
     if base is None or len(comparison.at(speed)) < 2:
         return ""
     none = f"Nothing is shown to beat {base.label}"
@@ -353,7 +355,7 @@ def answer(comparison: Comparison) -> str:
 def late(comparison: Comparison) -> list[str]:
     """The arms that miss the target with some seed."""
     arms = comparison.at(comparison.speeds[0])
-    taken = ((own.label, statistics.spent(comparison, own.runs, "step")) for own in arms)
+    taken = ((chosen.label, statistics.spent(comparison, chosen.runs, "step")) for chosen in arms)
     return [label for label, steps in taken if math.inf in steps.values()]
 
 
@@ -369,7 +371,11 @@ def target_line(comparison: Comparison) -> str:
 def diverged_rates(comparison):
     """A line per learning rate at which an arm diverged."""
     arms = comparison.at()
-    lines = [f"{own.label} diverged at learning rate {r:g}." for own in arms for r in own.diverged]
+    lines = [
+        f"{chosen.label} diverged at learning rate {r:g}."
+        for chosen in arms
+        for r in chosen.diverged
+    ]
     return "\n\n".join(lines)
 
 
@@ -378,11 +384,11 @@ def against_baseline(comparison: Comparison) -> str:
     metric, rows = statistics.metric_of(comparison), []
     base, label = next(iter(comparison.arms.items()))
     scale, unit = (100, "points") if metric == "accuracy" else (1, "difference")
-    for own in comparison.at():
-        less = against(comparison, own, "metric")
-        if own.arm != base and len(less) and np.isfinite(less).all():
+    for chosen in comparison.at():
+        less = against(comparison, chosen, "metric")
+        if chosen.arm != base and len(less) and np.isfinite(less).all():
             shown = {METRICS[metric].label: show(scale * less, "{:+.2f}")}
-            rows.append({f"{unit} against {label}": own.label} | shown)
+            rows.append({f"{unit} against {label}": chosen.label} | shown)
     return markdown(rows) if rows else ""
 
 
@@ -392,24 +398,24 @@ def gains(comparison: Comparison) -> str:
     Times fewer epochs are those to the value with which the baseline's run of the same seed ends.
     """
     both = [c for c in (comparison, comparison.averaged) if c and c.baseline().runs]
-    rows = [_gains(c, own) for c in both for own in c.at() if own.runs]
+    rows = [_gains(c, chosen) for c in both for chosen in c.at() if chosen.runs]
     return markdown(rows) if len(rows) > len(both) else ""
 
 
-def _gains(comparison, own) -> Mapping[str, str]:
+def _gains(comparison, chosen) -> Mapping[str, str]:
     scalar, base = comparison.criterion.scalar, comparison.baseline()
     plain = scalar.removesuffix(statistics.AVERAGED)
     form = "{:.2e}" if plain == statistics.ABOVE else "{:.4f}"  # distances are of any size
     column = less(scalar, form.replace(":", ":+"))
-    own_epochs, before = (
+    after, before = (
         {seed: arrival(run, scalar, statistics.last(base.runs[seed], scalar))
-         for seed, run in of.runs.items() if seed in base.runs} for of in (own, base)
+         for seed, run in of.runs.items() if seed in base.runs} for of in (chosen, base)
     )  # fmt: skip
-    if late := sum(map(math.isinf, own_epochs.values())):
-        fewer = f"{len(own_epochs) - late} of {len(own_epochs)} arrive"
+    if late := sum(map(math.isinf, after.values())):
+        fewer = f"{len(after) - late} of {len(after)} arrive"
     else:
-        both = measured({own.arm: own_epochs, base.arm: before})
-        fewer = times(paired(both, own.arm, base.arm, "value", ratio=True))
+        both = measured({chosen.arm: after, base.arm: before})
+        fewer = times(paired(both, chosen.arm, base.arm, "value", ratio=True))
     return {
         "at the end": own.label, "weights": "last" if plain == scalar else "averaged",
         "lr": marked(own.rate, own.tried), "seeds": f"{len(own.runs)}",
@@ -437,8 +443,8 @@ def times_faster(comparison: Comparison) -> str:
     for arm, label in comparison.arms.items():
         row = {head: label}
         for speed in comparison.speeds:
-            own = comparison.chosen.get((arm, speed))
-            row[f"R = {speed:g}"] = faster(comparison, own, who=True) if own else "-"
+            chosen = comparison.chosen.get((arm, speed))
+            row[f"R = {speed:g}"] = faster(comparison, chosen, who=True) if chosen else "-"
         rows.append(row)
     return markdown(rows)
 
@@ -463,12 +469,12 @@ def rates_tried(head: str = "arm"):
 def sweep(comparison: Comparison, speed: float | None = None, head: str = "arm") -> str:
     """What chose the rates: the criterion at every learning rate, in brackets the seeds if many."""
     at, criterion = comparison.at(speed), comparison.criterion
-    rates = sorted({rate for own in at for rate in own.tried})
+    rates = sorted({rate for chosen in at for rate in chosen.tried})
 
-    def cell(own, rate):
-        if rate in own.diverged:
+    def cell(chosen, rate):
+        if rate in chosen.diverged:
             return "diverged"
-        runs = statistics.runs_of(comparison.records, own.arm, speed).get(rate)
+        runs = statistics.runs_of(comparison.records, chosen.arm, speed).get(rate)
         if not runs:
             return "-"
         late, mean = statistics.score([*runs.values()], criterion)
@@ -481,4 +487,6 @@ def sweep(comparison: Comparison, speed: float | None = None, head: str = "arm")
         text = rounded(mean, "{:.0f}" if target else form_of(criterion.scalar))
         return text + (f" ({len(runs)})" if len(runs) > 1 else "")
 
-    return markdown([{head: own.label} | {f"lr {r:g}": cell(own, r) for r in rates} for own in at])
+    return markdown(
+        [{head: chosen.label} | {f"lr {r:g}": cell(chosen, r) for r in rates} for chosen in at]
+    )

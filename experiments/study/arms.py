@@ -148,13 +148,13 @@ ORDERS = {
 
 def _order(row: Order, *, sketch=None, team=None, scale=None, signs=None, deal=None, cut=None):
     """The row with values of its options."""
-    own = {"sketched": True} if sketch and row.coordinated else {}
-    own |= {} if signs is None else {"rule": signs}
+    options = {"sketched": True} if sketch and row.coordinated else {}
+    options |= {} if signs is None else {"rule": signs}
     if team is not None:
         if sketch is None:
             raise UserError(f"--team is {team} without a sketch: pass --sketch too, as 1024.")
-        own["team_size"] = team
-    make, deals = functools.partial(row.make, **own) if own else row.make, row.deals
+        options["team_size"] = team
+    make, deals = functools.partial(row.make, **options) if options else row.make, row.deals
     if deal and row.observes:  # units are given anew to all workers, of pairs in one order of all
         deals, inner = UNITS, make
         make = lambda s: syncopate.ordering.global_order(inner(s), s.num_units, total=s.total)  # noqa: E731
@@ -469,8 +469,8 @@ class Arm:
             order, options = "rr", {"deal": "dealt"} | options
         decided = []
         for kind, name in {"order": order, "sync": sync, "echo": echo}.items():
-            own = {flag: v for flag, v in options.items() if OPTIONS[flag].of == kind}
-            decided.append(_decided(kind, name, tuple(own.items())))
+            of_kind = {flag: v for flag, v in options.items() if OPTIONS[flag].of == kind}
+            decided.append(_decided(kind, name, tuple(of_kind.items())))
         words, self.rows = zip(*decided, strict=True)
         self.words = dict(zip(TABLES, words, strict=True))
         self.label = " + ".join(row.label for row in self.rows) if label is None else label
@@ -592,8 +592,8 @@ def plans_of(
     task: Task, recipe: Recipe, arm: Arm, *, rate=1.0, seed=0, speed: float | None = None
 ) -> config.Plans:
     """The plans of a run of an arm; seed and speed as of `training.config.config_of`."""
-    own = config_of(task, recipe, arm, seed=seed, speed=speed)
-    return config.plans_of(own, *arm.rows[1:], rate=rate)
+    setting = config_of(task, recipe, arm, seed=seed, speed=speed)
+    return config.plans_of(setting, *arm.rows[1:], rate=rate)
 
 
 def left_out(arms: Iterable[Arm], task: Task, recipe: Recipe) -> list[str]:

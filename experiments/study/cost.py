@@ -202,9 +202,9 @@ def shapes_of(
     over, owned = mesh or sizes.workers, tuple(word == "worker" for word in worker.sides)
     places = {True: owned_sharding(mesh), False: shared_sharding(mesh)}
 
-    def placed(tree, own, *axes):
+    def placed(tree, side, *axes):
         def one(x):
-            return jax.ShapeDtypeStruct((*axes, *x.shape), x.dtype, sharding=places[own])
+            return jax.ShapeDtypeStruct((*axes, *x.shape), x.dtype, sharding=places[side])
 
         return jax.tree.map(one, tree)
 
@@ -426,8 +426,8 @@ def compile_or_refuse(lowered: jax.stages.Lowered, chip: Chip) -> Compiled | Ref
 def buffer_bytes(program: jax.stages.Compiled) -> int:
     """Of all buffers of a program on one device; what is donated counts once."""
     stats = program.memory_analysis()
-    own = stats.output_size_in_bytes - stats.alias_size_in_bytes
-    return stats.argument_size_in_bytes + own + stats.temp_size_in_bytes
+    outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return stats.argument_size_in_bytes + outputs + stats.temp_size_in_bytes
 
 
 @contextlib.contextmanager
@@ -499,27 +499,27 @@ def dry_run(task: Task, recipe: Recipe, study, values) -> str:
     step_seconds = _gradient_flops(task, recipe) / (TERA * values.device_teraflops)
     reads = values.input != "device"
     shapes_by = functools.cache(functools.partial(shapes_of, task, recipe, mesh=mesh, reads=reads))
-    bytes_by = functools.cache(lambda *own: buffer_bytes(lower_step(task, recipe, *own).compile()))
+    bytes_by = functools.cache(lambda *of: buffer_bytes(lower_step(task, recipe, *of).compile()))
     rows, listed = [], {}
     for speed in study.speeds or (None,):
         for arm in study.arms.values():
             order, rule, _ = arm.rows
-            own = order, rule.rounds  # arms share programs
-            shapes = shapes_by(*own)
+            decisions = order, rule.rounds  # arms share programs
+            shapes = shapes_by(*decisions)
             row = _row(task, recipe, arm, speed, step_seconds, shapes, values.gigabits)
             rows.append(row)
             if chip is None:
-                known = show_bytes(bytes_by(*own)) if values.compile else "not compiled"
+                known = show_bytes(bytes_by(*decisions)) if values.compile else "not compiled"
                 row["memory of a worker"] = known
                 continue
             names = [*shapes.programs]
             if row["steps"] == row["loads"]:
                 names.remove("echoed step")
             for name in names:
-                if (*own, name) not in listed:
+                if (*decisions, name) not in listed:
                     compiled = compile_or_refuse(shapes.programs[name](), chip)
-                    listed[*own, name] = name, arm.label, shapes, compiled
-            row["peak of a device"] = _peak([listed[*own, name][-1] for name in names], chip)
+                    listed[*decisions, name] = name, arm.label, shapes, compiled
+            row["peak of a device"] = _peak([listed[*decisions, name][-1] for name in names], chip)
     known = _facts(task, recipe)
     known |= {} if chip is None else _slice_facts(task, values.topology, mesh, chip)
     facts = [{"what": name, "value": value} for name, value in known.items()]

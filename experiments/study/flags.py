@@ -70,7 +70,7 @@ class _Several(flags.ListParser):
         return [self.each.parse(text) for text in super().parse(argument) or [""]]
 
 
-def definer(values: flags.FlagValues, title: str = entry.OWN, **defaults) -> Callable:
+def definer(values: flags.FlagValues, title: str = entry.THIS_COMMAND, **defaults) -> Callable:
     """`define(kind, name, default, text, *more, **options)`, which defines a flag of `absl.flags`.
 
     A kind is a function of `absl.flags`, such as DEFINE_string; a `Range`, whose numbers the flag
@@ -136,12 +136,12 @@ def _output(define):
 
 
 def _processes(define):
-    own = "; unset for one process"
+    unset = "; unset for one process"
     address, number, process = entry.PROCESSES
-    text = f"host:port of process 0; {entry.AUTO}: what SLURM or a TPU pod tells{own}"
+    text = f"host:port of process 0; {entry.AUTO}: what SLURM or a TPU pod tells{unset}"
     define(flags.DEFINE_string, address, None, text)
-    define(COUNT, number, None, "of the run" + own)
-    define(FROM_ZERO, process, None, f"0 .. {number} - 1" + own)
+    define(COUNT, number, None, "of the run" + unset)
+    define(FROM_ZERO, process, None, f"0 .. {number} - 1" + unset)
     text = "seconds after which a process that waits for others, or for a batch, says so and leaves"
     define(base.WAIT, "patience", entry.PATIENCE, text)
 
@@ -174,9 +174,9 @@ def choices() -> dict[str, tuple[recipes.Choice, list[str]]]:
 def defaults(values: flags.FlagValues) -> dict:
     """By name of a flag, what the setting of --task gives where it is unset."""
     setting, recipe = recipes.setting_of(values.task), recipes.recipe_of(values.task)
-    own = inspect.signature(TASKS[setting.task]).parameters
+    parameters = inspect.signature(TASKS[setting.task]).parameters
     rate = recipe.learning_rates[len(recipe.learning_rates) // 2]
-    known = {name: choice.default for name, choice in own.items()} | {"learning_rate": rate}
+    known = {name: choice.default for name, choice in parameters.items()} | {"learning_rate": rate}
     return known | dict(setting.choices) | recipe._asdict()
 
 

@@ -97,8 +97,8 @@ def _prepared(task, recipe, rows, values, known):
     """(program, plans, where the run goes on if with other workers)."""
     order, rule, policy = rows
     sizes = resize.sizes_of(task, recipe, known, deals=order.deals)
-    own = config.config_of(recipe, sizes, seed=values.seed)
-    plans = config.plans_of(own, rule, policy, rate=recipe.learning_rates[0])
+    setting = config.config_of(recipe, sizes, seed=values.seed)
+    plans = config.plans_of(setting, rule, policy, rate=recipe.learning_rates[0])
     begun, units = None, None
     if known:
         of_sizes = functools.partial(

@@ -130,8 +130,8 @@ def next_run(
     seeds: int,
 ) -> Run | None:  # fmt: skip
     """The next run that an arm needs at a speed, after these whole runs; None if it is done."""
-    own = [r for r in records if (r["arm"], r["speed"]) == (arm, speed)]
-    ended, phase = _by_run(own), "run" if speed is None else "tune"
+    of_arm = [r for r in records if (r["arm"], r["speed"]) == (arm, speed)]
+    ended, phase = _by_run(of_arm), "run" if speed is None else "tune"
 
     def missing(rates, seeds, phase):
         runs = (Run(arm, speed, rate, seed, phase) for rate in rates for seed in seeds)
@@ -140,13 +140,13 @@ def next_run(
     if first := missing(sorted(rates), [0], phase):
         return first
     best = {}  # in their order; records may be of further rates, that an earlier call asked for
-    for criterion in statistics.criteria(study.criterion, own):
-        finalists = statistics.finalists(own, arm, speed, criterion)
+    for criterion in statistics.criteria(study.criterion, of_arm):
+        finalists = statistics.finalists(of_arm, arm, speed, criterion)
         best |= dict.fromkeys([rate for rate in finalists if rate in rates][: study.finalists])
     others = missing(best, range(seeds), phase)
     if others or speed is None:
         return others
-    best = statistics.best_rate(own, arm, speed, study.criterion)
+    best = statistics.best_rate(of_arm, arm, speed, study.criterion)
     return None if best is None else missing([best], range(seeds), "report")
 
 
@@ -246,9 +246,9 @@ class Trainer:
 
     def rates(self, arm: str, speed: float | None) -> list[float]:
         """The learning rates that are tried with an arm at a speed."""
-        own = self.study.arms[arm]
-        given = config_of(self.task, self.recipe, own, seed=0, speed=self._pace(speed))
-        return [own.rate_factor(given) * rate for rate in self.recipe.learning_rates]
+        chosen = self.study.arms[arm]
+        given = config_of(self.task, self.recipe, chosen, seed=0, speed=self._pace(speed))
+        return [chosen.rate_factor(given) * rate for rate in self.recipe.learning_rates]
 
     def steps(self, arm: str, speed: float | None) -> int:
         """T of an arm's runs at a speed."""

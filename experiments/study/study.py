@@ -73,6 +73,6 @@ def arms_of(study: Study, names: Iterable[str]) -> dict[str, Arm]:
             try:
                 others[name] = arm_of(name, **study.usual)
             except UserError as error:
-                own = ", ".join(study.arms)
-                raise UserError(f"--arms has {name!r}, none of {own}: {error}") from error
+                listed = ", ".join(study.arms)
+                raise UserError(f"--arms has {name!r}, none of {listed}: {error}") from error
     return {name: arm for name, arm in study.arms.items() if name in names} | others

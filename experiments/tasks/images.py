@@ -152,8 +152,8 @@ def mobilenet_stages() -> tuple:
 
 
 def _mobilenet_v2(**sizes):
-    own = {"stages": mobilenet_stages(), "stem_channels": 32, "stem_stride": 1}
-    return base.network("mobilenet_v2", head_channels=1280, **own, **sizes)
+    table = {"stages": mobilenet_stages(), "stem_channels": 32, "stem_stride": 1}
+    return base.network("mobilenet_v2", head_channels=1280, **table, **sizes)
 
 
 CHOICES = {

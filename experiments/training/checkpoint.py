@@ -351,8 +351,8 @@ def progress_of(known: Mapping, plans: Plans) -> Progress:
             f"The checkpoint of step {known['step']} was written under other conditions "
             f"({', '.join(changed)}): the run may not end with the same bits."
         )
-    for name, own in plans.digests().items():
-        if known["plans"].get(name) != own:
+    for name, digest in plans.digests().items():
+        if known["plans"].get(name) != digest:
             raise UserError(
                 f"the checkpoint of step {known['step']} belongs to another {name} plan: "
                 f"{WHAT_TO_DO}"

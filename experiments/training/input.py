@@ -17,7 +17,7 @@ import ordering.data
 from experiments.cluster import agree, living
 from experiments.training.config import Sizes
 from ordering.data import batches
-from ordering.data.batches import of_process as own
+from ordering.data.batches import of_process as of_process
 from syncopate.mesh import is_key
 from syncopate.unstable import multihost_utils
 from syncopate.workers import AXIS
@@ -244,13 +244,13 @@ def place_rows(tree, sharding: Sharding | None):
     return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), tree)
 
 
-def own_workers(mesh: Mesh | None, workers: int) -> list[int]:
+def workers_here(mesh: Mesh | None, workers: int) -> list[int]:
     """The workers of this process's devices: their positions on the mesh's axis "worker"."""
     if mesh is None:
         return list(range(workers))
-    axis, own = mesh.axis_names.index(AXIS), jax.process_index()
+    axis, process = mesh.axis_names.index(AXIS), jax.process_index()
     devices = np.ndenumerate(mesh.devices)
-    return sorted({at[axis] for at, device in devices if device.process_index == own})
+    return sorted({at[axis] for at, device in devices if device.process_index == process})
 
 
 def on_host(tree):
@@ -267,7 +267,7 @@ def on_host(tree):
     parts = [x for x in leaves if spread(x)]
     with agree.for_others("values that all of them hold"):
         if living.on():
-            parts = living.gathered([*map(own, parts)]) if parts else []
+            parts = living.gathered([*map(of_process, parts)]) if parts else []
         else:
             parts = [multihost_utils.process_allgather(x, tiled=True) for x in parts]
     parts = iter(parts)

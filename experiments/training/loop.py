@@ -223,12 +223,12 @@ class Ahead:
     """
 
     def __init__(self, program: Program, orders):
-        self._following, self._own, self._next = program.following, orders, None
+        self._following, self._orders, self._next = program.following, orders, None
         self.make()  # before the steps take the orders
 
     def make(self) -> None:
         if self._following is not None and self._next is None:
-            self._own, self._next = self._following(self._own)
+            self._orders, self._next = self._following(self._orders)
 
     def take(self):
         """The orders of the next epoch, or None if the steps make them."""

@@ -167,7 +167,7 @@ def evaluator(task: Task, recipe: Recipe, *, halves: bool) -> tuple[Callable, Se
             shapes = jax.eval_shape(moments_at, params)
             like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)  # noqa: E731
             statistics = jax.tree.map(like, shapes)
-        for call in calls({part: own.shapes() for part, own in sets.items()}):
+        for call in calls({part: examples.shapes() for part, examples in sets.items()}):
             measured.lower(params, statistics, call).compile()
 
     return begin, [compile_calls] + [lambda params: optimum()] * (optimum is not None)

@@ -85,6 +85,6 @@ def inner(recipe: Recipe) -> optax.GradientTransformationExtraArgs:
         del params, extra
         return jax.tree.map(lambda u: (-rate * u).astype(u.dtype), updates), state
 
-    own = OPTIMIZERS[recipe.optimizer](recipe.weight_decay, recipe.momentum)
+    transforms = OPTIMIZERS[recipe.optimizer](recipe.weight_decay, recipe.momentum)
     start = lambda params: optax.EmptyState()  # noqa: E731
-    return optax.chain(*own, optax.GradientTransformationExtraArgs(start, scale))
+    return optax.chain(*transforms, optax.GradientTransformationExtraArgs(start, scale))

@@ -95,7 +95,7 @@ def build(
             data, where = input.partition(task.train, sizes, units), owned_sharding(mesh)
         data = input.place(data, where)
     else:
-        owned = input.own_workers(mesh, sizes.workers)
+        owned = input.workers_here(mesh, sizes.workers)
         source = input.Source(train, sizes, total, owned, owned_sharding(mesh), reads, units)
     same = 2 * ("replicated",)  # the rate, and the place
     sync = living.begin(sync, mesh) if survives else mapped(worker, over, sync, *same)
@@ -244,16 +244,16 @@ def keys_of(seed, workers: int):
 
 
 def _initial(worker: Worker, mesh) -> Callable:
-    workers, own = worker.sizes.workers, worker.sides.params == "worker"
+    workers, per_worker = worker.sizes.workers, worker.sides.params == "worker"
     started = start_of(worker, mesh or workers)
 
     def init(seed: int) -> TrainState:
         """A seed determines the parameters and first permutations, the same for all orders."""
         seed = seed_of(seed)
         params = jax.device_get(params_of(worker.model)(seed))
-        if own:
+        if per_worker:
             params = jax.tree.map(lambda p: np.broadcast_to(p, (workers, *np.shape(p))), params)
-        params = input.place(params, owned_sharding(mesh) if own else shared_sharding(mesh))
+        params = input.place(params, owned_sharding(mesh) if per_worker else shared_sharding(mesh))
         state = started(params, seed)
         # Committed to the device, as a restored state is: otherwise the steps compile twice.
         return jax.device_put(state, jax.devices()[0]) if mesh is None else state
@@ -263,8 +263,8 @@ def _initial(worker: Worker, mesh) -> Callable:
 
 def _readers(worker: Worker, mesh) -> dict[str, Callable]:
     """`mean`, `mean_params` and `averaged` of a program."""
-    own, average = worker.sides.params == "worker", jax.jit(worker.averages.update)
-    mean = jax.jit(local_opt.mean_over_workers) if own else None
+    per_worker, average = worker.sides.params == "worker", jax.jit(worker.averages.update)
+    mean = jax.jit(local_opt.mean_over_workers) if per_worker else None
 
     def model(tree):
         tree = input.on_host(tree) if living.on() else tree

@@ -78,8 +78,8 @@ def sizes_of(task: Task, recipe: Recipe, saved: Saved | None, *, deals: str | No
             f"{workers} workers with {recipe.units_per_step} units per step cannot go on with the "
             f"{units} units of this run, {step} of them in every step of all workers: pass {told}."
         )
-    own = {"num_units": units // workers, "units_per_step": together // workers}
-    return sizes._replace(workers=workers, **own)
+    changed = {"num_units": units // workers, "units_per_step": together // workers}
+    return sizes._replace(workers=workers, **changed)
 
 
 def begun(
@@ -127,15 +127,15 @@ def _changed(state: TrainState, worker: Worker, before: Sizes, visited: int, pol
 
     Keys of the steps' randomness are those of a run that began with as many workers.
     """
-    sizes, own = worker.sizes, worker.sides.params == "worker"
+    sizes, per_worker = worker.sizes, worker.sides.params == "worker"
     if units is None and not worker.row.deals:
         units = np.arange(before.workers * before.num_units).reshape(before.workers, -1)
     params, opt_state, shared = state.params, state.opt_state, (state.averages, state.scale)
     with jax.default_device(_host()):
-        if own:
+        if per_worker:
             params, shared = local_opt.resize.mean_of((params, shared), sizes.workers)
         fresh = program.start_of(worker, sizes.workers)(params, config.seed_of(seed))
-        if own:
+        if per_worker:
             opt_state = local_opt.resize.resize(opt_state, fresh.opt_state, sizes.workers, policy)
         orders, units = ordering.resize(
             state.orders, fresh.orders, worker.order, units,

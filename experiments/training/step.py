@@ -61,8 +61,8 @@ class StepStats(NamedTuple):
 
     def plus(self, per: str, worker, state, *more) -> "StepStats":
         """With the scalars of a step or round added."""
-        own = {name: SCALARS[name].of for name in self.sums if SCALARS[name].per == per}
-        added = {name: self.sums[name] + of(worker, state, *more) for name, of in own.items()}
+        scalars = {name: SCALARS[name].of for name in self.sums if SCALARS[name].per == per}
+        added = {name: self.sums[name] + of(worker, state, *more) for name, of in scalars.items()}
         return self._replace(sums=self.sums | added)
 
     def means(self, **counts: int) -> dict[str, float]:
@@ -106,8 +106,8 @@ class Worker(NamedTuple):
     @property
     def sides(self) -> TrainState:
         """The fields of the state as specs of `local_opt.map_workers`."""
-        own = "replicated" if self.rounds.in_step else "worker"
-        return TrainState(own, own, "worker", "worker", "worker", own, own)
+        side = "replicated" if self.rounds.in_step else "worker"
+        return TrainState(side, side, "worker", "worker", "worker", side, side)
 
 
 def worker_of(

@@ -61,11 +61,11 @@ def test_a_process_contributes_only_its_own_workers_rows(two):
     values = np.arange(6.0).reshape(2, 3)
     keys = jax.random.key_data(jax.random.split(jax.random.key(0), 2)).tolist()
     for number, result in enumerate(two[0]):
-        assert result["own"] == result["placed"] == [number]
+        assert result["workers"] == result["placed"] == [number]
         assert result["here"] == [values[number].tolist()]
         assert result["whole"] == {"x": values.tolist(), "key": keys}
-        own = jax.random.fold_in(jax.random.key(3), number)
-        assert result["folded"] == [[jax.random.key_data(own).tolist()]]
+        key = jax.random.fold_in(jax.random.key(3), number)
+        assert result["folded"] == [[jax.random.key_data(key).tolist()]]
         assert result["first"] == {"seconds": 0.1, "text": "x"}
 
 

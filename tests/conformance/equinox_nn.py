@@ -198,11 +198,11 @@ def row_of(make, rng):
     keyed = "key" in inspect.signature(type(module).__call__).parameters
 
     def loss(params, x, key):
-        own = eqx.combine(params, static)
+        model = eqx.combine(params, static)
 
         def one(x, key):
             given = {"key": key} if keyed else {}
-            return own(x, state, **given)[0] if stateful else own(x, **given)
+            return model(x, state, **given)[0] if stateful else model(x, **given)
 
         keys = jax.random.split(key, len(x))
         return score(jax.vmap(one, axis_name="batch")(x, keys), len(x))

@@ -121,8 +121,8 @@ def _stacked(row):
         count = len(jax.tree.leaves(batch)[0])
 
         @jax.checkpoint
-        def body(total, own):
-            return total + row.loss(own, batch, key).astype(jnp.float32), None
+        def body(total, carried):
+            return total + row.loss(carried, batch, key).astype(jnp.float32), None
 
         return jax.lax.scan(body, jnp.zeros(count), params)[0]
 
@@ -263,18 +263,18 @@ def _compare(row, actual, names):
     if not all(np.all(np.isfinite(np.float32(x))) for x in jax.tree.leaves((mean, rows))):
         return Verdict("theirs", "not finite")
     for name in names:
-        own_losses, own_mean, own_rows = actual[name]
-        expected = {"losses": (own_losses, np.float32(losses)), "mean": (own_mean, mean)}
+        computed_losses, computed_mean, computed_rows = actual[name]
+        expected = {"losses": (computed_losses, np.float32(losses)), "mean": (computed_mean, mean)}
         if name in ("per_example_grads", "in turn"):
-            expected["rows"] = (own_rows, rows)
+            expected["rows"] = (computed_rows, rows)
         elif name + " of rows" in actual:
-            expected["sketches"] = (own_rows, actual[name + " of rows"])
+            expected["sketches"] = (computed_rows, actual[name + " of rows"])
         else:
             flat = [np.float32(x).reshape(B, -1) for x in jax.tree.leaves(rows)]
             flat = np.concatenate(flat, axis=1)
-            if own_rows.shape[1] > flat.shape[1]:
-                return Verdict("wrong", f"{name}: sketches have the shape {own_rows.shape}")
-            expected["sketches"] = (own_rows, flat)
+            if computed_rows.shape[1] > flat.shape[1]:
+                return Verdict("wrong", f"{name}: sketches have the shape {computed_rows.shape}")
+            expected["sketches"] = (computed_rows, flat)
         for what, (ours, theirs) in expected.items():
             if why := differs(ours, theirs, row.tolerance, params=row.params):
                 return Verdict("wrong", f"{name}: {what} {why}")

@@ -157,9 +157,9 @@ def row_of(make, rng):
     graph, params, rest = nnx.split(module, (nnx.Param, nnx.LoRAParam), ...)
 
     def loss(params, x, key):
-        own = nnx.merge(graph, params, rest, copy=True)
-        nnx.reseed(own, default=key, dropout=key)
-        return score(own(x, **options), len(x))
+        model = nnx.merge(graph, params, rest, copy=True)
+        nnx.reseed(model, default=key, dropout=key)
+        return score(model(x, **options), len(x))
 
     params = jax.tree.map(
         lambda p: np.asarray(p) + (0.1 * rng.normal(size=p.shape)).astype(p.dtype), params

@@ -124,8 +124,8 @@ def training(name, how, compress, policy):
 
         def step(params, state, **extra):
             value, grads = jax.value_and_grad(loss)(params)
-            own = {**grads, "frozen": optax.MaskedNode()}  # as an optimizer of a part sees it
-            given = {"value": value, "grad": own, "value_fn": loss, "obj_fn": loss}
+            masked = {**grads, "frozen": optax.MaskedNode()}  # as an optimizer of a part sees it
+            given = {"value": value, "grad": masked, "value_fn": loss, "obj_fn": loss}
             extra |= {key: given[key] for key in GIVEN.get(name, GIVEN[""])}
             updates, state = of.update(grads, state, params, **extra)
             return optax.apply_updates(params, updates), state

@@ -100,7 +100,8 @@ def resnet(depth, products=False):
         for k, block in enumerate(theirs.layers):
             ours = f"stage{stage}_block{k}"
             pairs += [
-                (f"{ours}.conv{i}", f"{ours}.norm{i}", own) for i, own in enumerate(block.layer, 1)
+                (f"{ours}.conv{i}", f"{ours}.norm{i}", layer)
+                for i, layer in enumerate(block.layer, 1)
             ]
             if not isinstance(block.shortcut, torch.nn.Identity):
                 pairs.append((f"{ours}.shortcut.conv", f"{ours}.shortcut.norm", block.shortcut))

@@ -98,7 +98,7 @@ def gpt2_by_hand(params, x):
         parts = dense_by_hand(norm_by_hand(h, block["norm1"], 1e-5), block["attention"]["qkv"])
         q, k, v = np.split(parts, 3, axis=-1)
         each = (slice(0, 4), slice(4, 8))
-        heads = [attention_by_hand(q[:, own], k[:, own], v[:, own], True) for own in each]
+        heads = [attention_by_hand(q[:, head], k[:, head], v[:, head], True) for head in each]
         h = h + dense_by_hand(np.concatenate(heads, axis=-1), block["attention"]["project"])
         u = dense_by_hand(norm_by_hand(h, block["norm2"], 1e-5), block["dense1"])
         h = h + dense_by_hand(GELU["tanh"](u), block["dense2"])
@@ -129,7 +129,7 @@ def vit_by_hand(params, image, gelu, pool):
 
 REFERENCES = {
     "lstm": (models.lstm, LSTM, lstm_by_hand),
-    "gpt2": (models.gpt2, DECODER, lambda p, x: np.stack([gpt2_by_hand(p, own) for own in x])),
+    "gpt2": (models.gpt2, DECODER, lambda p, x: np.stack([gpt2_by_hand(p, row) for row in x])),
 }
 
 
@@ -148,8 +148,8 @@ def test_a_language_model_equals_the_slow_reference(build, settings, by_hand):
 
 def test_language_models_start_as_published(key):
     params = jax.jit(models.lstm(vocab_size=400, width=25, depth=1).init)(key)
-    own = np.concatenate([np.ravel(p) for p in jax.tree.leaves(params["layer0"])])
-    for weights, bound in ((params["tokens"], 0.1), (own, 0.2)):  # uniform
+    drawn = np.concatenate([np.ravel(p) for p in jax.tree.leaves(params["layer0"])])
+    for weights, bound in ((params["tokens"], 0.1), (drawn, 0.2)):  # uniform
         assert 0.98 * bound < np.max(np.abs(weights)) <= bound
         np.testing.assert_allclose(np.std(weights), bound / math.sqrt(3), rtol=0.05)
     params = jax.jit(models.gpt2(vocab_size=200, context=50, width=64, depth=1, heads=4).init)(key)

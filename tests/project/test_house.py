@@ -53,8 +53,8 @@ def test_imports_go_down():
     for path in files(*PACKAGES):
         name = str(path.relative_to(ROOT))
         for module in imported(path):
-            own, other = room(name), room(module)
-            if other != own and LEVEL.get(other, -1) >= LEVEL[own]:
+            here, other = room(name), room(module)
+            if other != here and LEVEL.get(other, -1) >= LEVEL[here]:
                 wrong.append(f"{name} imports {module}")
     assert not wrong, "\n".join(wrong)
 
@@ -69,7 +69,7 @@ def test_one_file_imports_what_jax_does_not_promise_to_keep():
     assert results == {"syncopate/unstable.py"}
 
 
-def own_lines(function) -> int:
+def lines_of(function) -> int:
     """The lines of a function, without its docstring and the functions inside it."""
     kinds = ast.FunctionDef | ast.AsyncFunctionDef
     inner = [n for n in ast.walk(function) if isinstance(n, kinds) and n is not function]
@@ -85,8 +85,8 @@ def test_functions_are_small():
     for path in files(*PACKAGES):
         name = path.relative_to(ROOT)
         for node in ast.walk(parsed(path)):
-            if isinstance(node, ast.FunctionDef) and own_lines(node) > LONGEST_FUNCTION:
-                long.append(f"{name}:{node.lineno} {node.name}: {own_lines(node)} lines")
+            if isinstance(node, ast.FunctionDef) and lines_of(node) > LONGEST_FUNCTION:
+                long.append(f"{name}:{node.lineno} {node.name}: {lines_of(node)} lines")
     assert not long, "\n".join(long)
 
 

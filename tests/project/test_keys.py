@@ -69,8 +69,8 @@ def test_a_legacy_key_is_the_typed_one_of_its_numbers(take):
             for key in (LEGACY, TYPED)
         )
     assert len(actual) == len(wanted) > 0
-    for own, other in zip(actual, wanted, strict=True):
-        np.testing.assert_array_equal(own, other)
+    for one, other in zip(actual, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_a_second_use_would_be_seen():

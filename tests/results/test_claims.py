@@ -126,11 +126,11 @@ def test_an_arm_s_own_learning_rate_has_the_lowest_last_loss():
     records = order_records({"rr": 1.0, "cd_grab": 0.9}, rates=(0.1, 0.2, 0.15))
     for r in records:
         r["test/accuracy"] += 0.1 * (r["learning_rate"] == 0.2)
-    own, same = (
+    tuned, same = (
         judged(Claim("hmda", "", "test/accuracy", rate=rate), records)[1] for rate in (None, 0.15)
     )
-    assert own.text.endswith("lr 0.1 (edge)") and same.text.endswith("lr 0.15")
-    np.testing.assert_allclose(own.values, np.full(3, 1.0))  # points, paired by seed
+    assert tuned.text.endswith("lr 0.1 (edge)") and same.text.endswith("lr 0.15")
+    np.testing.assert_allclose(tuned.values, np.full(3, 1.0))  # points, paired by seed
 
 
 def arriving(rr, cd_grab):
@@ -227,9 +227,9 @@ def test_every_claim_is_in_the_page_counted_and_with_its_run(printed, tmp_path):
     page, empty = printed, claims.page(tmp_path)
     assert empty.count("| not run: 0 of 3 seeds |") == len(every)
     assert "0 claims were tested" in empty and "| reproduced |" in empty  # plans need no run
-    for head, own in (("Published", claims.PUBLISHED), ("Ours", claims.OURS)):
-        assert f"## {head}\n\n{len(own)} claims, {len(own)} tested: " in page
-        assert all(bool(claim.paper) == (head == "Published") for claim in own)
+    for head, of_kind in (("Published", claims.PUBLISHED), ("Ours", claims.OURS)):
+        assert f"## {head}\n\n{len(of_kind)} claims, {len(of_kind)} tested: " in page
+        assert all(bool(claim.paper) == (head == "Published") for claim in of_kind)
     links = dict(re.findall(r'<a id="(\w+)"></a>\[\w+\]\((\S+)\)', PAGE.read_text()))
     assert {claim.run for claim in every} <= set(links) == set(claims.RUNS)
     assert all((PAGE.parent / link).read_text().startswith("python -m ") for link in links.values())
@@ -317,7 +317,9 @@ def test_coordination_needs_a_third_of_the_epochs_on_digits():
     for pair in (("id_pair", "rr"), ("cd_grab", "id_pair")):
         assert gain(comparison, "to epoch", *pair)[1] > 0
     goal = comparison.criterion._replace(scalar=statistics.ABOVE)  # as the study has it
-    best = {own.arm: statistics.lowest([*own.runs.values()], goal) for own in comparison.at()}
+    best = {
+        chosen.arm: statistics.lowest([*chosen.runs.values()], goal) for chosen in comparison.at()
+    }
     unzip, unzip_half = statistics.interval(best["unzip"])
     random, random_half = statistics.interval(best["rr"])
     assert unzip > random - unzip_half - random_half  # the control is no better than D-RR
@@ -342,10 +344,10 @@ def test_the_coordinated_bound_is_flat_for_a_million_vectors(num_workers):
 def test_a_ninth_of_the_syncs_costs_digits_no_accuracy_beyond_noise():
     comparison = trained(qsr.STUDY, "digits_mlp", ("parallel", "qsr", "cubic"))
     assert (comparison.plans["qsr"].rounds, comparison.plans["qsr"].total_steps) == (219, 2000)
-    for own in comparison.at():
-        ends = [statistics.last(run, "test/accuracy") for run in own.runs.values()]
+    for chosen in comparison.at():
+        ends = [statistics.last(run, "test/accuracy") for run in chosen.runs.values()]
         assert len(ends) == 5 and min(ends) > 0.96
-    low, _, high = gain(comparison, "test/accuracy", "qsr", "parallel", rate="own")
+    low, _, high = gain(comparison, "test/accuracy", "qsr", "parallel", rate="best")
     assert low < 0.005 and high > -0.005
 
 
@@ -354,10 +356,10 @@ def test_an_echoed_run_needs_a_third_of_the_loads_on_digits_and_more_steps():
     arms = ("none", "larger_lr", "diffusion")
     comparison = trained(echoing.STUDY, "digits_wide", arms, speeds=(8,))
     for against in ("none", "larger_lr"):  # not a larger learning rate in disguise
-        assert gain(comparison, "to loads", "diffusion", against, rate="own", speed=8)[
+        assert gain(comparison, "to loads", "diffusion", against, rate="best", speed=8)[
             1
         ] > math.log(3)
-    runs = {own.arm: own.runs for own in comparison.at(8)}
+    runs = {chosen.arm: chosen.runs for chosen in comparison.at(8)}
     steps, rounds, loads = (
         {arm: sum(statistics.spent(comparison, runs[arm], cost).values()) for arm in runs}
         for cost in ("step", "rounds", "loads")

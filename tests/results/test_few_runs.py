@@ -71,7 +71,7 @@ ALL = [(name, case) for name in STUDIES for case in MET.get(name, OTHERS)]
 )
 def test_a_report_is_written_without_a_warning(name, case, tmp_path):
     (study, pictures), fields = STUDIES[name], CASES[case]
-    labels = {arm: own.label for arm, own in [*study.arms.items()][: fields.get("only")]}
+    labels = {arm: one.label for arm, one in [*study.arms.items()][: fields.get("only")]}
     comparison = statistics.compare(records(study, **fields), labels, study.criterion)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -172,18 +172,18 @@ def test_a_page_shows_what_its_call_has_made(tmp_path, monkeypatch):
     assert not (tmp_path / "comparison.png").exists()
 
 
-def compared(base, own, when="last"):
+def compared(base, other, when="last"):
     """Of arms whose runs, one per seed, end with these train losses, or come there in one step."""
     results = [
         {"arm": arm, "speed": None, "phase": "run", "learning_rate": 0.1, "seed": seed,
          "step": step, "epoch": step, "loads": step, "rounds": step, "seconds": float(step),
          "allreduces": step, "train/loss": value}
-        for arm, values in {"rr": base, "own": own}.items()
+        for arm, values in {"rr": base, "other": other}.items()
         for seed, last in enumerate(values)
         for step, value in ([(0, 9.0), (1, last)] if when == "last" else [(0, 9.0), (last, 1.0)])
     ]  # fmt: skip
     criterion = statistics.Criterion("train/loss", when=when, target=1.0)
-    return statistics.compare(results, {"rr": "D-RR", "own": "CD-GraB"}, criterion)
+    return statistics.compare(results, {"rr": "D-RR", "other": "CD-GraB"}, criterion)
 
 
 HALF = 4.302652729911275 * 0.1 / 3**0.5  # of the interval of three that deviate by 0.1

@@ -106,7 +106,7 @@ def test_gains_at_the_end_are_paired_by_seed():
     head, _, base, own = gains_of({"rr": RR, "cd_grab": FASTER})
     assert head[4:] == ["train loss", "less D-RR", "times fewer epochs at this lr"]
     assert base == ["D-RR", "last", "0.1", "2", "1.5000 ± 6.3531", "-", "1.00"]
-    assert own[5:] == ["-0.5000 ± 0.0000", "2.00"]
+    assert row[5:] == ["-0.5000 ± 0.0000", "2.00"]
     assert gains_of({"rr": RR}) == [[]], "a baseline alone has none"
     nothing = {seed: [math.nan] * 4 for seed in RR}
     assert gains_of({"rr": nothing, "cd_grab": FASTER})[-1][5:] == ["-", "0 of 2 arrive"]

@@ -117,6 +117,6 @@ def test_the_network_of_a_mesh_is_an_all_reduce_of_the_parameters(monkeypatch):
 def test_what_may_be_slower_is_not_recommended(taken_by_order, told):
     """Of 1,000 steps without; the interval of three tasks is wide, and may include 1."""
     counts = [{ORDER: taken(n, n, n), ALL: taken(9e9, 1, 1)} for n in taken_by_order]
-    known = [factorial(name, taken=own) for name, own in zip("abc", counts, strict=True)]
+    known = [factorial(name, taken=times) for name, times in zip("abc", counts, strict=True)]
     text = advise.advice(Machine(), known)
     assert told in text and ("--order=" in text) == told.startswith("Use"), text

@@ -65,7 +65,7 @@ def test_invalid_words_are_refused(text, message):
         arm_of(text)
 
 
-def own(total_steps=60, units=8, **fields):
+def setting_of(total_steps=60, units=8, **fields):
     given = {"schedule": "cosine", "floor": 0.01, "warmup_steps": 5, "h_base": 2} | fields
     recipe = TASKS["digits"](abstract=True).recipe._replace(total_steps=total_steps, **given)
     return config.config_of(recipe, config.Sizes(4, units, 2, 1), seed=0, speed=4)
@@ -75,7 +75,7 @@ def test_every_row_builds_its_decision():
     setting = config.OrderSetting(num_units=8, units_per_step=2)
     for name in all_rows("order"):
         assert isinstance(row_of("order", name).make(setting), ordering.Ordering), name
-    given = own(growth=1.5, horizon=20)
+    given = setting_of(growth=1.5, horizon=20)
     assert (given.total_steps, given.echo_factor) == (120, 4), "more steps: echoed ones are shorter"
     for name in all_rows("echo"):
         policy = row_of("echo", name).make(given)
@@ -99,7 +99,7 @@ OTHERS = {"h_base": 9, "growth": 2.5, "echo_factor": 3, "horizon": 9}
     *(("echo", name) for name in (*TABLES["echo"], "diffusion+cosine")),
 ])  # fmt: skip
 def test_a_row_says_which_fields_of_a_recipe_change_its_plan(kind, name):
-    row, given = row_of(kind, name), own(600, floor=1e-3, horizon=40)
+    row, given = row_of(kind, name), setting_of(600, floor=1e-3, horizon=40)
 
     def plan(**fields):
         config = given._replace(**fields)
@@ -112,7 +112,7 @@ def test_a_row_says_which_fields_of_a_recipe_change_its_plan(kind, name):
 
 
 def test_rules_of_other_powers_communicate_as_much_as_qsr():
-    given = own(1250, floor=1e-3, warmup_steps=125)
+    given = setting_of(1250, floor=1e-3, warmup_steps=125)
     results = {
         name: row_of("sync", name).plan(given).rounds for name in ("qsr", "inverse", "cubic")
     }
@@ -120,7 +120,7 @@ def test_rules_of_other_powers_communicate_as_much_as_qsr():
 
 
 def test_words_of_the_outer_optimizer():
-    given = own(1250, floor=1e-3, warmup_steps=125)
+    given = setting_of(1250, floor=1e-3, warmup_steps=125)
     qsr, constant = (row_of("sync", name).plan(given) for name in ("qsr", "matched"))
     period = int(constant.periods[0])
     assert set(constant.periods[:-1].tolist()) == {period}
@@ -140,7 +140,8 @@ def test_words_of_the_outer_optimizer():
 
 
 def test_aligned_rules_end_rounds_with_epochs():
-    given = own(60, 14, floor=1e-3, growth=1.0, h_base=4, warmup_steps=0)  # epochs of 7 loads
+    # Epochs of 7 loads.
+    given = setting_of(60, 14, floor=1e-3, growth=1.0, h_base=4, warmup_steps=0)
     halves = {*range(7, 120, 7), *range(4, 120, 7), 120}
     ends = ends_of(row_of("sync", "constant+half").plan(given))
     assert set(ends) < halves and ends[:6] == [4, 11, 14, 18, 21, 25]  # of 4, 8, 12, 16, 20, 24

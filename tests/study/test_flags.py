@@ -64,8 +64,8 @@ def test_help_knows_what_the_setting_gives_where_a_flag_is_unset(given, told):
 
 def test_flags_replace_fields_of_the_setting():
     task, recipe = setting("--epochs=7", "--learning_rates=0.5,1", "--workers=3", "--h_base=9")
-    own = TASKS["digits"](abstract=True).recipe
-    assert recipe == own._replace(epochs=7, learning_rates=(0.5, 1.0), workers=3, h_base=9)
+    usual = TASKS["digits"](abstract=True).recipe
+    assert recipe == usual._replace(epochs=7, learning_rates=(0.5, 1.0), workers=3, h_base=9)
     assert task.train["x"].shape == (1536, 64)
     # Of two lengths and two intervals the given one counts.
     assert setting("--task=digits_mlp")[1].total_steps == 2000

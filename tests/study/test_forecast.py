@@ -76,8 +76,8 @@ def test_a_forecast_plans_as_the_study_with_the_same_flags_does():
         task, recipe = recipes.load("digits_mlp", abstract=True)
         recipe = recipe._replace(**flags.recipe_fields(values))
         for rule in rules:
-            own = plans_of(task, recipe, arm_of(rule), rate=0.2, seed=3)
-            assert plans[arm_of(rule).label] == own.sync, rule
+            planned = plans_of(task, recipe, arm_of(rule), rate=0.2, seed=3)
+            assert plans[arm_of(rule).label] == planned.sync, rule
 
 
 def test_a_forecast_counts_what_compressors_send():

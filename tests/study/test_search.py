@@ -51,10 +51,10 @@ def searched(accuracy, *, diverges=lambda run: False, of=None, **options):
 
 
 def test_the_next_run_of_many_seeds_is_found_without_a_list_of_all():
-    own = {"seeds": 10**9}
-    assert search.next_run(asked(), "a", None, RATES, [], **own).learning_rate == RATES[0]
+    options = {"seeds": 10**9}
+    assert search.next_run(asked(), "a", None, RATES, [], **options).learning_rate == RATES[0]
     _, recorded, _ = searched(rate_of, seeds=2)
-    assert search.next_run(asked(), "a", None, RATES, recorded, **own).seed == 2
+    assert search.next_run(asked(), "a", None, RATES, recorded, **options).seed == 2
 
 
 def rate_of(run):
@@ -62,12 +62,12 @@ def rate_of(run):
 
 
 def test_rates_of_an_earlier_call_get_no_further_seeds():
-    of, own = asked(finalists=None), {"seeds": 2}
+    of, options = asked(finalists=None), {"seeds": 2}
     _, recorded, _ = searched(rate_of, of=of, seeds=1)
-    following = search.next_run(of, "a", None, [0.2], recorded, **own)
+    following = search.next_run(of, "a", None, [0.2], recorded, **options)
     assert (following.learning_rate, following.seed) == (0.2, 1)
     second = [r | {"seed": 1} for r in recorded if r["learning_rate"] == 0.2]
-    assert search.next_run(of, "a", None, [0.2], recorded + second, **own) is None
+    assert search.next_run(of, "a", None, [0.2], recorded + second, **options) is None
 
 
 def near(rate):
@@ -88,8 +88,8 @@ def test_all_rates_run_once_then_two_finalists_with_all_seeds_and_it_resumes():
     trained, recorded, written = searched(rate_of, seeds=3)
     assert recorded == written
     for arm in ARMS:
-        own = {(run.learning_rate, run.seed) for run in trained if run.arm == arm}
-        assert own == {(r, 0) for r in RATES} | {(r, s) for r in (0.2, 0.4) for s in (1, 2)}
+        pairs = {(run.learning_rate, run.seed) for run in trained if run.arm == arm}
+        assert pairs == {(r, 0) for r in RATES} | {(r, s) for r in (0.2, 0.4) for s in (1, 2)}
     assert len(trained) == 2 * search.planned(3, 3, 2, None)
     first = recorded[0]
     assert (first["study"], first["order"], first["sync"], first["speed"], first["phase"]) == (

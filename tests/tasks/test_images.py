@@ -87,11 +87,11 @@ def test_sets_of_images_as_tensorflow_datasets_prepared_them():
     assert set(task.test["y"]) == set(range(10))
     source = sources.source("cifar10", folder, "test")
     first = sources.subset(source, 100, name="num_test")[0]
-    own = images.CIFAR10
-    image = (source[int(first)]["image"] / 255 - own.mean) / own.deviation
+    published = images.CIFAR10
+    image = (source[int(first)]["image"] / 255 - published.mean) / published.deviation
     corner = image[:2, :2].mean(axis=(0, 1))
     np.testing.assert_allclose(task.test["x"][0, 0, 0], corner, atol=1e-4)
-    whole = images.read(own, source, 100, 32)
+    whole = images.read(published, source, 100, 32)
     np.testing.assert_allclose(whole["x"][0], image, atol=1e-5)
 
 

@@ -16,11 +16,11 @@ STEPS = 40
 
 def cycles(t, left):
     """Of epochs of 5 steps: a linear fall over 40 %, and a cosine in each of the last four."""
-    own = min(1.0, (left - t) / (0.4 * left))
+    factor = min(1.0, (left - t) / (0.4 * left))
     if t < left - 4 * 5:
-        return own
+        return factor
     place = (t - (left - 4 * 5)) % 5 / 5
-    return 0.05 + (max(own, 0.05) - 0.05) * (1 + np.cos(np.pi * place)) / 2
+    return 0.05 + (max(factor, 0.05) - 0.05) * (1 + np.cos(np.pi * place)) / 2
 
 
 # By the steps after the warmup, and their number; falls of a staircase are of the whole run.

@@ -92,9 +92,9 @@ def test_documents_are_permuted_and_a_text_is_cut_anew_in_every_epoch():
     documents = [list(range(a, b)) for a, b in zip(starts, [*starts[1:], 41], strict=True)]
     seen = set()
     for epoch in range(5):
-        own = cut.at_epoch(epoch)
-        x, y = own.windows["x"], own.windows["y"]
-        assert len(own) == len(x) == 10 and own[3]["x"].tolist() == x[3].tolist()
+        windows = cut.at_epoch(epoch)
+        x, y = windows.windows["x"], windows.windows["y"]
+        assert len(windows) == len(x) == 10 and windows[3]["x"].tolist() == x[3].tolist()
         stream = [*x.ravel(), y[-1, -1]]  # the whole text, of 10 * 4 + 1 tokens
         assert y.ravel().tolist() == stream[1:]
         order = sorted(range(5), key=lambda i: stream.index(starts[i]))

@@ -49,15 +49,15 @@ def test_an_epoch_goes_on_with_other_readers(folder):
     """As after a kill: batches that were read after the saved position are read again."""
     before, after, saved, readers = [], [], None, 4
     for host in range(2):
-        own = peer_readers.ours_hosts(peer_readers.Place(folder, host, 2), None)
-        batches = iter(own.batches)
+        reader = peer_readers.ours_hosts(peer_readers.Place(folder, host, 2), None)
+        batches = iter(reader.batches)
         before += [next(batches)["y"] for _ in range(3)]
-        saved = own.position()
+        saved = reader.position()
         next(batches)
-        own.batches.close()
+        reader.batches.close()
     for host in range(readers):
-        own = peer_readers.ours_hosts(peer_readers.Place(folder, host, readers), saved)
-        after += [batch["y"] for batch in own.batches]
+        reader = peer_readers.ours_hosts(peer_readers.Place(folder, host, readers), saved)
+        after += [batch["y"] for batch in reader.batches]
     assert len(after) == readers * 6
     assert input_kills.counted(jax.tree.map(np.asarray, before), after, COUNT) == (0, 0)
 

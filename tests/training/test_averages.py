@@ -50,8 +50,8 @@ def test_averages_are_those_of_the_weights_after_every_step(sync, echo):
     for name in NAMES:
         np.testing.assert_array_equal(flat(results[0][name]), start)
         for t in range(1, STEPS + 1):
-            own = expected(name, weights, t)
-            np.testing.assert_allclose(flat(results[t][name]), own, rtol=1e-5, atol=1e-7)
+            mean = expected(name, weights, t)
+            np.testing.assert_allclose(flat(results[t][name]), mean, rtol=1e-5, atol=1e-7)
         # The last weights alone are something else.
         assert np.abs(flat(results[STEPS][name]) - weights[-1]).max() > 1e-6
     seldom = {}
@@ -83,8 +83,8 @@ def test_late_averages_are_of_the_end_of_the_run_not_of_the_recipe(total):
         past = [k for k in range(LOADS, total + 1, LOADS)][-4:]
         ends = [(i, weights[k - 1]) for i, k in enumerate(past, 1) if k <= t]
         ends = ends or [(1, weights[t - 1])]
-        own = sum(i * x for i, x in ends) / sum(i for i, _ in ends)
-        np.testing.assert_allclose(results[t], own, rtol=1e-5, atol=1e-7)
+        mean = sum(i * x for i, x in ends) / sum(i for i, _ in ends)
+        np.testing.assert_allclose(results[t], mean, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("sync,steps", [

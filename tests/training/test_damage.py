@@ -85,10 +85,10 @@ def test_a_changed_file_is_named_or_does_nothing(saved, data):
         before = path.read_bytes()
         after = changed(bytearray(before), path, data.draw)
         path.unlink() if after is None else path.write_bytes(after)
-        wrong, own = checkpoint.damage(newest), str(path.relative_to(newest))
-        if own.startswith((checkpoint.DIGEST, checkpoint.STATE, checkpoint.KNOWN)):
+        wrong, place = checkpoint.damage(newest), str(path.relative_to(newest))
+        if place.startswith((checkpoint.DIGEST, checkpoint.STATE, checkpoint.KNOWN)):
             assert (after == before) == (wrong is None)
-            assert wrong is None or own in wrong
+            assert wrong is None or place in wrong
             return
         assert wrong is None
         at, other, _ = checkpoint.restore(newest.parent, 60, plans_of(), program.shapes, {})
@@ -304,14 +304,14 @@ def test_a_clock_that_is_set_forward_ends_no_save(tmp_path, monkeypatch):
     real, seen, main = time.time, collections.Counter(), threading.get_ident()
 
     def now():
-        seen[own := threading.get_ident()] += 1
-        return real() + 86_400.0 * (own != main and seen[own] > 1)
+        seen[thread := threading.get_ident()] += 1
+        return real() + 86_400.0 * (thread != main and seen[thread] > 1)
 
     monkeypatch.setattr(time, "time", now)
     outcome, _ = trained(
         built(mesh=True), plans_of(), saving=run.Saving(tmp_path, every=20, at_end=True)
     )
-    assert max(n for own, n in seen.items() if own != main) > 1
+    assert max(n for thread, n in seen.items() if thread != main) > 1
     assert outcome.ended and checkpoint.settled(tmp_path) == 60
 
 

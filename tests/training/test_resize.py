@@ -115,10 +115,10 @@ def test_averages_go_on_with_other_workers(whole):
     weights = [at(step)[0] for step in range(1, STEPS + 1)]
     for t in (5, 8, 9, 13, 15, STEPS):
         means = {name: m["w"].mean(axis=0) for name, m in at(t)[1].items()}
-        own = reference.epoch_mean(weights, t - 1, LOADS)
-        np.testing.assert_allclose(means["epoch"], own, rtol=1e-4, atol=1e-6)
-        own = reference.debiased_ema(weights, t - 1, np.exp(-1 / (0.5 * LOADS)))
-        np.testing.assert_allclose(means["ema_0.5"], own, rtol=1e-4, atol=1e-6)
+        mean = reference.epoch_mean(weights, t - 1, LOADS)
+        np.testing.assert_allclose(means["epoch"], mean, rtol=1e-4, atol=1e-6)
+        mean = reference.debiased_ema(weights, t - 1, np.exp(-1 / (0.5 * LOADS)))
+        np.testing.assert_allclose(means["ema_0.5"], mean, rtol=1e-4, atol=1e-6)
 
 
 def test_each_unit_is_visited_once_in_every_epoch(whole):

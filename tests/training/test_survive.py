@@ -51,12 +51,14 @@ def launched(folder, count, dies, *more, survive="--survive=2"):
     """(launch's error, which process 0 prints too) of a run of `count` processes."""
     folder.mkdir(exist_ok=True)
     (folder / "dying.py").write_text(DYING)
-    own = environment() | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+    environ = environment() | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
     command = [sys.executable, "-m", "experiments.launch", f"--processes={count}", survive, "--"]
     command += ["dying", str(count - 1), str(dies), "--run=mesh", f"--workers={count}", *SETTING]
     command += [f"--output_dir={folder / 'run'}", *more]
     command = [word for word in command if word]
-    done = subprocess.run(command, env=own, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=environ, cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert not done.returncode, done.stderr[-4000:]
     return done.stdout + done.stderr
 

@@ -80,15 +80,16 @@ def test_segments_cover_the_run_and_the_host_stands_between_them(case, most):
     assert timeline.kinds(line) == {s.kind for s in segments(case)[1]}
     rounds = 0
     for s in result:
-        inside, own = slice(s.start, s.stop - 1), slice(s.start, s.stop)  # not after the last step
+        inside = slice(s.start, s.stop - 1)  # not after the last step
+        whole = slice(s.start, s.stop)
         assert not line.epoch_end[inside].any()
         assert case.sync_in_step or not line.sync[inside].any()
         assert not case.stops & set(range(s.start + 1, s.stop))
         assert not (case.streams and line.fresh[s.start + 1 : s.stop].any())
-        assert set(line.fresh[own]) == {s.kind.fresh} and set(line.units[own]) == {s.kind.size}
+        assert set(line.fresh[whole]) == {s.kind.fresh} and set(line.units[whole]) == {s.kind.size}
         # A step of a segment takes the load that is as far from its first one.
         moved = np.arange(s.stop - s.start) * s.kind.fresh
-        np.testing.assert_array_equal(line.load[own], s.load + moved)
+        np.testing.assert_array_equal(line.load[whole], s.load + moved)
         assert s.kind.sync == (line.sync[s.stop - 1] and not case.sync_in_step)
         assert s.kind.epoch_end == line.epoch_end[s.stop - 1]
         assert s.rate == line.round_rate[s.stop - 1]
