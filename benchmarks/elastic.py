@@ -78,9 +78,9 @@ def train(process, count, address, folder, long):
              if all(folder / f"{s}_{n}.npz" in saved for n in range(count))]  # fmt: skip
     if whole:
         start, leaves = max(whole), jax.tree.leaves(trees)
-        with np.load(folder / f"{start}_{process}.npz") as known:
+        with np.load(folder / f"{start}_{process}.npz") as arrays:
             places = [leaf.sharding for leaf in leaves]
-            leaves = [*map(jax.device_put, known.values(), places)]
+            leaves = [*map(jax.device_put, arrays.values(), places)]
         trees = jax.tree.unflatten(jax.tree.structure(trees), leaves)
     record = open(folder / f"records_{process}", "a", buffering=1)  # noqa: SIM115
     for t in range(start, STEPS):
@@ -126,8 +126,8 @@ def cost(process, count, address, size, turns=40):
         times[bool(turn % 2)].append(1e3 * (time.perf_counter() - begun))
     if not process:
         with_it, without = (np.percentile(times[k][4:], [50, 25, 75]) for k in (True, False))
-        told = "{:.2f} ms ({:.2f} to {:.2f})"
-        print(f"{size:,} numbers: {told.format(*with_it)} with, {told.format(*without)} without")
+        form = "{:.2f} ms ({:.2f} to {:.2f})"
+        print(f"{size:,} numbers: {form.format(*with_it)} with, {form.format(*without)} without")
     elastic.shutdown(2 * turns)
 
 

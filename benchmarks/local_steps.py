@@ -127,9 +127,9 @@ def after_syncs(module: str, job: Job, folder: str) -> tuple[dict, np.ndarray]:
     return taken, np.stack([np.load(f"{folder}/{rank}.npy") for rank in range(job.processes)])
 
 
-def apart(params: np.ndarray, told: np.ndarray) -> np.ndarray:
+def apart(params: np.ndarray, expected: np.ndarray) -> np.ndarray:
     """The largest difference of a parameter of any process, after each sync."""
-    return np.abs(params - told).max(axis=(0, 2))
+    return np.abs(params - expected).max(axis=(0, 2))
 
 
 def check(module: str, job: Job, folder: str, expected: np.ndarray) -> dict:
@@ -200,12 +200,12 @@ def rows_of(
             process_times = np.array(measured[name])
             row[f"ms of a {name}"] = f"{1e3 * np.median(process_times):.2f}"
             if name == "step":
-                row["times plain"] = told(np.array(measured["plain"]))
-            row[f"{name}, times ours"] = told(process_times / np.array(times[ours][name]))
+                row["times plain"] = shown(np.array(measured["plain"]))
+            row[f"{name}, times ours"] = shown(process_times / np.array(times[ours][name]))
         yield row | taken[way]
 
 
-def told(ratios: np.ndarray) -> str:
+def shown(ratios: np.ndarray) -> str:
     middle, low, high = median_interval(ratios)
     return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 

@@ -79,8 +79,8 @@ def main():
         task = load()
         for arm, (workers, share) in ARMS.items():
             losses = np.array([run(task, workers, share, seed) for seed in range(SEEDS)])
-            told = (f"{m:.4f} ± {h:.4f}" for m, h in map(interval, losses.T))
-            print(f"| {name} | {arm} | {' | '.join(told)} |", flush=True)
+            cells = (f"{m:.4f} ± {h:.4f}" for m, h in map(interval, losses.T))
+            print(f"| {name} | {arm} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -139,12 +139,12 @@ def parameters_table(gradients, scale):
     whole = [sum(parts) for parts in zip(*sums.values(), strict=True)]
     print("parameter: by each of G, A, S its share, rank, and share of inner products")
     for group, parts in {**sums, "all": whole}.items():
-        told = [
+        cells = [
             f"{np.trace(x) / np.trace(y):6.3f} {np.trace(x) ** 2 / np.sum(x * x):5.0f} "
             f"{np.sum(x * y) / np.sum(y * y):6.3f}"
             for x, y in zip(parts, whole, strict=True)
         ]
-        print(f"{group:10}", *told, sep="  ", flush=True)
+        print(f"{group:10}", *cells, sep="  ", flush=True)
     return whole
 
 
@@ -173,8 +173,8 @@ def main(argv):
         measured[how] = lengths / measured.get("random", lengths)
         if how != "random":
             kept = (1 - measured[how]) / (1 - measured["exact"])
-            told = (f"{m:.3f} ({k:.2f})" for m, k in zip(measured[how], kept, strict=True))
-            print(f"{how:28}", *told, sep="  ", flush=True)
+            cells = (f"{m:.3f} ({k:.2f})" for m, k in zip(measured[how], kept, strict=True))
+            print(f"{how:28}", *cells, sep="  ", flush=True)
         measured["random"] = lengths if how == "random" else measured["random"]
 
 

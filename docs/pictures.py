@@ -73,8 +73,8 @@ def map_of(measured: advise.Factorial, machine: Machine):
     best = times.mean(axis=-1).argmin(axis=0)
     behind = times - np.take_along_axis(times, best[None, ..., None], axis=0)
     mean, half = np.apply_along_axis(statistics.interval, -1, behind).transpose(3, 0, 1, 2)
-    told = (mean > half) | (kinds[:, None, None] == kinds[best])
-    return kinds[best], told.all(axis=0), np.exp(mean[[*logs].index(advise.NONE)])
+    clear = (mean > half) | (kinds[:, None, None] == kinds[best])
+    return kinds[best], clear.all(axis=0), np.exp(mean[[*logs].index(advise.NONE)])
 
 
 def machine_map(path: str) -> None:
@@ -83,11 +83,11 @@ def machine_map(path: str) -> None:
     from matplotlib.patches import Patch
     from matplotlib.patheffects import withStroke
 
-    known = {
+    factorials = {
         (measured.task, f"{measured.sizes.workers} x {measured.sizes.units_per_step}"): measured
         for measured in advise.load()
     }
-    tasks, sizes = (list(dict.fromkeys(part)) for part in zip(*known, strict=True))
+    tasks, sizes = (list(dict.fromkeys(part)) for part in zip(*factorials, strict=True))
     figure, axes = plots.panes(len(tasks), len(sizes), (9, 12), sharex=True, sharey=True)
     machine = Machine(
         load=LOADS[:, None, None], sync=SYNCS[None, :, None], ordered=1.05, parameters=1e8
@@ -95,7 +95,7 @@ def machine_map(path: str) -> None:
     labels, shown = zip(*DECISIONS.values(), strict=True)
     colours, seen = ListedColormap(shown), set()
     for axis, key in zip(axes.flat, itertools.product(tasks, sizes), strict=True):
-        kind, sure, times = map_of(known[key], machine)
+        kind, sure, times = map_of(factorials[key], machine)
         axis.pcolormesh(SYNCS, LOADS, kind, cmap=colours, vmin=-0.5, vmax=7.5, shading="nearest")
         unsure = axis.contourf(SYNCS, LOADS, ~sure, [0.5, 1.5], colors="none", hatches=["//"])
         unsure.set(edgecolor="#444444", linewidth=0)

@@ -78,14 +78,14 @@ def load() -> list[Factorial]:
     ]  # fmt: skip
 
 
-def near(known: Sequence[Factorial], units_per_step: int) -> list[Factorial]:
+def near(tasks: Sequence[Factorial], units_per_step: int) -> list[Factorial]:
     """Those whose units per worker and step are nearest, by ratio."""
 
     def far(task):
         return abs(np.log(task.sizes.units_per_step / units_per_step))
 
-    least = min(map(far, known), default=0.0)
-    return [task for task in known if far(task) == least]
+    least = min(map(far, tasks), default=0.0)
+    return [task for task in tasks if far(task) == least]
 
 
 def logs_of(machine, task: Factorial) -> dict[Combination, np.ndarray]:
@@ -111,9 +111,9 @@ def best_of(logs: Mapping[Combination, np.ndarray]) -> tuple[Combination, list[C
     return best, [c for c, least in behind.items() if not least > 0]
 
 
-def predict(machine, known: Sequence[Factorial]) -> dict[Combination, np.ndarray]:
+def predict(machine, tasks: Sequence[Factorial]) -> dict[Combination, np.ndarray]:
     """log(time / time of none) of every combination that all have, float64[tasks]."""
-    logs = [{c: log.mean(axis=-1) for c, log in logs_of(machine, f).items()} for f in known]
+    logs = [{c: log.mean(axis=-1) for c, log in logs_of(machine, f).items()} for f in tasks]
     common = [c for c in logs[0] if all(c in of for of in logs)]
     return {c: np.array([of[c] - of[NONE] for of in logs]) for c in common}
 
@@ -189,9 +189,9 @@ def command_of(combination: Combination) -> str:
     return " ".join(parts)
 
 
-def advice(machine, known: Sequence[Factorial]) -> str:
+def advice(machine, tasks: Sequence[Factorial]) -> str:
     """The recommendation for a machine, and a table of the combinations, fastest first."""
-    logs = predict(machine, known)
+    logs = predict(machine, tasks)
     best, close = best_of(logs)
     mean, half = interval(-logs[best])
     mean, low, high = np.exp([mean, mean - half, mean + half])
@@ -202,42 +202,42 @@ def advice(machine, known: Sequence[Factorial]) -> str:
             "decisions": c.label,
             "speed-up over none": tables.times(-logs[c], exact=True),
             "per task": ", ".join(
-                f"{task.task} {np.exp(-x):.2f}" for task, x in zip(known, logs[c], strict=True)
+                f"{task.task} {np.exp(-x):.2f}" for task, x in zip(tasks, logs[c], strict=True)
             ),
         }
         for c in sorted(logs, key=lambda c: logs[c].mean())
     ]
     gain = (
-        f"{mean:.1f} times as fast as none ({low:.1f} to {high:.1f}, 95 % over {len(known)} tasks)"
+        f"{mean:.1f} times as fast as none ({low:.1f} to {high:.1f}, 95 % over {len(tasks)} tasks)"
     )
-    told = f"Use {best.label}: {gain}. {doubt}\n    {command_of(best)}"
+    text = f"Use {best.label}: {gain}. {doubt}\n    {command_of(best)}"
     if not low > 1:
-        told = f"Nothing is shown to help{f': {best.label} is {gain}' if best != NONE else ''}."
+        text = f"Nothing is shown to help{f': {best.label} is {gain}' if best != NONE else ''}."
     return (
         f"{machine.label}: a load takes {machine.load / machine.step:.2f} steps, a sync "
-        f"{machine.sync / machine.step:.2f}. {told}\n\n{tables.markdown(rows)}"
+        f"{machine.sync / machine.step:.2f}. {text}\n\n{tables.markdown(rows)}"
     )
 
 
 def run(values: absl_flags.FlagValues) -> None:
     from experiments.cluster import processes
 
-    known = load()
+    tasks = load()
     processes.start(values)
     task, recipe = flags.setting_from_flags(values)
     processes.say("Measuring a load, and steps with and without an order", file=sys.stderr)
-    known = near(known, recipe.units_per_step)
+    tasks = near(tasks, recipe.units_per_step)
     machines = machines_of(task, recipe, values)
     first, each = machines[0], recipe.units_per_step * recipe.unit_size
     processes.say(
         f"{task.name}, {first.parameters:,} parameters, {recipe.workers} workers with {each} "
         f"examples per step each. Measured: {1e3 * first.step:.3g} ms for a step, "
         f"{first.ordered:.2f} times that with an order, {1e3 * first.load:.3g} ms for a load. "
-        f"Recorded tasks: {', '.join(f.task for f in known)} at "
-        f"{known[0].sizes.workers} x {known[0].sizes.units_per_step}."
+        f"Recorded tasks: {', '.join(f.task for f in tasks)} at "
+        f"{tasks[0].sizes.workers} x {tasks[0].sizes.units_per_step}."
     )
     for machine in machines:
-        processes.say(f"\n{advice(machine, known)}")
+        processes.say(f"\n{advice(machine, tasks)}")
 
 
 if __name__ == "__main__":

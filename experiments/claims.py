@@ -104,8 +104,8 @@ PUBLISHED = (
           rate=1e-2),
     Claim("hmda", "gain of train loss, against that with cosine decay", LOSS, "the gap shrinks",
           more_than="hmda_cosine"),
-    *(Claim(run, f"QSR, test accuracy over {RULES[other]}", "test/accuracy", *known, "qsr", other)
-      for run, published in RULED for other, known in published.items()),
+    *(Claim(run, f"QSR, test accuracy over {RULES[other]}", "test/accuracy", *effect, "qsr", other)
+      for run, published in RULED for other, effect in published.items()),
     *(Claim(run, f"error diffusion, R = {speed}, loads to the target", "loads",
             f"linear: {speed} times less", ratio(1, speed), "diffusion", "none", speed=speed)
       for run, speeds in ECHOED.items() for speed in speeds),
@@ -266,10 +266,10 @@ def page(folder=None) -> str:
                 "verdict": words[-1] + note, "seeds": len(effect.values) or "-",
                 "looks": looked(claim, effect, archive.looks(claim.run, folder)),
             })  # fmt: skip
-        known = [word for word in words if not word.startswith("not run")]
-        tested += len(known)
+        verdicts = [word for word in words if not word.startswith("not run")]
+        tested += len(verdicts)
         counts = ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(words))
-        parts += [f"## {head}", f"{len(rows)} claims, {len(known)} tested: {counts}."]
+        parts += [f"## {head}", f"{len(rows)} claims, {len(verdicts)} tested: {counts}."]
         parts += [tables.markdown(rows)]
     chance = (
         f"{tested} claims were tested, each at the level of 95 %: about {0.05 * tested:.0f} of "

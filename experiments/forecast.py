@@ -39,7 +39,7 @@ SHOWN = ["parallel", "constant", "post_local", "swap", "inverse", "qsr", "cubic"
 # 20.2 h under QSR, of 9,711 rounds.
 PUBLISHED = costs.communication_time([1, 9711 / 93_600], [26.7, 20.2])
 # Published runs: label, seconds of computation per step, and the source of these seconds.
-KNOWN = {
+PUBLISHED = {
     "imagenet_vit_b": (
         "ViT-B, AdamW, 300 epochs", 3600 * PUBLISHED.computation / 93_600,
         "derived from published times"),
@@ -89,7 +89,7 @@ def forecast_of(name: str, values: flags.FlagValues) -> tuple[str, str, tuple]:
     """A setting's label, its text, and (rates, plans) for the picture."""
     print(f"Planning {name}", file=sys.stderr, flush=True)
     task, recipe = recipes.planned(name, **dialect.recipe_fields(values))
-    label, seconds, source = KNOWN.get(name, (name, None, None))
+    label, seconds, source = PUBLISHED.get(name, (name, None, None))
     if values.step_seconds is not None:
         seconds, source = values.step_seconds, "given by --step_seconds"
     if seconds is None:
@@ -116,7 +116,7 @@ def forecast_of(name: str, values: flags.FlagValues) -> tuple[str, str, tuple]:
 def main(values: flags.FlagValues) -> None:
     from experiments.results import page
 
-    names = KNOWN if values.task == "all" else [values.task]
+    names = PUBLISHED if values.task == "all" else [values.task]
     forecasts = [forecast_of(name, values) for name in names]  # before it, what is wrong with flags
     with page.opened("forecast", values) as folder:
         text = "\n".join(text for _, text, _ in forecasts)

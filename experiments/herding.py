@@ -21,7 +21,7 @@ from absl import flags
 from experiments.cluster import entry
 from experiments.results import plots, tables
 from experiments.study import flags as dialect
-from experiments.study.arms import known, row_of, rows_from_flag
+from experiments.study.arms import choices_of, row_of, rows_from_flag
 from experiments.tasks.base import COUNT, Range
 from experiments.training.config import OrderSetting
 from syncopate.refusals import UserError
@@ -35,7 +35,7 @@ def define_flags(values: flags.FlagValues) -> None:
     define(Range(int, "[2, 100000000]"), "num_vectors", 1_000_000, "vectors over all workers")
     define(Range(int, "[1, 10000]"), "rounds", 15, "passes over the vectors")
     define([COUNT], "workers", [5, 10, 20, 50, 100], "numbers of workers")
-    define(flags.DEFINE_list, "arms", [*ARMS], f"orders: {known('order')}")
+    define(flags.DEFINE_list, "arms", [*ARMS], f"orders: {choices_of('order')}")
     define(COUNT, "dimension", DIMENSION, "entries of a vector")
     define(
         COUNT, "units_per_step", None, "vectors of a worker in a step; about 16 over all workers"

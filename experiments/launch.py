@@ -96,15 +96,15 @@ def _ends_with(parent: int) -> Callable[[], None] | None:
 
 def _first_failure(running, send, needed) -> int:
     """Waits for all processes, and ends them once one of the first, needed ones has failed."""
-    first, until, told = 0, math.inf, set()
+    first, until, reported = 0, math.inf, set()
     while True:
         codes = [process.poll() for process in running]
         for number, code in enumerate(codes):
-            if not code or first or number in told:
+            if not code or first or number in reported:
                 continue
             code = 128 - code if code < 0 else code
             print(f"[launch] process {number} ended with exit code {code}", file=sys.stderr)
-            told.add(number)
+            reported.add(number)
             if number < needed:
                 first, until = code, time.monotonic() + GRACE
         if None not in codes:

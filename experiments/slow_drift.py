@@ -181,11 +181,11 @@ def measure(name: str, workers: int, rate: float, repetitions: int) -> list[dict
     rows = []
     for (key, rule), period, reached in zip(RULES.items(), periods, ends, strict=True):
         limit = flow(problem, in_the_limit, workers, rule.beta)[-1]
-        told = flow(problem, at_a_rate, workers, rate, float(period))[-1]
+        theory = flow(problem, at_a_rate, workers, rate, float(period))[-1]
         *drifts, limit_drift = workers * np.asarray(strength(problem, jnp.append(reached, limit)))
         rows.append({
             "problem": name, "workers": workers, "learning_rate": rate, "rule": key,
-            "end": reached.tolist(), "theory": float(told), "limit": float(limit),
+            "end": reached.tolist(), "theory": float(theory), "limit": float(limit),
             "drift": list(map(float, drifts)), "limit_drift": float(limit_drift),
         })  # fmt: skip
     return rows

@@ -133,8 +133,8 @@ def penalty(params: PyTree[Array], l2: float) -> Float[Array, ""] | float:
 
 def checked(model: Callable) -> Callable:
     """Checks the sizes and the l2 of a model; integers may be those of arrays, as a maximum."""
-    known = inspect.signature(model).parameters.values()
-    sizes = [parameter.name for parameter in known if parameter.annotation is int]
+    parameters = inspect.signature(model).parameters.values()
+    sizes = [parameter.name for parameter in parameters if parameter.annotation is int]
 
     @functools.wraps(model)
     def made(**settings):
@@ -162,15 +162,15 @@ def check_array(
     None stands for any length of at least 1; if `flat`, all axes after the first count as one.
     """
     dtype: Any = getattr(x, "dtype", None)
-    known = isinstance(dtype, np.dtype)
-    given = tuple(x.shape) if known else ()
+    is_array = isinstance(dtype, np.dtype)
+    given = tuple(x.shape) if is_array else ()
     sides = (given[0], math.prod(given[1:])) if flat and given else given
     kinds = (jnp.integer,) if whole else (jnp.integer, jnp.floating, jnp.bool_)
     fits = len(sides) == len(shape) and any(jnp.issubdtype(dtype, kind) for kind in kinds)
     if not fits or any(
         side < 1 if n is None else side != n for n, side in zip(shape, sides, strict=True)
     ):
-        text = f"{dtype}{list(given)}" if known else f"a {type(x).__name__}"
+        text = f"{dtype}{list(given)}" if is_array else f"a {type(x).__name__}"
         wanted = ", ".join("n" if n is None else str(n) for n in shape)
         kind = "whole" if whole else "real"
         raise ValueError(f"{name} is {text}: pass an array of {kind} numbers in [{wanted}].")
@@ -197,11 +197,11 @@ def check_images(image_shape: Any, reduction: int = 1) -> None:
         )
 
 
-def check_choice(known: Collection, **values: Any) -> None:
+def check_choice(choices: Collection, **values: Any) -> None:
     """Raises ValueError with the name of a value that is not among the known ones."""
     for name, value in values.items():
-        if type(value) not in (str, int) or value not in known:
-            raise ValueError(f"{name} is {value!r}: choose one of {', '.join(map(repr, known))}.")
+        if type(value) not in (str, int) or value not in choices:
+            raise ValueError(f"{name} is {value!r}: choose one of {', '.join(map(repr, choices))}.")
 
 
 def check_heads(width: int, heads: int) -> None:

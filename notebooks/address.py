@@ -15,7 +15,7 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 BADGE = "https://colab.research.google.com/assets/colab-badge.svg"
 COLAB = "https://colab.research.google.com/github/{place}/blob/main/notebooks/{name}"
-KNOWN = re.compile(r"https://github\.com/([\w.-]+/[\w.-]+?)(?:\.git)?/?")
+ADDRESS = re.compile(r"https://github\.com/([\w.-]+/[\w.-]+?)(?:\.git)?/?")
 
 
 def address_of(root: pathlib.Path) -> str | None:
@@ -31,7 +31,7 @@ def write(root: pathlib.Path, url: str) -> None:
     Raises:
       ValueError: for an address that Colab cannot open.
     """
-    if not (match := KNOWN.fullmatch(url)):
+    if not (match := ADDRESS.fullmatch(url)):
         raise ValueError(
             f"{url!r} is no https://github.com/OWNER/NAME, which Colab opens: pass one."
         )

@@ -221,9 +221,9 @@ def outcome(run: Callable, name: str, value: Any) -> Outcome:
         # RuntimeErrors are those of loading; ImportErrors name a library that is not installed.
         if not isinstance(error, ValueError | RuntimeError | ImportError) or not _is_ours(error):
             return Outcome("raw", text)
-        known = [name, name.rstrip("s"), *name.split("_"), *NAMES.get(name, "").split(),
+        names = [name, name.rstrip("s"), *name.split("_"), *NAMES.get(name, "").split(),
                  str(value), repr(value)[:40], type(value).__name__]  # fmt: skip
-        named = any(word and word.lower() in text.lower() for word in known)
+        named = any(word and word.lower() in text.lower() for word in names)
         return Outcome("refused" if named else "unnamed", text)
     finally:
         signal.alarm(0)

@@ -56,15 +56,15 @@ class Given(NamedTuple):
     epoch: np.ndarray
 
 
-def given_order(orders, known, window):
+def given_order(orders, ready, window):
     """An order that is given for all epochs, [epochs + 1, W, M] or [epochs + 1, M], of which a
     part of the next one is known."""
     orders = np.asarray(orders, np.int32)
-    return _given_order(orders.tobytes(), orders.shape, known, window)
+    return _given_order(orders.tobytes(), orders.shape, ready, window)
 
 
 @functools.lru_cache(64)  # for what is compiled
-def _given_order(numbers, shape, known, window):
+def _given_order(numbers, shape, ready, window):
     orders = np.frombuffer(numbers, np.int32).reshape(shape)
 
     def at(epoch):
@@ -73,7 +73,7 @@ def _given_order(numbers, shape, known, window):
         if orders.ndim == 3:
             worker = jax.lax.axis_index("worker")
             rows, following = jnp.asarray(rows)[worker], following[worker]
-        return Given(jnp.asarray(rows), following, jnp.int32(known), jnp.int32(epoch))
+        return Given(jnp.asarray(rows), following, jnp.int32(ready), jnp.int32(epoch))
 
     return ordering.Ordering(
         lambda key, like: at(0), lambda state, rows: state, lambda state: at(state.epoch + 1),
@@ -95,7 +95,7 @@ class Case(NamedTuple):
     unit_size: int
     kept: np.ndarray | None
     orders: np.ndarray
-    known: int
+    ready: int
     settings: dict
 
     def blocks(self):
@@ -123,7 +123,7 @@ class Case(NamedTuple):
     def read(self, state=None, *, after=lambda reads: None, **options):
         """The batches from a state on."""
         result, given = [], dict(self.settings)
-        order = given_order(self.orders, self.known, given.pop("window"))
+        order = given_order(self.orders, self.ready, given.pop("window"))
         workers = self.orders.shape[1] if self.orders.ndim == 3 else None
         options = {"num_epochs": len(self.orders) - 1, "workers": workers} | given | options
         with read_blocks(self.blocks(), order, KEY, state=state, **options) as reads:

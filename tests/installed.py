@@ -33,8 +33,8 @@ def unpacked(wheel):
 
 def ended(arguments, folder=ROOT, *, given=None, **environment):
     """A call in a folder that has ended; `given`: to its standard input."""
-    known = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONSAFEPATH")}
-    environment = known | {name: str(value) for name, value in environment.items()}
+    inherited = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONSAFEPATH")}
+    environment = inherited | {name: str(value) for name, value in environment.items()}
     return subprocess.run(
         [*map(str, arguments)], cwd=folder, env=environment, input=given, capture_output=True,
         text=True, timeout=600,

@@ -340,11 +340,11 @@ def group_signs(length, sums, groups):
 def product_sketch(gradient, left, right, sizes):
     """[p, q, m]: entries meet at the exclusive or of their places; then Hadamard's transform."""
     groups, p, q = sizes
-    met = np.zeros((p, q, groups))
+    products = np.zeros((p, q, groups))
     for a, b in np.ndindex(gradient.shape):
         i, j = a // p % groups, b // q % groups
-        met[a % p, b % q, i ^ j] += left[a] * right[b] * gradient[a, b]
-    return met @ group_signs(groups, 1, groups)[:, 0] / np.sqrt(groups)
+        products[a % p, b % q, i ^ j] += left[a] * right[b] * gradient[a, b]
+    return products @ group_signs(groups, 1, groups)[:, 0] / np.sqrt(groups)
 
 
 def scale(moments, floor, power=0.5):

@@ -61,8 +61,8 @@ def check_data(task) -> None:
         facts = {}
         for part, data in {"train": task.train, "test": task.test}.items():
             size = len(ordering.data.as_source(data))
-            known = set_hash(data)[:12]
-            facts[part] = f"{part} data of {size} examples, hash {known}"
+            digest = set_hash(data)[:12]
+            facts[part] = f"{part} data of {size} examples, hash {digest}"
         check("data", facts, DATA_SECONDS)
 
 
@@ -98,7 +98,7 @@ def exchanged(
         its = strict.loads(text, f"what process {process} says")
         first = first or its
         for name in sorted(first.keys() | its):
-            one, other = (said.get(name, f"no {name}") for said in (its, first))
+            one, other = (given.get(name, f"no {name}") for given in (its, first))
             if one != other:
                 differences.append(f"process {process} has {one} where process 0 has {other}")
     return differences
@@ -137,11 +137,11 @@ def jax_settings() -> dict:
 
 
 @contextlib.contextmanager
-def limited(seconds: float, told: Callable[[], str]) -> Iterator[None]:
-    """If the body takes longer, prints `told()` and ends this process with exit code 1."""
+def limited(seconds: float, explain: Callable[[], str]) -> Iterator[None]:
+    """If the body takes longer, prints `explain()` and ends this process with exit code 1."""
 
     def leave():
-        sys.stderr.write(f"{told()}\n")
+        sys.stderr.write(f"{explain()}\n")
         sys.stderr.flush()
         os._exit(1)
 
@@ -158,19 +158,19 @@ def for_others(what: str) -> contextlib.AbstractContextManager:
     """Puts a timeout on the body, which waits for `what` of other processes, if there are any."""
     if not several():
         return contextlib.nullcontext()
-    return limited(patience, lambda: told(jax.process_index(), what, patience, _places()))
+    return limited(patience, lambda: waited(jax.process_index(), what, patience, _places()))
 
 
 def for_disk(what: str, path: str) -> contextlib.AbstractContextManager:
     """`for_others` for what the disk takes part in: a single process does not wait for ever."""
     alone = f"{what} has taken {patience:g} s in {path!r}: look at that disk. Then give the command"
-    told_alone = f"{alone} again, or pass a longer --patience."
-    return for_others(what) if several() else limited(patience, lambda: told_alone)
+    advice = f"{alone} again, or pass a longer --patience."
+    return for_others(what) if several() else limited(patience, lambda: advice)
 
 
 def check_new() -> None:
     """Refuses a process that a run has lost, and that was started again."""
-    if jax.process_index() in _told_places():
+    if jax.process_index() in _reported_places():
         raise UserError(
             f"process {jax.process_index()} has died in this run, which goes on without it: give "
             "the command again, to all processes, once the run has ended."
@@ -191,7 +191,7 @@ def finished(tree, what: str):
         return jax.block_until_ready(tree)
 
 
-def told(process: int, what: str, seconds: float, places: Mapping[int, int]) -> str:
+def waited(process: int, what: str, seconds: float, places: Mapping[int, int]) -> str:
     """The message after a timeout, naming the processes that are behind in {process: step}."""
     behind = {n: step for n, step in places.items() if step < places.get(process, 0)} or places
     seen = [f"process {n} after step {behind[n]}" for n in sorted(behind) if n != process]
@@ -206,10 +206,10 @@ def _places() -> dict[int, int]:
     """{process: last step}; empty if the coordinator does not answer."""
     if _get(store(), f"{PLACES}/0", ASKING) is None:
         return {}
-    return _told_places()
+    return _reported_places()
 
 
-def _told_places() -> dict[int, int]:
+def _reported_places() -> dict[int, int]:
     entries = store().key_value_dir_get(PLACES)
     return {int(key.rpartition("/")[2]): int(value) for key, value in entries}
 

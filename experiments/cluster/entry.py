@@ -102,7 +102,9 @@ def help_of(values: flags.FlagValues, defaults: Mapping[str, Any], *, full: bool
     text = in_words_of_user(inspect.cleandoc(sys.modules["__main__"].__doc__ or ""))
     text = text if full else "\n\n".join(text.split("\n\n")[:2])  # the purpose, and examples
     named, count = values.key_flags_by_module_dict(), 1
-    text += _told("--preset=...", "flags of a published experiment, of experiments/presets", "\n\n")
+    text += _entry(
+        "--preset=...", "flags of a published experiment, of experiments/presets", "\n\n"
+    )
     for title in (title for title in named if title.startswith(GROUP)):
         count += len(named[title])
         shown = [f for f in named[title] if full or title == THIS_COMMAND or f.name in SHOWN]
@@ -110,16 +112,16 @@ def help_of(values: flags.FlagValues, defaults: Mapping[str, Any], *, full: bool
         for flag in shown:
             value = defaults.get(flag.name) if flag.value is None else flag.value
             several = value if isinstance(value, list | tuple) else [value]
-            told = ",".join(f"{v:g}" if isinstance(v, float) else str(v) for v in several)
+            shown_value = ",".join(f"{v:g}" if isinstance(v, float) else str(v) for v in several)
             more = textwrap.shorten(flag.help, 200)
             if full:
                 allowed = flag.parser.syntactic_help.replace(", 2147483647]", ", 2^31)")
                 more = flag.help + f" ({allowed})" * bool(allowed)
-            text += _told(f"--{flag.name}={'...' if value is None else told}", more)
+            text += _entry(f"--{flag.name}={'...' if value is None else shown_value}", more)
     return text if full else f"{text}\n\n--helpfull shows all {count} flags."
 
 
-def _told(flag: str, text: str, start: str = "\n") -> str:
+def _entry(flag: str, text: str, start: str = "\n") -> str:
     return start + textwrap.fill(f"  {flag:23} {text}", 100, subsequent_indent=" " * 26)
 
 
@@ -143,9 +145,10 @@ def tell(kind: type, error: BaseException, trace) -> None:
         sys.__excepthook__(kind, error, trace)
     else:
         stopped = kind is KeyboardInterrupt and not str(error)
-        told = "Stopped by Ctrl-C." if stopped else f"Error: {str(error) or kind.__name__}"
-        told = f"{told}: {MORE}" if _lacks_memory(error) else told
-        print(f"{told}\n", end="", file=sys.stderr, flush=True)  # at once, beside other processes
+        message = "Stopped by Ctrl-C." if stopped else f"Error: {str(error) or kind.__name__}"
+        message = f"{message}: {MORE}" if _lacks_memory(error) else message
+        # At once, beside other processes.
+        print(f"{message}\n", end="", file=sys.stderr, flush=True)
 
 
 def ended(thread: threading.ExceptHookArgs) -> None:

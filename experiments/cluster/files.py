@@ -30,8 +30,8 @@ def advised(path: str) -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:
         number, at = getattr(error, "errno", None), getattr(error, "filename", None) or path
-        if told := TENSORSTORE.search(str(error)):
-            at, number = told[1], int(told[2])
+        if match := TENSORSTORE.search(str(error)):
+            at, number = match[1], int(match[2])
         code = errno.errorcode.get(number, "none")
         advice = [text for text, codes in ADVICE.items() if code in codes.split()]
         if not advice or not os.path.abspath(at).startswith(os.path.abspath(path)):

@@ -103,6 +103,7 @@ def _together(elastic: ElasticSync, call: Callable):
     _living = elastic.members.processes
     gone = sorted({*before} - {*workers()})
     if gone and not jax.process_index():
-        told = f"without worker {', '.join(map(str, gone))}, whose units are not visited any more"
-        print(f"Goes on from step {step} {told}.", flush=True)
+        names = ", ".join(map(str, gone))
+        text = f"without worker {names}, whose units are not visited any more"
+        print(f"Goes on from step {step} {text}.", flush=True)
     return result

@@ -67,9 +67,9 @@ def _take(file: IO, folder: str) -> str | None:
     owner = _owner_at(file.name)
     # Some file systems do not share their locks with other machines.
     if free is False or (owner and (free is None or owner["host"] != here)):
-        told = "process {pid} on {host}, since {since},".format(**owner) if owner else "one process"
+        text = "process {pid} on {host}, since {since},".format(**owner) if owner else "one process"
         return (
-            f"{folder!r} is taken by another run ({told}): wait until it ends, or choose another "
+            f"{folder!r} is taken by another run ({text}): wait until it ends, or choose another "
             f"--output_dir. If that process no longer runs, delete {file.name!r}."
         )
     since = time.strftime("%Y-%m-%d %H:%M:%S")

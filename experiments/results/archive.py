@@ -30,9 +30,9 @@ DIGITS = 6  # significant ones
 def note_command(folder: str, command: str) -> None:
     """Appends the command to an output folder's command.txt, if it is not there yet."""
     path = pathlib.Path(folder, COMMAND)
-    known = files.content(path).decode() if path.exists() else ""
-    if command not in known.splitlines():
-        files.write_whole(str(path), f"{known}{command}\n")
+    recorded = files.content(path).decode() if path.exists() else ""
+    if command not in recorded.splitlines():
+        files.write_whole(str(path), f"{recorded}{command}\n")
 
 
 def record(results: os.PathLike, target: os.PathLike) -> None:

@@ -34,8 +34,8 @@ def frame(comparison: Comparison, rate: str | float = "best", speed: float | Non
     rows = {}
     for chosen in comparison.at(speed):
         for seed, run in (runs := _runs_at(comparison, chosen, rate)).items():
-            known = {k for r in run for k, v in r.items() if "/" in k or isinstance(v, float)}
-            rows[chosen.arm, seed] = {k: statistics.last(run, k) for k in known.union(COSTS)}
+            scalars = {k for r in run for k, v in r.items() if "/" in k or isinstance(v, float)}
+            rows[chosen.arm, seed] = {k: statistics.last(run, k) for k in scalars.union(COSTS)}
             if not all(r.get("timed", True) for r in run):
                 rows[chosen.arm, seed]["seconds"] = math.nan
         for cost in (cost for cost in COSTS if all(cost in run[-1] for run in runs.values())):
@@ -58,8 +58,8 @@ def _runs_at(comparison, chosen, rate):
     if rate == "best":
         return chosen.runs
     if rate == "fastest":
-        known = math.isfinite(statistics.target_of(comparison))
-        return statistics.fastest(comparison, chosen.arm)[1] if known else {}
+        has_target = math.isfinite(statistics.target_of(comparison))
+        return statistics.fastest(comparison, chosen.arm)[1] if has_target else {}
     runs = statistics.tuned(comparison.records, chosen.arm, chosen.speed)
     if rate == "baseline":
         return runs.get(comparison.baseline(chosen.speed).rate, chosen.runs)
@@ -76,8 +76,8 @@ def named(comparison: Comparison, scalar: str) -> str:
     """
     scalar = f"test/{statistics.metric_of(comparison)}" if scalar == "metric" else scalar
     averaged = comparison.criterion.scalar.endswith(AVERAGED)
-    known = averaged and any(scalar + AVERAGED in r for r in comparison.records)
-    return scalar + AVERAGED if known else scalar
+    averages = averaged and any(scalar + AVERAGED in r for r in comparison.records)
+    return scalar + AVERAGED if averages else scalar
 
 
 def column(table, arm: str, scalar: str):

@@ -99,8 +99,8 @@ def opened(command: str, values: flags.FlagValues) -> Iterator[str]:
         --overwrite.
     """
     folder = values.output_dir or os.path.join("results", command)
-    known = {flag.name: flag.value for flag in values.get_key_flags_for_module(sys.argv[0])}
-    settings = {"command": command} | {k: v for k, v in known.items() if k not in OUTPUT}
+    flags_of = {flag.name: flag.value for flag in values.get_key_flags_for_module(sys.argv[0])}
+    settings = {"command": command} | {k: v for k, v in flags_of.items() if k not in OUTPUT}
     with lock.held(folder):
         records.open_folder(folder, settings, overwrite=values.overwrite)
         yield folder
@@ -128,9 +128,9 @@ def write_all(
         drawn += [path] * path.exists()
     for name, text in texts.items():
         files.write_whole(os.path.join(folder, name), text + "\n")
-    known = {"title": html.escape(title), "style": STYLE.read_text(encoding="utf-8")}
+    fields = {"title": html.escape(title), "style": STYLE.read_text(encoding="utf-8")}
     body = "\n".join(_body(pathlib.Path(folder), title, texts, drawn, asked))
-    files.write_whole(os.path.join(folder, "report.html"), PAGE.format(body=body, **known))
+    files.write_whole(os.path.join(folder, "report.html"), PAGE.format(body=body, **fields))
     return "\n\n".join(texts.values())
 
 

@@ -190,16 +190,16 @@ def _rows(compared, panels, speed) -> list[Panel]:
         "metric": f"test/{statistics.metric_of(compared)}",
     }
     runs = [run for chosen in compared.at(speed) for run in chosen.runs.values()]
-    known = {k for run in runs for r in run for k, v in r.items() if v is not None}
+    scalars = {k for run in runs for r in run for k, v in r.items() if v is not None}
     if any(len(statistics.timed(chosen.runs)) < len(chosen.runs) for chosen in compared.at(speed)):
-        known.discard("seconds")
-    new = (k for k in known if re.match("(?!train|valid|test).+/", k) and k not in LABELS)
+        scalars.discard("seconds")
+    new = (k for k in scalars if re.match("(?!train|valid|test).+/", k) and k not in LABELS)
     panels = [*panels, *(Panel(name, ("step",), panels[0].fastest) for name in sorted(new))]
     rows = [
-        p._replace(scalar=names.get(p.scalar, p.scalar), x=tuple(n for n in p.x if n in known))
+        p._replace(scalar=names.get(p.scalar, p.scalar), x=tuple(n for n in p.x if n in scalars))
         for p in panels
     ]
-    return list(dict.fromkeys(row for row in rows if row.scalar in known and row.x))
+    return list(dict.fromkeys(row for row in rows if row.scalar in scalars and row.x))
 
 
 def _draw(axis, runs, cost: str, scalar: str, style) -> None:
@@ -267,9 +267,9 @@ def looks(names: Iterable[str]) -> dict[str, dict]:
     """
     styles, used = {}, collections.Counter()
     for name in sorted(names, key=lambda name: not METHODS.keys() & {*name.split("+")}):
-        known = [METHODS[word] for word in name.split("+") if word in METHODS]
+        styled = [METHODS[word] for word in name.split("+") if word in METHODS]
         free = min(COLOURS, key=[colour for colour, _ in used.elements()].count), "o"
-        coloured = [look for look in known if look[0] != BLACK] or known[:1] or [free]
+        coloured = [look for look in styled if look[0] != BLACK] or styled[:1] or [free]
         coloured = coloured[0][0], coloured[-1][1]
         line = (0, (6, *(1.5, 1.5) * (used[coloured] - 1), 1.5)) if used[coloured] else "-"
         used[coloured] += 1
@@ -280,7 +280,7 @@ def looks(names: Iterable[str]) -> dict[str, dict]:
 
 
 def effects(
-    responses: Sequence, path: str, title: str, told: str = "effects, first level to second",
+    responses: Sequence, path: str, title: str, subtitle: str = "effects, first level to second",
     styles: Mapping[str, dict] | None = None,
 ) -> None:  # fmt: skip
     """Writes a PNG: a panel per `combined.Response`, a row per effect with its interval."""
@@ -309,7 +309,7 @@ def effects(
     axes[0][0].invert_yaxis()
     one = all(math.isnan(width) for each in responses for _, width in each.effects.values())
     many = "one seed" if one else "95 % intervals over seeds"
-    save(figure, path, f"{title}\n{told}, {many}")
+    save(figure, path, f"{title}\n{subtitle}, {many}")
 
 
 def periods(shown: Mapping[str, tuple], names: Mapping[str, str], path: str, title: str) -> None:

@@ -133,7 +133,7 @@ def commit() -> str | None:
     """The commit of the sources, with a + if files differ from it; None without a repository."""
     root = pathlib.Path(__file__).parents[2]
 
-    def told(*words):  # writes nothing into the repository, as `describe --dirty` does
+    def git(*words):  # writes nothing into the repository, as `describe --dirty` does
         call = ["git", "--no-optional-locks", "-C", str(root), *words]
         options = {"capture_output": True, "text": True, "check": True, "timeout": 10}
         return subprocess.run(call, **options).stdout.strip()
@@ -141,8 +141,8 @@ def commit() -> str | None:
     if not (root / ".git").exists():  # an installed copy
         return None
     try:
-        changed = told("status", "--porcelain", "--untracked-files=no")
-        return told("rev-parse", "--short=12", "HEAD") + "+" * bool(changed)
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "--short=12", "HEAD") + "+" * bool(changed)
     except (OSError, subprocess.SubprocessError):  # no git
         return None
 
@@ -248,8 +248,8 @@ def writing(
 
 def numbers_of(record: Mapping) -> dict[str, float]:
     """The numbers that trackers plot over steps."""
-    known = {name: v for name, v in record.items() if name not in ("step", *Run._fields)}
-    return {name: v for name, v in known.items() if type(v) in (int, float)}
+    scalars = {name: v for name, v in record.items() if name not in ("step", *Run._fields)}
+    return {name: v for name, v in scalars.items() if type(v) in (int, float)}
 
 
 def console_line(record: Mapping) -> str:

@@ -260,6 +260,6 @@ def metric_of(comparison: Comparison) -> str:
     The loss is used only if there is no other.
     """
     part, _, name = comparison.criterion.scalar.removesuffix(AVERAGED).partition("/")
-    known = set().union(*comparison.records)
-    names = [name for name in METRICS if f"test/{name}" in known]
+    scalars = set().union(*comparison.records)
+    names = [name for name in METRICS if f"test/{name}" in scalars]
     return name if part == "valid" else min(names, key="loss".__eq__)

@@ -427,8 +427,8 @@ def _gains(comparison, chosen) -> Mapping[str, str]:
 
 def arrival(run: statistics.Run, scalar: str, target: float) -> float:
     """The epoch at which a curve first is at most `target`, linearly between its points; or inf."""
-    known = [(r["epoch"], r[scalar]) for r in run if r.get(scalar) is not None]
-    at, values = np.array(known, float).reshape(-1, 2).T
+    points = [(r["epoch"], r[scalar]) for r in run if r.get(scalar) is not None]
+    at, values = np.array(points, float).reshape(-1, 2).T
     if not (values <= target).any():
         return math.inf
     i = int(np.argmax(values <= target))

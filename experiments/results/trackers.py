@@ -1,6 +1,6 @@
 """Experiment trackers: a row of TRACKERS each, and one hook that sends records to them.
 
-A row is `(folder, run, known, step) -> (id, log, close)`. It opens a run from this step on; `known`
+A row is `(folder, run, run_id, step) -> (id, log, close)`. It opens a run from this step on; `run_id`
 is its id from an earlier call, or None. `log(step, numbers)` sends numbers.
 """
 
@@ -18,7 +18,7 @@ from syncopate.refusals import UserError
 IDS = "trackers.json"  # of a folder: {tracker: {run: id}}
 
 
-def tensorboard(folder, run, known, step):
+def tensorboard(folder, run, run_id, step):
     """Event files in FOLDER/tensorboard; later steps of an earlier call are purged."""
     from tensorboardX.event_file_writer import EventsWriter
     from tensorboardX.proto.event_pb2 import Event, SessionLog
@@ -39,11 +39,11 @@ def tensorboard(folder, run, known, step):
     return run, log, file.close
 
 
-def wandb(folder, run, known, step):
+def wandb(folder, run, run_id, step):
     """Runs of the project $WANDB_PROJECT or "syncopate", in a group named as the folder."""
     import wandb as package
 
-    number = known or uuid.uuid4().hex
+    number = run_id or uuid.uuid4().hex
     opened = package.init(
         project=os.environ.get("WANDB_PROJECT", "syncopate"), group=_name(folder), name=run,
         id=number, resume="allow", dir=folder, reinit="finish_previous",
@@ -51,14 +51,14 @@ def wandb(folder, run, known, step):
     return number, lambda step, numbers: opened.log(numbers, step=step), opened.finish
 
 
-def mlflow(folder, run, known, step):
+def mlflow(folder, run, run_id, step):
     """Runs of an experiment named as the folder, at $MLFLOW_TRACKING_URI or FOLDER/mlflow.db."""
     import mlflow as package
 
     place = os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{os.path.abspath(folder)}/mlflow.db")
     package.set_tracking_uri(place)
     package.set_experiment(_name(folder))
-    number = package.start_run(run_id=known, run_name=None if known else run).info.run_id
+    number = package.start_run(run_id=run_id, run_name=None if run_id else run).info.run_id
     return number, lambda step, numbers: package.log_metrics(numbers, step), package.end_run
 
 
@@ -93,8 +93,8 @@ def hook(names: Sequence[str], folder: str, *, anew: bool) -> Iterator[Callable]
             stack.close()
             current, logs = run, []
             for name in names:
-                known = ids[name].get(run)
-                ids[name][run], log, close = TRACKERS[name](folder, run, known, step)
+                run_id = ids[name].get(run)
+                ids[name][run], log, close = TRACKERS[name](folder, run, run_id, step)
                 stack.callback(close)
                 logs.append(log)
             files.write_json(path, ids)

@@ -405,7 +405,7 @@ TABLES = {"order": ORDERS, "sync": SYNC_RULES, "echo": ECHO_POLICIES}
 WITH_OPTIONS = {"order": _order, "sync": _sync_rule, "echo": _echo_policy}
 
 
-def known(kind: str) -> str:
+def choices_of(kind: str) -> str:
     """All words of a table, for people."""
     further = [
         f"+{word}"
@@ -430,7 +430,7 @@ def _decided(kind: str, name: str, given: tuple[tuple[str, Any], ...]) -> tuple[
         labels.append(label)
     text, table = "+".join(words), TABLES[kind]
     if name not in table:
-        raise UserError(f"--{kind} is {text}: {name!r} is not one of {known(kind)}.")
+        raise UserError(f"--{kind} is {text}: {name!r} is not one of {choices_of(kind)}.")
     for flag, word in zip(values, words[1:], strict=True):
         if not {flag, word} & {*table[name].takes}:
             able = [n for n, other in table.items() if {flag, word} & {*other.takes}]
@@ -500,9 +500,9 @@ def parsed(text: str, kinds: Iterable[str] = tuple(TABLES)) -> dict[str, Any]:
     for word in text.split("+"):
         flag, value = _named(word, kinds)
         if flag is None:
-            told = "; ".join(f"--{kind}: {known(kind)}" for kind in kinds)
-            near = meant(word, [w for kind in kinds for w in re.findall(r"\w+", known(kind))])
-            raise UserError(f"{text!r} has {word!r}, which is no word: choose of {told}.{near}")
+            choices = "; ".join(f"--{kind}: {choices_of(kind)}" for kind in kinds)
+            near = meant(word, [w for kind in kinds for w in re.findall(r"\w+", choices_of(kind))])
+            raise UserError(f"{text!r} has {word!r}, which is no word: choose of {choices}.{near}")
         if flag in options:
             raise UserError(
                 f"{text!r} says --{flag} twice, {options[flag]} and {value}: leave one."
@@ -544,7 +544,7 @@ def define_decisions(define: Callable, **defaults: str) -> None:
     """Defines --order, --sync, --echo and their options; `define` as of `flags.definer`."""
     texts = "which unit comes next", "when workers meet", "when a batch is used again"
     for kind, text in zip(TABLES, texts, strict=True):
-        define(flags.DEFINE_string, kind, defaults[kind], f"{text}: {known(kind)}")
+        define(flags.DEFINE_string, kind, defaults[kind], f"{text}: {choices_of(kind)}")
     for flag, option in OPTIONS.items():
         text, words = f"of --{option.of}: {option.text}", option.words
         if isinstance(words, str):

@@ -99,8 +99,8 @@ def order_traffic(
         whole, last = of_step(int(units[1])), of_step(int(units[-1] - units[-2]))
         sent = whole * loads
         sent[-1] += last - whole
-    told = math.ceil(sizes.num_units // 2 / 8) if order.deals == UNITS and workers > 1 else 0
-    epoch = sent[-1] + told * workers / (8 * num_params)
+    signs = math.ceil(sizes.num_units // 2 / 8) if order.deals == UNITS and workers > 1 else 0
+    epoch = sent[-1] + signs * workers / (8 * num_params)
     if order.scaled and not order.sketch and not sync_in_step and workers > 1:
         epoch += 1
 
@@ -509,8 +509,8 @@ def dry_run(task: Task, recipe: Recipe, study, values) -> str:
             row = _row(task, recipe, arm, speed, step_seconds, shapes, values.gigabits)
             rows.append(row)
             if chip is None:
-                known = show_bytes(bytes_by(*decisions)) if values.compile else "not compiled"
-                row["memory of a worker"] = known
+                about = show_bytes(bytes_by(*decisions)) if values.compile else "not compiled"
+                row["memory of a worker"] = about
                 continue
             names = [*shapes.programs]
             if row["steps"] == row["loads"]:
@@ -520,9 +520,9 @@ def dry_run(task: Task, recipe: Recipe, study, values) -> str:
                     compiled = compile_or_refuse(shapes.programs[name](), chip)
                     listed[*decisions, name] = name, arm.label, shapes, compiled
             row["peak of a device"] = _peak([listed[*decisions, name][-1] for name in names], chip)
-    known = _facts(task, recipe)
-    known |= {} if chip is None else _slice_facts(task, values.topology, mesh, chip)
-    facts = [{"what": name, "value": value} for name, value in known.items()]
+    about = _facts(task, recipe)
+    about |= {} if chip is None else _slice_facts(task, values.topology, mesh, chip)
+    facts = [{"what": name, "value": value} for name, value in about.items()]
     left = left_out(study.arms.values(), task, recipe)
     facts += [{"what": "left out", "value": text} for text in left]
     return "\n\n".join([markdown(facts), markdown(rows), *_details(listed.values(), chip)])

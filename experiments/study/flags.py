@@ -63,8 +63,8 @@ class _Several(flags.ListParser):
         super().__init__()
         words = not isinstance(allowed, Range)
         self.each = flags.EnumParser([*allowed]) if words else _Number(allowed)
-        told = f"one of {', '.join(allowed)}" if words else allowed
-        self.syntactic_help = f"a list, each {told}"
+        message = f"one of {', '.join(allowed)}" if words else allowed
+        self.syntactic_help = f"a list, each {message}"
 
     def parse(self, argument):
         return [self.each.parse(text) for text in super().parse(argument) or [""]]
@@ -176,8 +176,8 @@ def defaults(values: flags.FlagValues) -> dict:
     setting, recipe = recipes.setting_of(values.task), recipes.recipe_of(values.task)
     parameters = inspect.signature(TASKS[setting.task]).parameters
     rate = recipe.learning_rates[len(recipe.learning_rates) // 2]
-    known = {name: choice.default for name, choice in parameters.items()} | {"learning_rate": rate}
-    return known | dict(setting.choices) | recipe._asdict()
+    result = {name: choice.default for name, choice in parameters.items()} | {"learning_rate": rate}
+    return result | dict(setting.choices) | recipe._asdict()
 
 
 def setting_from_flags(values: flags.FlagValues) -> tuple[Task, Recipe]:
@@ -264,9 +264,9 @@ def check_used(values: flags.FlagValues, recipe: Recipe, arms: Iterable, *, stud
             )
     for one, other in EXCLUSIVE:
         if all(name in values and values[name].present for name in (one, other)):
-            told = f"--{one} is {values[one].value} and --{other} is {values[other].value}: "
+            both = f"--{one} is {values[one].value} and --{other} is {values[other].value}: "
             if study is None:
-                raise UserError(f"{told}pass only one of them.")
+                raise UserError(f"{both}pass only one of them.")
             from experiments.cluster import processes
 
-            processes.say(f"{told}the first counts.")
+            processes.say(f"{both}the first counts.")

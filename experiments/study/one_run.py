@@ -48,12 +48,12 @@ def run(values: absl_flags.FlagValues) -> None:
     settings = {**flags.settings(values, recipe), **arm.words, "data": data_hash(task)}
     settings |= {"seed": values.seed, "learning_rate": rate}
     with living.left_together(), lock.held(folder):
-        done, known = [], None
+        done, saved = [], None
         if not values.overwrite:
             done = records.read_folder(folder)
-            known = resize.newest(folder, settings, values.elastic, [r["step"] for r in done])
+            saved = resize.newest(folder, settings, values.elastic, [r["step"] for r in done])
         checkpoint.check_export(folder)
-        built, plans, begun = _prepared(task, recipe, arm.rows, values, known)
+        built, plans, begun = _prepared(task, recipe, arm.rows, values, saved)
         outcome = _train(task, recipe, arm, built, plans, values, folder, settings, begun, done)
         _finish(outcome, built, plans, folder, values, " + ".join(row.label for row in arm.rows))
 
@@ -89,23 +89,25 @@ def _check_survives(values, recipe, rows):
         "--bound_every adds up gradients of all": recipe.bound_every,
     }
     if wrong := [text for text, holds in needs.items() if holds]:
-        told = "; ".join(wrong)
-        raise UserError(f"--survive needs no worker between two syncs, and {told}: leave it out.")
+        reasons = "; ".join(wrong)
+        raise UserError(
+            f"--survive needs no worker between two syncs, and {reasons}: leave it out."
+        )
 
 
-def _prepared(task, recipe, rows, values, known):
+def _prepared(task, recipe, rows, values, saved):
     """(program, plans, where the run goes on if with other workers)."""
     order, rule, policy = rows
-    sizes = resize.sizes_of(task, recipe, known, deals=order.deals)
+    sizes = resize.sizes_of(task, recipe, saved, deals=order.deals)
     setting = config.config_of(recipe, sizes, seed=values.seed)
     plans = config.plans_of(setting, rule, policy, rate=recipe.learning_rates[0])
     begun, units = None, None
-    if known:
+    if saved:
         of_sizes = functools.partial(
             worker_of, task, recipe, order, rule.rounds, in_turn=recipe.run == "turns"
         )
         begun, units = resize.begun(
-            known, of_sizes, plans, sizes, policy=values.elastic, seed=values.seed,
+            saved, of_sizes, plans, sizes, policy=values.elastic, seed=values.seed,
             traffic=functools.partial(traffic, task, order, rule),
         )  # fmt: skip
     reads = None if values.input == "device" else values.input

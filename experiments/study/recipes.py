@@ -164,8 +164,8 @@ def setting_of(name: str) -> Setting:
         return RECIPES[name]
     if name in TASKS:
         return Setting(name, {})
-    known = [*RECIPES, *TASKS]
-    raise UserError(f"--task is {name}: choose one of {', '.join(known)}.{meant(name, known)}")
+    names = [*RECIPES, *TASKS]
+    raise UserError(f"--task is {name}: choose one of {', '.join(names)}.{meant(name, names)}")
 
 
 def load(
@@ -179,13 +179,13 @@ def load(
     """
     setting = setting_of(name)
     loader = TASKS[setting.task]
-    known, asked = choices_of(loader), choices
+    options, asked = choices_of(loader), choices
     choices = {**setting.choices, **asked}
     for choice, value in choices.items():
-        if (option := known.get(choice, EVERYWHERE.get(choice))) is None:
+        if (option := options.get(choice, EVERYWHERE.get(choice))) is None:
             raise UserError(
                 f"--{choice} is {value}: {setting.task} has no such choice. It has "
-                f"{', '.join(dict.fromkeys([*known, *EVERYWHERE]))}."
+                f"{', '.join(dict.fromkeys([*options, *EVERYWHERE]))}."
             )
         if option.range is not None:
             option.range.check(choice, value)
@@ -195,7 +195,7 @@ def load(
                 f"--{choice} is {value}: of {setting.task} only --model={option.model} has it, and "
                 f"the model is {model}. Leave it out, or choose that model."
             )
-    more = {k: choices.pop(k) for k in EVERYWHERE if k in choices and k not in known}
+    more = {k: choices.pop(k) for k in EVERYWHERE if k in choices and k not in options}
     task = base.with_first(loader(data_dir, abstract=abstract, **choices), **more)
     given = setting.recipe
     return task, given if isinstance(given, Recipe) else task.recipe._replace(**given)

@@ -111,7 +111,7 @@ def _search(study, task, recipe, folder, done, settings, values):
             study, trains, seeds=values.seeds, done=kept, on_record=write,
         )  # fmt: skip
     if trains.seconds:
-        processes.say(f"The runs took {training_run.told(trains.seconds)}.", file=sys.stderr)
+        processes.say(f"The runs took {training_run.duration(trains.seconds)}.", file=sys.stderr)
     return result
 
 
@@ -172,16 +172,16 @@ def search(
         (arm, speed, trainer.rates(arm, speed))
         for speed in study.speeds or (None,) for arm in study.arms
     ]  # fmt: skip
-    records, stopped, steps, known = list(done), 0, 0, 0
+    records, stopped, steps, before = list(done), 0, 0, 0
     for arm, speed, rates in asked:
         steps += planned(len(rates), seeds, study.finalists, speed) * trainer.steps(arm, speed)
-        known += sum(  # an earlier call may have asked for others
+        before += sum(  # an earlier call may have asked for others
             r["step"] for r in done
             if r.get("ended") and (r["arm"], r["speed"]) == (arm, speed)
             and r["learning_rate"] in rates and r["seed"] < seeds
         )  # fmt: skip
     trainer.prepare(g[:2] for g in asked if next_run(study, *g, whole_runs(records), seeds))
-    with progress.bar(total=steps, initial=known, unit="step", smoothing=0) as bar:
+    with progress.bar(total=steps, initial=before, unit="step", smoothing=0) as bar:
         for group in asked:
             while not stopped and (run := next_run(study, *group, whole_runs(records), seeds)):
                 new, stopped = _train(study, trainer, run, records, on_record, bar)
@@ -192,12 +192,12 @@ def search(
 def _train(study, trainer, run: Run, records, on_record, bar) -> tuple[list[dict], int]:
     """Trains a run; returns its new records, and the signal that stopped it or 0."""
     arm, new, before = study.arms[run.arm], [], bar.n
-    known = {"study": study.name, **run._asdict(), **arm.words}
+    words = {"study": study.name, **run._asdict(), **arm.words}
     slow = "" if run.speed is None else f", R {run.speed:g}, {run.phase}"
     bar.set_description(f"{arm.label}, lr {run.learning_rate:g}, seed {run.seed}{slow}")
 
     def write(record):
-        new.append(known | record)
+        new.append(words | record)
         on_record(new[-1])
         progress.note(bar, record, examples=trainer.examples)
 
@@ -372,8 +372,8 @@ def step_seconds(
     It is measured once, so that all runs have the same delays.
     """
     path = os.path.join(folder, "step.json")
-    known = processes.of_first(files.read_json(path) if done else None)
-    if known is None:
+    timed = processes.of_first(files.read_json(path) if done else None)
+    if timed is None:
         arm, total, seconds = next(iter(study.arms.values())), 8 * EVERY, []
         order, rule, _ = arm.rows
         short = recipe._replace(total_steps=total, warmup_steps=0)
@@ -386,7 +386,7 @@ def step_seconds(
             ),
             seed=0,
         )
-        known = {"step_seconds": float(np.median(np.diff(seconds)) / EVERY)}
-        known = processes.of_first(known)
-        files.write_json(path, known)
-    return known["step_seconds"]
+        timed = {"step_seconds": float(np.median(np.diff(seconds)) / EVERY)}
+        timed = processes.of_first(timed)
+        files.write_json(path, timed)
+    return timed["step_seconds"]

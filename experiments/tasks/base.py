@@ -19,8 +19,8 @@ class Range(NamedTuple):
     interval: str
 
     def __contains__(self, number) -> bool:
-        known = inside(number, self.interval)
-        return known and (self.kind is float or number == int(number))
+        is_inside = inside(number, self.interval)
+        return is_inside and (self.kind is float or number == int(number))
 
     def __str__(self) -> str:
         return f"a {'whole ' * (self.kind is int)}number in {self.interval}"
@@ -154,9 +154,9 @@ def abstract_sets(numbers: Iterable[int], shape: tuple[int, ...]) -> list[dict]:
     return [abstract_set(n, x=(shape, np.float32), y=((), np.int32)) for n in numbers]
 
 
-def check_model(task: str, model: str, known: Iterable[str]) -> None:
-    if model not in known:
-        raise UserError(f"model is {model!r}: {task} has the models {sorted(known)}.")
+def check_model(task: str, model: str, choices: Iterable[str]) -> None:
+    if model not in choices:
+        raise UserError(f"model is {model!r}: {task} has the models {sorted(choices)}.")
 
 
 def first_of(data: dict, number: int) -> dict:

@@ -46,11 +46,11 @@ def _smape(model):
         steps = batch["y"].shape[1]
 
         def errors(part):
-            known, forecast = part["x"], jnp.zeros((part["x"].shape[0], 0))
+            series, forecast = part["x"], jnp.zeros((part["x"].shape[0], 0))
             while forecast.shape[1] < steps:
-                following = predict(known)
+                following = predict(series)
                 forecast = jnp.concatenate([forecast, following], axis=1)
-                known = jnp.concatenate([known, following], axis=1)[:, -known.shape[1] :]
+                series = jnp.concatenate([series, following], axis=1)[:, -series.shape[1] :]
             f, y = forecast[:, :steps], part["y"]
             return sum_examples(200 * jnp.abs(y - f) / (jnp.abs(y) + jnp.abs(f)))
 

@@ -49,9 +49,9 @@ def _rank(item):
     return -count, word
 
 
-def encode(tokens: Iterable[str], known: list[str]) -> np.ndarray:
-    """Words as int32[T] places in the vocabulary `known`; others become `UNKNOWN`."""
-    places = {word: place for place, word in enumerate(known)}
+def encode(tokens: Iterable[str], listed: list[str]) -> np.ndarray:
+    """Words as int32[T] places in the vocabulary `listed`; others become `UNKNOWN`."""
+    places = {word: place for place, word in enumerate(listed)}
     unknown = places[UNKNOWN]
     return np.fromiter((places.get(word, unknown) for word in tokens), np.int32)
 

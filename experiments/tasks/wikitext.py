@@ -182,10 +182,10 @@ def _read_corpus(data_dir, corpus, max_words):
     if files[0] == "train" and all(map(os.path.exists, saved)):
         train, test = map(_tokens, saved)
         return train, test, 1 + int(max(train.max(), test.max())), _starts(train == BPE_WORDS - 1)
-    known = vocabulary(words(lines(data_dir, corpus, files[0])), max_words)
-    train, test = (encode(words(lines(data_dir, corpus, part)), known) for part in files)
-    end, heading = (known.index(word) if word in known else -1 for word in (END, "="))
-    return train, test, len(known), _starts((train == heading) & (np.roll(train, 1) == end))
+    listed = vocabulary(words(lines(data_dir, corpus, files[0])), max_words)
+    train, test = (encode(words(lines(data_dir, corpus, part)), listed) for part in files)
+    end, heading = (listed.index(word) if word in listed else -1 for word in (END, "="))
+    return train, test, len(listed), _starts((train == heading) & (np.roll(train, 1) == end))
 
 
 def _starts(begins):

@@ -37,7 +37,7 @@ KEPT = 2
 CLOSED = "Event loop is closed"  # what asyncio says
 # Orbax waits by the clock of the wall, which may be set forward by months. `agree` ends waits.
 ORBAX_SECONDS = 10**8
-STATE, KNOWN, DIGEST = "state", "known", "digest.txt"  # in the folder of a checkpoint
+STATE, METADATA, DIGEST = "state", "run", "digest.txt"  # in the folder of a checkpoint
 WHAT_TO_DO = "give the command that made it, choose another --output_dir, or pass --overwrite."
 
 
@@ -151,9 +151,9 @@ def _meet(folder: str, *, key: str, timeout_ms: int) -> None:
     try:
         with files.advised(folder):
             raise error
-    except BaseException as told:
+    except BaseException as raised:
         try:
-            sys.excepthook(type(told), told, told.__traceback__)
+            sys.excepthook(type(raised), raised, raised.__traceback__)
             sys.stderr.flush()
         finally:
             os._exit(1)
@@ -173,7 +173,7 @@ def save(
     state = _with_lost(state, program.sizes.workers) if living.on() else input.key_data(state)
     if manager is None or manager.latest_step() == at.step:
         return
-    known = {
+    metadata = {
         "about": dict(about),
         "conditions": agree.conditions(),
         "decided": np.flatnonzero(at.decided).tolist(),
@@ -183,8 +183,8 @@ def save(
         "step": at.step,
         "units": None if program.units is None else program.units.tolist(),
     }
-    known = strict.plain(known)
-    items = {STATE: ocp.args.StandardSave(state), KNOWN: ocp.args.JsonSave(known)}
+    metadata = strict.plain(metadata)
+    items = {STATE: ocp.args.StandardSave(state), METADATA: ocp.args.JsonSave(metadata)}
     with agree.for_disk("their parts of a checkpoint", str(manager.directory)):
         manager.save(at.step, args=ocp.args.Composite(**items))
 
@@ -216,7 +216,7 @@ def _write_digest(folder: str) -> None:
 def _digest_of(path: pathlib.Path) -> str:
     """One line per file that `restore` reads, in the format of sha256sum."""
     lines = []
-    for file in sorted([*path.glob(f"{STATE}/**/*"), *path.glob(f"{KNOWN}/**/*")]):
+    for file in sorted([*path.glob(f"{STATE}/**/*"), *path.glob(f"{METADATA}/**/*")]):
         if not file.is_dir():
             with open(file, "rb", opener=files.regular) as content:
                 digest = hashlib.file_digest(content, "sha256").hexdigest()
@@ -227,21 +227,21 @@ def _digest_of(path: pathlib.Path) -> str:
 def damage(path: str) -> str | None:
     """Describes what is wrong with a checkpoint, or None if it is whole. Reads all of its files."""
     try:
-        said = files.content(os.path.join(path, DIGEST)).decode(errors="replace")
+        recorded = files.content(os.path.join(path, DIGEST)).decode(errors="replace")
         actual = _digest_of(pathlib.Path(path))
     except OSError as error:
         return str(error)
-    if said != actual:
-        differ = {line.split("  ")[-1] for line in {*said.split("\n")} ^ {*actual.split("\n")}}
+    if recorded != actual:
+        differ = {line.split("  ")[-1] for line in {*recorded.split("\n")} ^ {*actual.split("\n")}}
         return f"{', '.join(sorted(differ))} not as {DIGEST} says"
-    if (step := read_known(path).get("step")) != int(os.path.basename(path)):
+    if (step := read_metadata(path).get("step")) != int(os.path.basename(path)):
         return f"it is that of step {step}"
     return None
 
 
-def read_known(path: str) -> dict:
+def read_metadata(path: str) -> dict:
     """The facts about its run that `save` wrote into a whole checkpoint."""
-    return files.read_json(os.path.join(path, KNOWN, "metadata"), {})
+    return files.read_json(os.path.join(path, METADATA, "metadata"), {})
 
 
 def steps_of(folder: str) -> list[int]:
@@ -270,9 +270,9 @@ def settled(folder: str, recorded: Sequence[int] | None = None) -> int:
     judged = _judged(folder, recorded) if processes.is_first() else None
     step, passed_over = processes.of_first(judged)
     if passed_over and not step:
-        told = "; ".join(f"step {step}: {wrong}" for step, wrong in passed_over.items())
+        reasons = "; ".join(f"step {step}: {wrong}" for step, wrong in passed_over.items())
         raise UserError(
-            f"no checkpoint in {folder!r} fits its run ({told}): restore the files from a copy, "
+            f"no checkpoint in {folder!r} fits its run ({reasons}): restore the files from a copy, "
             "choose another --output_dir, or pass --overwrite to begin again."
         )
     for passed, wrong in passed_over.items():
@@ -292,7 +292,7 @@ def _judged(folder, recorded) -> tuple[int, dict[str, str]]:
         path = os.path.join(folder, str(step))
         wrong = damage(path)
         if wrong is None and recorded is not None:
-            needed = read_known(path)["evaluation"]["records"]
+            needed = read_metadata(path)["evaluation"]["records"]
             if (count := sum(at <= step for at in recorded)) != needed:
                 wrong = f"it needs {needed} records, and metrics.jsonl holds {count} up to there"
         if wrong is None:
@@ -311,14 +311,14 @@ def restore(
     if not step:
         return None
     path = os.path.join(folder, str(step))
-    known = read_known(path)
-    if changed := files.differences(known["about"], about):
+    metadata = read_metadata(path)
+    if changed := files.differences(metadata["about"], about):
         raise UserError(
             f"the checkpoint of step {step} belongs to a run with other settings "
             f"({', '.join(changed)}): {WHAT_TO_DO}"
         )
-    at = progress_of(known, plans)
-    return Begun(at, read_state(path, shapes), Evaluation(**known["evaluation"]))
+    at = progress_of(metadata, plans)
+    return Begun(at, read_state(path, shapes), Evaluation(**metadata["evaluation"]))
 
 
 def read_state(path: str, shapes: TrainState, sharding=None) -> TrainState:
@@ -344,22 +344,22 @@ def read_state(path: str, shapes: TrainState, sharding=None) -> TrainState:
     return jax.tree.map(input.as_keys, restored, shapes)
 
 
-def progress_of(known: Mapping, plans: Plans) -> Progress:
+def progress_of(metadata: Mapping, plans: Plans) -> Progress:
     """The progress stored in a checkpoint, and a word on what was otherwise when it was written."""
-    if changed := files.differences(known["conditions"], agree.conditions()):
+    if changed := files.differences(metadata["conditions"], agree.conditions()):
         processes.say(
-            f"The checkpoint of step {known['step']} was written under other conditions "
+            f"The checkpoint of step {metadata['step']} was written under other conditions "
             f"({', '.join(changed)}): the run may not end with the same bits."
         )
     for name, digest in plans.digests().items():
-        if known["plans"].get(name) != digest:
+        if metadata["plans"].get(name) != digest:
             raise UserError(
-                f"the checkpoint of step {known['step']} belongs to another {name} plan: "
+                f"the checkpoint of step {metadata['step']} belongs to another {name} plan: "
                 f"{WHAT_TO_DO}"
             )
-    processes.say(f"Continues from the checkpoint of step {known['step']}.")
-    decided = np.isin(np.arange(known["step"] if plans.echo.online else 0), known["decided"])
-    return loop.resumed(plans, known["step"], tuple(decided.tolist()))
+    processes.say(f"Continues from the checkpoint of step {metadata['step']}.")
+    decided = np.isin(np.arange(metadata["step"] if plans.echo.online else 0), metadata["decided"])
+    return loop.resumed(plans, metadata["step"], tuple(decided.tolist()))
 
 
 def check_export(folder: str) -> None:

@@ -30,7 +30,7 @@ class Saved(NamedTuple):
 
     folder: str  # of the run
     settings: Mapping  # of the call that goes on
-    known: Mapping  # of the checkpoint's run
+    metadata: Mapping  # of the checkpoint's run
 
 
 def newest(
@@ -44,17 +44,17 @@ def newest(
     step = checkpoint.settled(checkpoints, recorded)
     if not step:
         return None
-    known = checkpoint.read_known(os.path.join(checkpoints, str(step)))
-    differ = _differing(known["about"], settings)
+    metadata = checkpoint.read_metadata(os.path.join(checkpoints, str(step)))
+    differ = _differing(metadata["about"], settings)
     if differ and (policy is None or not differ <= SPLIT):
-        told = ", ".join(files.differences(known["about"], settings))
+        differences = ", ".join(files.differences(metadata["about"], settings))
         choices = " or ".join(local_opt.resize.POLICIES)
         resize = f"; to go on with other workers pass --elastic={choices}"
         raise UserError(
-            f"{folder!r} holds a run with other settings ({told}): choose another --output_dir, or "
-            f"pass --overwrite to forget that run{resize if differ <= SPLIT else ''}."
+            f"{folder!r} holds a run with other settings ({differences}): choose another "
+            f"--output_dir, or pass --overwrite to forget that run{resize if differ <= SPLIT else ''}."
         )
-    return Saved(folder, settings, known)
+    return Saved(folder, settings, metadata)
 
 
 def _differing(before: Mapping, now: Mapping) -> set[str]:
@@ -66,17 +66,18 @@ def sizes_of(task: Task, recipe: Recipe, saved: Saved | None, *, deals: str | No
     """Of a run: the recipe's, or the units of the checkpoint for the recipe's workers."""
     if saved is None:
         return config.sizes_of(task, recipe, deals=deals)
-    sizes, workers = Sizes(*saved.known["sizes"]), recipe.workers
+    sizes, workers = Sizes(*saved.metadata["sizes"]), recipe.workers
     each = recipe.unit_size // sizes.unit_size  # of dealt examples, examples
     units, together = sizes.workers * sizes.num_units, sizes.workers * sizes.units_per_step
     step = together // each
     fit = [w for w in range(1, step + 1) if not step % w and not units % w]
     if workers not in fit or workers * recipe.units_per_step != step:
         choices = [workers] if workers in fit else fit
-        told = ", ".join(f"--workers={w} --units_per_step={step // w}" for w in choices)
+        options = ", ".join(f"--workers={w} --units_per_step={step // w}" for w in choices)
         raise UserError(
             f"{workers} workers with {recipe.units_per_step} units per step cannot go on with the "
-            f"{units} units of this run, {step} of them in every step of all workers: pass {told}."
+            f"{units} units of this run, {step} of them in every step of all workers: pass "
+            f"{options}."
         )
     changed = {"num_units": units // workers, "units_per_step": together // workers}
     return sizes._replace(workers=workers, **changed)
@@ -94,11 +95,11 @@ def begun(
       worker_of: a worker of the run at some sizes; plans, sizes: of now.
       traffic: (sizes, whether workers meet in steps) -> `(rounds, loads) -> all-reduces`.
     """
-    folder, settings, known = saved
-    before, begun_at = Sizes(*known["sizes"]), None
-    units = None if known["units"] is None else np.array(known["units"], np.int32)
+    folder, settings, metadata = saved
+    before, begun_at = Sizes(*metadata["sizes"]), None
+    units = None if metadata["units"] is None else np.array(metadata["units"], np.int32)
     if before != sizes:
-        at = checkpoint.progress_of(known, plans)
+        at = checkpoint.progress_of(metadata, plans)
         old, new = map(worker_of, (before, sizes))
         visited = visited_units(plans, sizes, at)
         shapes = program.state_shapes(old, before.workers)
@@ -106,7 +107,7 @@ def begun(
         path = os.path.join(folder, "checkpoints", str(at.step))
         state = checkpoint.read_state(path, shapes, here)
         state, units = _changed(state, new, before, visited, policy, units, seed)
-        seen = checkpoint.Evaluation(**known["evaluation"])
+        seen = checkpoint.Evaluation(**metadata["evaluation"])
         one, other = (traffic(s, new.rounds.in_step)(at.rounds, at.loads) for s in (before, sizes))
         seen = seen._replace(more_sent=seen.more_sent + one - other)
         begun_at = checkpoint.Begun(at, state, seen)

@@ -132,7 +132,7 @@ def train(
     return Outcome(at.step, state, tuple(at.decided), stopped, ended, None, seconds)
 
 
-def told(seconds: Mapping[str, float]) -> str:
+def duration(seconds: Mapping[str, float]) -> str:
     """The seconds of runs in words, as "12.3 s of steps, 0.1 s of checkpoints"."""
     return ", ".join(f"{value:.3g} s of {name}" for name, value in seconds.items())
 

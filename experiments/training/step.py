@@ -39,7 +39,7 @@ class Scalar(NamedTuple):
 
     per: str  # "step" or "round"
     of: Callable  # (worker, state) -> float32[] after a sync; after a step also of units' losses
-    known: Callable = lambda worker: True  # whether a worker has it
+    applies: Callable = lambda worker: True  # whether a worker has it
 
 
 SCALARS = {  # by their names in records; here alone the trainer knows them
@@ -141,7 +141,7 @@ def worker_of(
 def zero_stats(worker: Worker) -> StepStats:
     """A worker's stats at the start and after every evaluation."""
     none = jnp.full((), -1, jnp.int32)
-    sums = {name: jnp.zeros(()) for name, row in SCALARS.items() if row.known(worker)}
+    sums = {name: jnp.zeros(()) for name, row in SCALARS.items() if row.applies(worker)}
     return StepStats(sums, none, none)
 
 

@@ -88,16 +88,16 @@ def test_the_hash_of_the_code_covers_all_packages():
 
 
 @pytest.mark.parametrize(
-    "places,said",
+    "places,expected",
     [
         ({0: 8, 1: 8, 2: 4}, "Last seen: process 2 after step 4: look at its output."),
         ({0: 8, 1: 8}, "Last seen: process 1 after step 8: look"),  # nobody is behind
         ({}, "Last seen: none, as process 0 does not answer"),
     ],
 )
-def test_processes_that_are_behind_are_named(places, said):
-    told = agree.told(0, "the mean loss", 60, places)
-    assert said in told and told.startswith("process 0 has waited 60 s for the mean loss.")
-    assert "a longer --patience" in told
+def test_processes_that_are_behind_are_named(places, expected):
+    text = agree.waited(0, "the mean loss", 60, places)
+    assert expected in text and text.startswith("process 0 has waited 60 s for the mean loss.")
+    assert "a longer --patience" in text
     with agree.for_others("nobody"):  # nothing watches a process alone
         agree.came_to(3)

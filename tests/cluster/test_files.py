@@ -89,7 +89,7 @@ READS = {
     "metrics.sha256": records_of.read_folder,
     "lock.json": lambda folder: lock.held(folder).__enter__(),
     "digest.txt": checked,
-    "known/metadata": checked,
+    "run/metadata": checked,
     "command.txt": lambda folder: archive.note_command(folder, "python -m"),
     "trackers.json": lambda folder: files.read_json(f"{folder}/trackers.json", {}),
 }
@@ -125,12 +125,12 @@ def test_a_refused_write_leaves_the_file_as_it_was(tmp_path, monkeypatch, number
 
 def test_what_tensorstore_reports_is_advised_and_what_is_elsewhere_is_not():
     for words in ("Error writing local file", "RESOURCE_EXHAUSTED: Failed writing:"):
-        told = f"""{words} "/d/checkpoints/7/d/1": full [os_error_code='28']"""
+        text = f"""{words} "/d/checkpoints/7/d/1": full [os_error_code='28']"""
         with pytest.raises(OSError, match="'/d/checkpoints/7/d/1' cannot be used .*: make room"):
             with files.advised("/d"):
-                raise ValueError(told)
+                raise ValueError(text)
     with pytest.raises(ValueError, match="Failed writing"), files.advised("/e"):
-        raise ValueError(told)
+        raise ValueError(text)
     with pytest.raises(ConnectionError), files.advised("/d"):
         raise ConnectionError(errno.ECONNREFUSED, "no tracker")
 
@@ -175,12 +175,16 @@ def test_a_disk_that_is_full_for_one_process_is_told_once_and_ends_all(tmp_path)
     )  # fmt: skip
     # Anywhere in a line: threads of the checkpoint write tracebacks of their own between ours.
     errors = re.findall("Error: (?:'/|process).*", done.stderr)
-    told = [text for text in errors if "cannot be used (File too large): make room" in text]
+    full_disk = [text for text in errors if "cannot be used (File too large): make room" in text]
     assert "Traceback" not in done.stderr
-    assert done.returncode == 1 and len(told) == 1 and f"'{tmp_path / 'run'}/check" in told[0]
+    assert (
+        done.returncode == 1
+        and len(full_disk) == 1
+        and f"'{tmp_path / 'run'}/check" in full_disk[0]
+    )
     # Whichever ends first: the one without room, or the one that has lost it.
     assert re.search("process [01] ended with exit code 1", done.stderr)
-    others = {*errors} - {*told}
+    others = {*errors} - {*full_disk}
     assert all("process 0 has lost another one" in text for text in others)
 
 
@@ -188,8 +192,8 @@ def test_what_tensorstore_reports_of_its_threads_is_told_once_and_no_one_waits(
     tmp_path, monkeypatch
 ):
     """It calls this hook where it cannot wake the thread that waits for an array."""
-    told, ended = [], threading.Event()
-    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    reports, ended = [], threading.Event()
+    monkeypatch.setattr(sys, "unraisablehook", reports.append)
     monkeypatch.setattr(entry, "end_without_memory", ended.set)
     with checkpoint.opened(str(tmp_path)):
         for error in (RuntimeError("Event loop is closed"), KeyError(7), MemoryError()):
@@ -197,8 +201,8 @@ def test_what_tensorstore_reports_of_its_threads_is_told_once_and_no_one_waits(
                 types.SimpleNamespace(exc_type=type(error), exc_value=error, object=None)
             )
         assert ended.wait(10)
-    assert sys.unraisablehook == told.append
-    assert [type(report.exc_value) for report in told][:1] == [KeyError]
+    assert sys.unraisablehook == reports.append
+    assert [type(report.exc_value) for report in reports][:1] == [KeyError]
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't start new thread")])

@@ -35,10 +35,10 @@ def test_a_second_run_is_refused_and_the_lock_of_a_crash_is_taken_over(tmp_path,
         with pytest.raises(SystemExit) as ended:
             train_run([*SHORT, "--overwrite"], tmp_path)
         assert ended.value.code == lock.BUSY == 75
-        said = capsys.readouterr().err
+        output = capsys.readouterr().err
         who = f"process {holder.pid} on {socket.gethostname()}"
-        assert f"is taken by another run ({who}" in said
-        assert "choose another --output_dir" in said
+        assert f"is taken by another run ({who}" in output
+        assert "choose another --output_dir" in output
         assert contents(tmp_path) == before and holder.poll() is None
         holder.kill()
     assert contents(tmp_path) == before
@@ -47,8 +47,8 @@ def test_a_second_run_is_refused_and_the_lock_of_a_crash_is_taken_over(tmp_path,
 
 
 def left(folder, **fields):
-    known = {"host": socket.gethostname(), "pid": 2**22 + 1, "since": "then"}
-    (folder / lock.NAME).write_text(json.dumps(known | fields))
+    owner = {"host": socket.gethostname(), "pid": 2**22 + 1, "since": "then"}
+    (folder / lock.NAME).write_text(json.dumps(owner | fields))
 
 
 def take(folder):
@@ -62,8 +62,10 @@ def test_a_lock_is_respected_unless_the_kernel_shows_it_is_stale(tmp_path, monke
     left(tmp_path, host="elsewhere")
     with pytest.raises(SystemExit):
         take(tmp_path)
-    said = capsys.readouterr().err
-    assert "on elsewhere, since then" in said and "If that process no longer runs, delete" in said
+    output = capsys.readouterr().err
+    assert (
+        "on elsewhere, since then" in output and "If that process no longer runs, delete" in output
+    )
     monkeypatch.setattr(lock, "_lock", lambda file: None)  # a file system without locks
     left(tmp_path)
     with pytest.raises(SystemExit):
@@ -89,16 +91,18 @@ def noted(monkeypatch, act):
 
 
 @pytest.mark.parametrize(
-    "act,told,every", [(deleted, "is gone", 7), (taken, "belongs to .* on elsewhere", 0)]
+    "act,expected,every", [(deleted, "is gone", 7), (taken, "belongs to .* on elsewhere", 0)]
 )
 def test_a_run_whose_lock_is_lost_writes_nothing_more(
-    tmp_path, monkeypatch, finished, act, told, every
+    tmp_path, monkeypatch, finished, act, expected, every
 ):
     """No checkpoint where one comes first, and no record; the next run ends as any other."""
     path, command = tmp_path / lock.NAME, [*SHORT, f"--checkpoint_every={every}"]
     with monkeypatch.context() as patch:
         noted(patch, lambda: act(path))
-        with pytest.raises(OSError, match=f"lock.json', the lock of this run, {told}.* ends here"):
+        with pytest.raises(
+            OSError, match=f"lock.json', the lock of this run, {expected}.* ends here"
+        ):
             train_run(command, tmp_path)
     assert checkpoint.steps_of(tmp_path / "checkpoints") == [7] * bool(every)
     assert records(tmp_path) == records(finished)[:2]

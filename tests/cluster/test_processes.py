@@ -106,8 +106,8 @@ def test_waiting_for_missing_processes_has_a_timeout(tmp_path):
             env=environment(), capture_output=True, text=True, timeout=120,
         )  # fmt: skip
     assert result.returncode == 1  # not 134, as of JAX's abort
-    said = f"not all processes connected to {address.split('=')[1]} within 1 s: start"
-    assert said in result.stderr
+    output = f"not all processes connected to {address.split('=')[1]} within 1 s: start"
+    assert output in result.stderr
 
 
 AUTO = {"coordinator_address": "auto"}
@@ -162,8 +162,8 @@ def test_the_coordinator_listens_at_the_address_that_is_meant(host, place, monke
     monkeypatch.setattr(socket, "getaddrinfo", asked)
     result = processes._place_of(f"{host}:{free_port()}")
     assert result is place is None or result.rpartition(":")[0] == place
-    told = f"{host} is {place} here: processes on other machines do not reach it"
-    assert (told in capsys.readouterr().err) == (host in ("node1", "127.0.0.2"))
+    text = f"{host} is {place} here: processes on other machines do not reach it"
+    assert (text in capsys.readouterr().err) == (host in ("node1", "127.0.0.2"))
 
 
 def free_port():
@@ -195,8 +195,8 @@ def test_who_has_lost_another_says_so_in_one_line(kind, monkeypatch, capsys):
         "UNKNOWN: Gloo AllGather failed: Read error [127.0.0.1]:1: Connection reset by peer"
     )
     processes._leave(pytest.fail, kind, error, None)
-    told = "Error: process 0 has lost another one (Connection reset by peer): look at the output"
-    assert capsys.readouterr().err.startswith(told)
+    text = "Error: process 0 has lost another one (Connection reset by peer): look at the output"
+    assert capsys.readouterr().err.startswith(text)
 
 
 LOST = RuntimeError("Gloo: Connection reset by peer")
@@ -227,5 +227,5 @@ def test_a_process_that_jax_would_abort_ends_once_it_has_told_its_error(
         if ends:
             stack.enter_context(pytest.raises(Ended))
         processes._leave(lambda *error: print(error[1], file=sys.stderr), type(error), error, None)
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and ("has lost another one" in said) == (error is LOST)
+    output = capsys.readouterr().err
+    assert output.count("\n") == 1 and ("has lost another one" in output) == (error is LOST)

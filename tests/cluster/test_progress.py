@@ -37,16 +37,16 @@ def test_a_line_is_written_every_ten_seconds(clock, capsys):
 
 
 @pytest.mark.parametrize(
-    "items,said",
+    "items,expected",
     [
         (["a", "b", "c"], "cells: run 0 of 3\ncells: run 2 of 3, 00:07 left\n"),
         (iter("abc"), "cells: run 0\ncells: run 2\n"),
     ],
 )
-def test_a_loop_over_items_is_counted_too(clock, capsys, items, said):
+def test_a_loop_over_items_is_counted_too(clock, capsys, items, expected):
     for _ in progress.bar(items, unit="run", desc="cells"):
         clock[0] += 7
-    assert capsys.readouterr().err == said
+    assert capsys.readouterr().err == expected
 
 
 def test_a_terminal_has_a_bar(monkeypatch):
@@ -70,7 +70,7 @@ def test_a_command_says_that_it_loads_before_it_imports_jax():
         "def define(v): flags.DEFINE_integer('process_id', None, '', flag_values=v)\n"
         "entry.check_jax = lambda: print(*sys.modules)\nentry.main(define, lambda values: None)"
     )
-    for flags, said in ([], "Loading JAX and the experiment\n"), (["--process_id=1"], ""):
+    for flags, expected in ([], "Loading JAX and the experiment\n"), (["--process_id=1"], ""):
         command = [sys.executable, "-c", code, *flags]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-        assert done.stderr == said and not {"jax", "numpy"} & {*done.stdout.split()}
+        assert done.stderr == expected and not {"jax", "numpy"} & {*done.stdout.split()}

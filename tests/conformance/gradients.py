@@ -249,12 +249,12 @@ def _line(error):
 
 def _judge(row, errors, names):
     name, error = next(iter(errors.items()))
-    told = traceback.extract_tb(error.__traceback__)[-1]
-    ours = any(f"/{package}/" in told.filename for package in PACKAGES)
-    by_name = type(error) is ValueError and ours and (told.line or "").startswith("raise")
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    ours = any(f"/{package}/" in frame.filename for package in PACKAGES)
+    by_name = type(error) is ValueError and ours and (frame.line or "").startswith("raise")
     if by_name and row.refused and row.refused in str(error):
         return Verdict("refused")
-    where = f"{told.filename.rsplit('/', 1)[-1]}:{told.lineno}"
+    where = f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}"
     return Verdict("wrong" if by_name else "raw", f"{name}: {_line(error)} ({where})")
 
 

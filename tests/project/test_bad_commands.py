@@ -140,15 +140,15 @@ def outcome(context, folder, words):
     return process.exitcode, (folder / "err").read_text(errors="replace")
 
 
-def wrong_with(texts, code, told):
+def wrong_with(texts, code, expected):
     """What is wrong with an outcome; a refusal has one of the texts, () of what is right."""
     if code is None or code < 0:
         return f"ended by {code}"
-    if "Traceback" in told:
+    if "Traceback" in expected:
         return "traceback"
     if bool(texts) != bool(code):
         return "refused" if code else "accepted"
-    return "" if not texts or any(text in told for text in texts) else "does not say what of"
+    return "" if not texts or any(text in expected for text in texts) else "does not say what of"
 
 
 @pytest.mark.slow
@@ -169,9 +169,9 @@ def test_two_hundred_command_lines_end_without_a_traceback(tmp_path, monkeypatch
         words = [line for line, _ in lines]
         ended = [*pool.map(functools.partial(outcome, context), folders, words)]
     results = {}
-    for (words, texts), (code, told) in zip(lines, ended, strict=True):
-        if why := wrong_with(texts, code, told):
-            results.setdefault(why, []).append(f"{why}: {shlex.join(words)}\n{told[-300:]}")
+    for (words, texts), (code, message) in zip(lines, ended, strict=True):
+        if why := wrong_with(texts, code, message):
+            results.setdefault(why, []).append(f"{why}: {shlex.join(words)}\n{message[-300:]}")
     assert len(lines) >= 200
     print({why: len(those) for why, those in results.items()}, "of", len(lines))
     tracebacks = results.pop("traceback", [])

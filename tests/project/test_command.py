@@ -79,15 +79,15 @@ def test_the_package_tells_its_version_and_nothing_that_is_not(monkeypatch):
 def test_the_command_runs_beside_files_with_its_names(elsewhere):
     """As the console script, which does not put the current folder on the path."""
     call = [sys.executable, "-P", "-m", "syncopate.command"]
-    told = ran([*call, "--version"], elsewhere, PYTHONPATH=str(ROOT))
-    assert told == f"syncopate {syncopate.__version__}\n"
+    text = ran([*call, "--version"], elsewhere, PYTHONPATH=str(ROOT))
+    assert text == f"syncopate {syncopate.__version__}\n"
     listed = ran(call, elsewhere, PYTHONPATH=str(ROOT))
     for name in ("cd_grab", "train", "qsr", "launch"):
         assert f"  {name} " in listed
     # A preset that extends another one.
     flags = ["--preset=tiny/cd_grab_hmda", "--dry_run", "--nocompile"]
-    told = ran([*call, "cd_grab", *flags], elsewhere, PYTHONPATH=str(ROOT))
-    assert "CD-GraB" in told and "16,384" in told
+    text = ran([*call, "cd_grab", *flags], elsewhere, PYTHONPATH=str(ROOT))
+    assert "CD-GraB" in text and "16,384" in text
 
 
 @pytest.mark.parametrize("module,extra", [
@@ -136,11 +136,11 @@ def test_an_unknown_experiment_or_preset_is_refused_with_the_known_ones():
         assert command.with_presets([*given, "--seeds=3"]) == [*whole, "--seeds=3"]
 
 
-@pytest.mark.parametrize("word,told", [
+@pytest.mark.parametrize("word,expected", [
     ("lr", " Did you mean --learning_rate?"), ("worker", " Did you mean --workers?"), ("cats", ""),
 ])  # fmt: skip
-def test_near_words_are_told(word, told):
-    assert command.meant(word, ("workers", "learning_rate", "seed"), "--") == told
+def test_near_words_are_told(word, expected):
+    assert command.meant(word, ("workers", "learning_rate", "seed"), "--") == expected
 
 
 def test_a_file_that_hides_a_package_is_named_in_the_error(monkeypatch):
@@ -246,11 +246,11 @@ def test_the_distribution_has_one_name():
         assert not re.search(r"(pip install .?|\")syncopate[\[' @]", text)
 
 
-@pytest.mark.parametrize("typed,told", [
+@pytest.mark.parametrize("typed,expected", [
     (["python", "/bin/syncopate", "cd_grab"], "syncopate cd_grab --seeds=3"),
     (["python", "-m", "experiments.cd_grab"], "python -m experiments.cd_grab --seeds=3"),
 ])  # fmt: skip
-def test_a_report_names_the_command_as_it_was_typed(typed, told, monkeypatch):
+def test_a_report_names_the_command_as_it_was_typed(typed, expected, monkeypatch):
     pytest.importorskip("absl")
     from experiments.results import page
 
@@ -258,4 +258,4 @@ def test_a_report_names_the_command_as_it_was_typed(typed, told, monkeypatch):
     monkeypatch.setitem(sys.modules, "__main__", main)
     monkeypatch.setattr(sys, "orig_argv", [*typed, "--seeds=3"])
     monkeypatch.setattr(sys, "argv", ["cd_grab", "--seeds=3"])
-    assert page.command_line() == told
+    assert page.command_line() == expected

@@ -30,8 +30,8 @@ def test_every_public_name_is_used_in_the_page_of_names():
     modules = {package.__name__.rpartition(".")[2]: package for package in USED}
     called = rf"(?<![\w.])(?:ordering\.|local_opt\.)?({'|'.join(modules)})\.(\w+)"
     used = set(re.findall(called, code))
-    known = {(module, name) for module, package in modules.items() for name in package.__all__}
-    assert used == {(m, n) for m, n in known if n not in modules}
+    public = {(module, name) for module, package in modules.items() for name in package.__all__}
+    assert used == {(m, n) for m, n in public if n not in modules}
 
 
 SITE = sorted((ROOT / "docs").rglob("*.md"))
@@ -221,10 +221,10 @@ def test_ci_runs_the_commands_of_the_pages_on_every_python_and_the_oldest_jax_of
         assert check in CONTRIBUTING and re.search(rf"^ *{re.escape(check)}$", run, re.M)
     for check in ("pre-commit run --all-files", "mkdocs build --strict", "pytest"):
         assert f"- run: {check}\n" in workflow
-    known = re.findall(r"Python :: (3\.\d+)$", setup, re.M)
-    assert re.search(r"python: (\[.*\])", workflow)[1] == str(known).replace("'", '"')
+    versions = re.findall(r"Python :: (3\.\d+)$", setup, re.M)
+    assert re.search(r"python: (\[.*\])", workflow)[1] == str(versions).replace("'", '"')
     oldest = re.search(r"jax: jax==(\d+\.\d+)\.0", workflow)[1]
-    assert f"jax>={oldest}\n" in setup and f"python_requires = >={known[0]}\n" in setup
+    assert f"jax>={oldest}\n" in setup and f"python_requires = >={versions[0]}\n" in setup
 
 
 def test_the_readme_is_read_in_a_minute():

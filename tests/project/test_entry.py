@@ -33,8 +33,8 @@ REFUSED = "from syncopate.refusals import UserError\n"
 def test_what_the_user_can_mend_is_one_line(code, capsys):
     error = raised(code)
     entry.tell(type(error), error, error.__traceback__)
-    told = capsys.readouterr().err
-    assert told.startswith(f"Error: {str(error) or type(error).__name__}") and told.count("\n") == 1
+    text = capsys.readouterr().err
+    assert text.startswith(f"Error: {str(error) or type(error).__name__}") and text.count("\n") == 1
     entry.tell(KeyboardInterrupt, KeyboardInterrupt(), None)
     assert capsys.readouterr().err == "Stopped by Ctrl-C.\n"
 
@@ -91,8 +91,8 @@ BAD = ("experiments.slow_sde", "--output_dir=/dev/null/x", "--rates=1", "--repet
 ])  # fmt: skip
 def test_a_command_that_does_not_fit_ends_with_one(lines, last, command):
     done = python("-m", *command)
-    said = done.stderr.splitlines()
-    assert (done.returncode, len(said)) == (1, lines) and said[-1].startswith(last), said
+    output = done.stderr.splitlines()
+    assert (done.returncode, len(output)) == (1, lines) and output[-1].startswith(last), output
 
 
 PARSED = """

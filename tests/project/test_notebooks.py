@@ -92,8 +92,8 @@ def check_outputs(notebook, pictures):
 
 
 def text_of(notebook):
-    said = [o.text for o in outputs(notebook) if o.output_type == "stream"]
-    return "\n".join([cell.source for cell in notebook.cells] + said)
+    printed = [o.text for o in outputs(notebook) if o.output_type == "stream"]
+    return "\n".join([cell.source for cell in notebook.cells] + printed)
 
 
 RUN = """
@@ -122,12 +122,12 @@ def test_short_notebooks_run_without_a_warning_and_show_their_pictures(unpacked)
             assert old in source
             source = source.replace(old, new)
         sources.append(source)
-    said = ran(
+    printed = ran(
         [sys.executable, "-P", "-W", "error", "-c", RUN], ROOT / "notebooks", PYTHONPATH=unpacked,
         JAX_PLATFORMS="cpu", JAX_NUMPY_RANK_PROMOTION="raise", XLA_FLAGS=FAST_XLA,
         given=json.dumps([source.split("\0") for source in sources]),
     ).split("\0")[:-1]  # fmt: skip
-    for path, source, text in zip(NOTEBOOKS, sources, said, strict=True):
+    for path, source, text in zip(NOTEBOOKS, sources, printed, strict=True):
         assert f"\n{PICTURES[path.stem]} pictures by {unpacked}" in text
         assert "bitwise" not in source + text or ": True" in text
 

@@ -112,14 +112,14 @@ def test_verdicts_follow_records_of_orders(losses, expected):
 
 
 def test_a_claimed_shrinking_gain_is_the_difference_of_two_runs():
-    known = {"hmda": compared(order_records({"rr": 1.0, "cd_grab": 0.8})),
+    recorded = {"hmda": compared(order_records({"rr": 1.0, "cd_grab": 0.8})),
              "hmda_cosine": compared(order_records({"rr": 1.0, "cd_grab": 0.95}))}  # fmt: skip
     claim = Claim("hmda", "", LOSS, "the gap shrinks", more_than="hmda_cosine")
-    effect = effect_of(claim, known)
+    effect = effect_of(claim, recorded)
     np.testing.assert_allclose(effect.values, math.log(0.95 / 0.8), rtol=0.01)
     assert verdict(0.0, effect) == "same direction"
     swapped = claim._replace(run="hmda_cosine", more_than="hmda")
-    assert verdict(0.0, effect_of(swapped, known)) == "opposite"
+    assert verdict(0.0, effect_of(swapped, recorded)) == "opposite"
 
 
 def test_an_arm_s_own_learning_rate_has_the_lowest_last_loss():

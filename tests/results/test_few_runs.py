@@ -58,11 +58,11 @@ def records(study, *, seeds=(0, 1), rates=(0.1, 0.2), ends=(10, 20, 30), only=No
 
 
 OTHERS = ("one of everything", "all diverge")  # what every study's report meets
-MET = {"cd_grab": CASES, "combined": (*OTHERS, "zero")}
+GIVEN = {"cd_grab": CASES, "combined": (*OTHERS, "zero")}
 
 
 SELDOM = {("combined", "zero"), ("echoing", "one of everything")}  # drawn as in other cases
-ALL = [(name, case) for name in STUDIES for case in MET.get(name, OTHERS)]
+ALL = [(name, case) for name in STUDIES for case in GIVEN.get(name, OTHERS)]
 
 
 @pytest.mark.parametrize(
@@ -111,10 +111,10 @@ def test_a_method_has_its_look_in_every_comparison_and_no_two_arms_share_one():
             assert every.setdefault(arm, look := (style["color"], style["marker"])) == look
     assert len(every) > 60 and every["rr"] == every["rr+dealt"] == ("#000000", "o")
     assert every["cd_grab"] == every["cd_grab+sketch1024+scaled"] == ("#0072B2", "s")
-    mine, known = ["cd_grab", "mine", "id_pair", "yours"], ("cd_grab", "id_pair")
+    mine, with_colours = ["cd_grab", "mine", "id_pair", "yours"], ("cd_grab", "id_pair")
     result = plots.looks(mine)
     assert len({style["color"] for style in result.values()}) == 4
-    assert all(result[arm]["color"] == every[arm][0] for arm in known)
+    assert all(result[arm]["color"] == every[arm][0] for arm in with_colours)
     many = [f"cd_grab+sketch{size}" for size in range(1, 50)]
     assert len({str(style) for style in plots.looks(many).values()}) == len(many)
 
@@ -189,7 +189,7 @@ def compared(base, other, when="last"):
 HALF = 4.302652729911275 * 0.1 / 3**0.5  # of the interval of three that deviate by 0.1
 
 
-@pytest.mark.parametrize("given,told", [
+@pytest.mark.parametrize("given,expected", [
     (([2.0, 2.2, 2.4], [1.5, 1.6, 2.0]), "CD-GraB ends with a train loss that is 0.5 lower than "
      f"D-RR ({0.5 - HALF:.3g} to {0.5 + HALF:.3g}, 95 % over 3 seeds)."),
     (([2.0, 2.2, 2.4], [2.0, 2.1, 2.2]), "Nothing is shown to beat D-RR. The best: CD-GraB ends "
@@ -200,8 +200,8 @@ HALF = 4.302652729911275 * 0.1 / 3**0.5  # of the interval of three that deviate
      "(4 to 4, 95 % over 2 seeds)."),
     (([2.0], [math.inf]), "Nothing is shown to beat D-RR: no other arm comes to its end"),
 ])  # fmt: skip
-def test_the_answer_is_a_sentence_with_its_interval(given, told):
-    assert tables.answer(compared(*given)).startswith(told)
+def test_the_answer_is_a_sentence_with_its_interval(given, expected):
+    assert tables.answer(compared(*given)).startswith(expected)
 
 
 def test_the_report_starts_with_the_question_and_its_answer_and_folds_the_settings(

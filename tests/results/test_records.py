@@ -123,13 +123,13 @@ def test_scalars_and_multiline_text_are_kept_and_what_is_not_finite_is_null(tmp_
 def test_a_tracker_gets_every_number_once_in_one_open_run(tmp_path, monkeypatch):
     given, events = [], []
 
-    def opens(folder, run, known, step):
-        events.append((run, known, step))
+    def opens(folder, run, run_id, step):
+        events.append((run, run_id, step))
 
         def log(step, result):
             given.extend(((run, name, step), float(np.float32(v))) for name, v in result.items())
 
-        return known or len(events), log, lambda: events.append("closed")
+        return run_id or len(events), log, lambda: events.append("closed")
 
     monkeypatch.setitem(trackers.TRACKERS, "fake", opens)
     write_all(tmp_path, RECORDS[:2], trackers=["fake"])

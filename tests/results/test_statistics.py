@@ -229,8 +229,8 @@ def test_the_arm_with_most_arriving_seeds_and_fewest_steps_is_chosen():
     late = run("rr", 0.2, 1, [1, 1], phase="tune", speed=2.0)
     late += run("rr", 0.1, 1, [1, 1, 1, 0.4], phase="tune", speed=2.0)
     assert statistics.best_rate(first + late, "rr", 2.0, goal) == 0.1
-    told = both("rr", 0.1, [1, 0.4], phase="report", speed=2.0, **{"test/accuracy": 0.6})
-    compared = compare(first + late + told, {"rr": "no echo"}, goal)
+    reported = both("rr", 0.1, [1, 0.4], phase="report", speed=2.0, **{"test/accuracy": 0.6})
+    compared = compare(first + late + reported, {"rr": "no echo"}, goal)
     assert compared.at(2.0)[0].runs.keys() == {0, 1}
     swept = cells(tables.sweep(compared, 2.0))["no echo"]
     assert [swept[f"lr {rate}"] for rate in (0.1, 0.2, 0.4)] == [

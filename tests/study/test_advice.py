@@ -75,7 +75,7 @@ def test_only_combinations_of_all_tasks_are_predicted():
 
 def test_the_table_of_factorials_is_that_of_the_recorded_runs():
     """Steps, loads and rounds to the target, at each arm's best rate."""
-    (known,) = (f for f in advise.load() if f.task == "digits" and f.sizes.units_per_step == 16)
+    (digits,) = (f for f in advise.load() if f.task == "digits" and f.sizes.units_per_step == 16)
     for uses in (2, 4):
         comparison = archive.load(f"map_digits_4x16_e{uses}")
         runs = frame.frame(comparison)
@@ -83,7 +83,7 @@ def test_the_table_of_factorials_is_that_of_the_recorded_runs():
             echoed = uses if arm.endswith("+fixed") else 1
             combination = Combination(arm.startswith(advise.ORDER), "+constant+" in arm, echoed)
             to = runs.loc[arm, ["to step", "to loads", "to rounds"]].to_numpy(float).T
-            np.testing.assert_array_equal(known.taken[combination], to)
+            np.testing.assert_array_equal(digits.taken[combination], to)
 
 
 def test_advice_measures_and_recommends(capsys):
@@ -109,14 +109,14 @@ def test_the_network_of_a_mesh_is_an_all_reduce_of_the_parameters(monkeypatch):
         advise.machines_of(*flags.setting_from_flags(values), values)
 
 
-@pytest.mark.parametrize("taken_by_order,told", [
+@pytest.mark.parametrize("taken_by_order,expected", [
     ([400] * 3, "Use order: 2.5 times as fast as none (2.5 to 2.5, 95 % over 3 tasks). No"),
     ([100, 400, 1600], "Nothing is shown to help: order is 2.5 times as fast as none (0.1 to 7"),
     ([2000] * 3, "Nothing is shown to help.\n"),
 ])  # fmt: skip
-def test_what_may_be_slower_is_not_recommended(taken_by_order, told):
+def test_what_may_be_slower_is_not_recommended(taken_by_order, expected):
     """Of 1,000 steps without; the interval of three tasks is wide, and may include 1."""
     counts = [{ORDER: taken(n, n, n), ALL: taken(9e9, 1, 1)} for n in taken_by_order]
-    known = [factorial(name, taken=times) for name, times in zip("abc", counts, strict=True)]
-    text = advise.advice(Machine(), known)
-    assert told in text and ("--order=" in text) == told.startswith("Use"), text
+    tasks = [factorial(name, taken=times) for name, times in zip("abc", counts, strict=True)]
+    text = advise.advice(Machine(), tasks)
+    assert expected in text and ("--order=" in text) == expected.startswith("Use"), text

@@ -52,14 +52,14 @@ def test_the_words_that_flags_take_are_those_of_the_tables(words, table):
     assert [*words] == [*table]
 
 
-@pytest.mark.parametrize("given,told", [
+@pytest.mark.parametrize("given,expected", [
     ([], {"workers": 32, "schedule": "cosine", "learning_rate": 0.25, "model": "softmax"}),
     (["--task=digits_wide"], {"target": 0.96, "width": 512, "total_steps": 500, "epochs": None}),
     (["--task=hmda"], {"model": "logistic", "state": "NJ"}),
 ])  # fmt: skip
-def test_help_knows_what_the_setting_gives_where_a_flag_is_unset(given, told):
-    known = flags.defaults(parsed(train, *given))
-    assert {name: known[name] for name in told} == told
+def test_help_knows_what_the_setting_gives_where_a_flag_is_unset(given, expected):
+    values = flags.defaults(parsed(train, *given))
+    assert {name: values[name] for name in expected} == expected
 
 
 def test_flags_replace_fields_of_the_setting():
@@ -133,8 +133,8 @@ def test_commands_without_flags_need_no_data():
 def test_settings_name_tasks_choices_and_fields_that_exist():
     assert not set(recipes.RECIPES) & set(TASKS)
     for name, row in recipes.RECIPES.items():
-        known = {*recipes.choices_of(TASKS[row.task]), *recipes.EVERYWHERE}
-        assert set(row.choices) <= known, name
+        options = {*recipes.choices_of(TASKS[row.task]), *recipes.EVERYWHERE}
+        assert set(row.choices) <= options, name
         if not isinstance(row.recipe, Recipe):
             assert set(row.recipe) <= set(Recipe._fields), name
     for name in ("digits_mlp", "digits_wide", "digits_cosine", "shakespeare_race"):
@@ -223,7 +223,7 @@ ALSO = dict.fromkeys(("num_train", "unit_size"), ("training_set",))
 def names(message, name):
     """Whether a message names a flag, or the field or argument that it sets."""
     plain = re.sub(r"[\s-]+", "_", message.lower())
-    return any(said in plain for said in (name, name.removesuffix("s"), *ALSO.get(name, ())))
+    return any(word in plain for word in (name, name.removesuffix("s"), *ALSO.get(name, ())))
 
 
 @settings(max_examples=times(60))
@@ -295,11 +295,11 @@ UNUSED = {
 }
 # A dry run stands for the command without it; --data_dir and what a folder is for are accepted.
 DRY = ("train", "cd_grab", "qsr", "echoing", "combined")
-GIVEN = {f"{c} --dry_run" if c.split()[0] in DRY else c: told for c, told in UNUSED.items()}
+GIVEN = {f"{c} --dry_run" if c.split()[0] in DRY else c: message for c, message in UNUSED.items()}
 for flag in ("--gigabits=3", "--device_teraflops=3", "--nocompile"):
     GIVEN[f"train {flag}"] = "changes nothing: it is for --dry_run"
 test_a_flag_that_changes_nothing_is_refused = refuses({
-    command: (functools.partial(run, *command.split()), told) for command, told in GIVEN.items()
+    command: (functools.partial(run, *command.split()), text) for command, text in GIVEN.items()
 })  # fmt: skip
 
 

@@ -151,8 +151,8 @@ def test_a_signal_stops_a_search_and_a_killed_one_is_cleaned_up(tmp_path, monkey
     for run in (ended, cut):
         (tmp_path / "checkpoints" / run.name / "4").mkdir(parents=True)
     monkeypatch.setattr(checkpoint, "damage", lambda path: None)
-    known = {"evaluation": {"records": 2}}
-    monkeypatch.setattr(checkpoint, "read_known", lambda path: known)
+    metadata = {"evaluation": {"records": 2}}
+    monkeypatch.setattr(checkpoint, "read_metadata", lambda path: metadata)
     assert search.kept_records(str(tmp_path), whole + rest) == whole + rest[:2]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [cut.name]
 

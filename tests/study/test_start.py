@@ -126,7 +126,7 @@ def test_the_comparison_is_short_only_where_no_flag_says_what_is_compared(argume
 ])  # fmt: skip
 def test_one_arm_is_compared_with_the_baseline(given, arms, tmp_path, monkeypatch):
     run = []
-    monkeypatch.setattr(search, "_carry_out", lambda *known: run.append([*known[1].arms]))
+    monkeypatch.setattr(search, "_carry_out", lambda *args: run.append([*args[1].arms]))
     commands.study_run(cd_grab, [f"--arms={given}", "--seeds=1"], tmp_path)
     assert run == [arms]
 

@@ -174,11 +174,11 @@ def test_invalid_settings_are_refused(message, words, characters):
 def test_the_error_for_a_missing_text_names_its_source(words):
     (words / "train.txt").unlink()
     for folder in (None, str(words)):
-        for task, told in {
+        for task, expected in {
             "wikitext2": f"{wikitext.SOURCES['wikitext2']}.* Or pass --task=wikitext2_small",
             "tinyshakespeare": text.SHAKESPEARE, "sst2": text.SST2,
         }.items():  # fmt: skip
-            with pytest.raises(ValueError, match=told):
+            with pytest.raises(ValueError, match=expected):
                 TASKS[task](folder)
 
 

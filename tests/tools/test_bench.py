@@ -40,7 +40,7 @@ def test_timed_epochs_are_whole_and_ratios_are_within_a_turn(monkeypatch):
         seen.append((at.step, at.loads))
         return at, state
 
-    def told(calls, repeats):
+    def timed(calls, repeats):
         in_turns({name: calls[name] for name in seconds}, repeats)
         return seconds
 
@@ -48,7 +48,7 @@ def test_timed_epochs_are_whole_and_ratios_are_within_a_turn(monkeypatch):
         return TASKS["digits"](num_train=40)
 
     monkeypatch.setattr(loop, "run", watched)
-    monkeypatch.setattr(timing, "in_turns", told)
+    monkeypatch.setattr(timing, "in_turns", timed)
     monkeypatch.setitem(TASKS, "few", few)
     monkeypatch.setattr(bench, "EPOCHS", {"few": ("few", "", {}, None, SMALL)})
     rows = list(bench.epoch_rows("few", 1, "."))

@@ -86,7 +86,7 @@ def test_a_changed_file_is_named_or_does_nothing(saved, data):
         after = changed(bytearray(before), path, data.draw)
         path.unlink() if after is None else path.write_bytes(after)
         wrong, place = checkpoint.damage(newest), str(path.relative_to(newest))
-        if place.startswith((checkpoint.DIGEST, checkpoint.STATE, checkpoint.KNOWN)):
+        if place.startswith((checkpoint.DIGEST, checkpoint.STATE, checkpoint.METADATA)):
             assert (after == before) == (wrong is None)
             assert wrong is None or place in wrong
             return
@@ -110,17 +110,17 @@ def older(folder):
     shutil.copytree(folder / "56", folder / "60")
 
 
-@pytest.mark.parametrize("act,told", [
+@pytest.mark.parametrize("act,expected", [
     (lambda folder: cut(largest(folder)), r"state/\S+ not as digest.txt says"),
     (older, "it is that of step 56"),
 ])  # fmt: skip
-def test_a_damaged_checkpoint_is_passed_over(copied, capsys, act, told):
+def test_a_damaged_checkpoint_is_passed_over(copied, capsys, act, expected):
     program, folder, state, result = copied
     act(folder)
     outcome, again = trained(program, plans_of(), saving=run.Saving(folder, at_end=True))
-    said = capsys.readouterr().out
-    assert re.search(rf"The checkpoint of step 60 is passed over: .*{told}", said)
-    assert "Continues from the checkpoint of step 56" in said
+    output = capsys.readouterr().out
+    assert re.search(rf"The checkpoint of step 60 is passed over: .*{expected}", output)
+    assert "Continues from the checkpoint of step 56" in output
     assert_same(outcome.state, state)
     assert timeless(again) == timeless(r for r in result if r["step"] > 56)
     assert sorted(p.name for p in folder.iterdir()) == ["56", "60", "60.aside"]
@@ -222,8 +222,8 @@ LINES = {  # of a run with checkpoints of steps 21 and 24, after three and four 
 }
 
 
-@pytest.mark.parametrize("change,told", LINES.values(), ids=LINES)
-def test_a_run_goes_back_to_the_records_that_are_left(finished, tmp_path, change, told):
+@pytest.mark.parametrize("change,expected", LINES.values(), ids=LINES)
+def test_a_run_goes_back_to_the_records_that_are_left(finished, tmp_path, change, expected):
     folder = pathlib.Path(shutil.copytree(finished, tmp_path / "run"))
     path = folder / "metrics.jsonl"
     path.write_bytes(b"".join(change(path.read_bytes().splitlines(keepends=True))))
@@ -232,10 +232,10 @@ def test_a_run_goes_back_to_the_records_that_are_left(finished, tmp_path, change
         steps = [r["step"] for r in records.read_folder(str(folder))]
         return checkpoint.settled(str(folder / "checkpoints"), steps)
 
-    if isinstance(told, int):
-        assert newest() == told
+    if isinstance(expected, int):
+        assert newest() == expected
     else:
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=expected):
             newest()
 
 
@@ -244,9 +244,9 @@ def test_lost_lines_are_written_again(finished, tmp_path, capsys):
     path = folder / "metrics.jsonl"
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
     train_run(SAVED, folder)
-    said = capsys.readouterr().out
-    assert "step 24 is passed over: it needs 4 records, and metrics.jsonl holds 3 up to" in said
-    assert "Continues from the checkpoint of step 21" in said
+    output = capsys.readouterr().out
+    assert "step 24 is passed over: it needs 4 records, and metrics.jsonl holds 3 up to" in output
+    assert "Continues from the checkpoint of step 21" in output
     assert timeless(records.read_folder(str(folder))) == timeless(
         records.read_folder(str(finished))
     )
@@ -263,8 +263,8 @@ def test_data_and_settings_of_jax_belong_to_a_run(finished, tmp_path, monkeypatc
         before = getattr(jax.config, name)
         jax.config.update(name, value)
         try:
-            told = f"other settings .{name}: {before!r} there, {value!r}"
-            with pytest.raises(ValueError, match=told):
+            text = f"other settings .{name}: {before!r} there, {value!r}"
+            with pytest.raises(ValueError, match=text):
                 train_run(SAVED, folder)
         finally:
             jax.config.update(name, before)
@@ -295,8 +295,8 @@ def test_a_run_goes_on_as_it_was_and_is_told_of_other_conditions(
     assert [pathlib.Path(path).name for path in looked] == ["24"], "all files were read once"
     monkeypatch.setattr(agree, "conditions", lambda: now | {"cores": "1000", "jax": "9.9"})
     train_run(SAVED, folder)
-    told = f"(cores: '{now['cores']}' there, '1000' here, jax: '{jax.__version__}' there, '9.9'"
-    assert f"24 was written under other conditions {told} here)" in capsys.readouterr().out
+    text = f"(cores: '{now['cores']}' there, '1000' here, jax: '{jax.__version__}' there, '9.9'"
+    assert f"24 was written under other conditions {text} here)" in capsys.readouterr().out
 
 
 def test_a_clock_that_is_set_forward_ends_no_save(tmp_path, monkeypatch):
@@ -370,15 +370,15 @@ def test_a_run_that_had_ended_says_so_and_shows_its_result(finished, tmp_path, c
     assert versions["syncopate"] == syncopate.__version__
 
 
-@pytest.mark.parametrize("make,told", [
+@pytest.mark.parametrize("make,expected", [
     (lambda path: path.symlink_to(path.parent), "is a link"),
     (lambda path: path.write_text("mine"), "is no folder"),
 ])  # fmt: skip
 def test_a_model_that_could_not_be_written_in_the_end_is_refused_before_training(
-    tmp_path, make, told, capsys
+    tmp_path, make, expected, capsys
 ):
     make(tmp_path / "model")
-    with pytest.raises(UserError, match=f"model' {told}, and .* another --output_dir"):
+    with pytest.raises(UserError, match=f"model' {expected}, and .* another --output_dir"):
         train_run(SAVED, tmp_path)
     assert not (tmp_path / "metrics.jsonl").exists() and (tmp_path / "model").exists()
 

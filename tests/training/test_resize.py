@@ -78,8 +78,8 @@ def orders_of(folder, step):
     current = np.asarray(orders["current"])
     if current.max() >= current.shape[1]:  # dealt: numbers of all units already
         return current
-    known = checkpoint.read_known(folder / "checkpoints" / str(step))
-    units = np.array(known["units"] or range(UNITS)).reshape(current.shape)
+    metadata = checkpoint.read_metadata(folder / "checkpoints" / str(step))
+    units = np.array(metadata["units"] or range(UNITS)).reshape(current.shape)
     return np.take_along_axis(units, current, axis=1)
 
 
@@ -242,10 +242,10 @@ def test_two_processes_go_on_where_four_workers_were_killed(tmp_path):
     code, output = stop_in_the_middle([*RUN, *FOUR], tmp_path / "a", signal.SIGKILL, devices=4)
     assert code == -9, output
     shutil.copytree(tmp_path / "a", tmp_path / "b")
-    said = finish([*RUN, *TWO, MEAN], tmp_path / "a", devices=2)
-    assert re.search(r"Continues from step \d+ with 2 workers instead of 4: \d+ of 768", said)
+    text = finish([*RUN, *TWO, MEAN], tmp_path / "a", devices=2)
+    assert re.search(r"Continues from step \d+ with 2 workers instead of 4: \d+ of 768", text)
     together = ["experiments.launch", "--processes=2", "--", *RUN, *TWO, MEAN]
-    assert said.splitlines()[0] in finish(together, tmp_path / "b")
+    assert text.splitlines()[0] in finish(together, tmp_path / "b")
     one, two = records(tmp_path / "a"), records(tmp_path / "b")
     assert len(one) == 12
     for a, b in zip(one, two, strict=True):
