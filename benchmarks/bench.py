@@ -82,7 +82,7 @@ def scaled_rows(task_name: str, repeats: int) -> Iterator[dict]:
         recipe = Recipe(*sizes, (1e-3,), epochs=epochs, optimizer="adamw")
         calls, steps = training_calls(task, recipe, {name: (name, "parallel") for name in SCALED})
         flops = {}
-        for name, seconds, times in timing.against_first(calls, repeats):
+        for name, seconds, times in timing.compared_with_first(calls, repeats):
             lowered = lower_step(task, recipe, row_of("order", name), local_opt.parallel_rounds)
             flops[name] = lowered.compile().cost_analysis()["flops"]
             yield {

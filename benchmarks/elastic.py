@@ -131,9 +131,9 @@ def cost(process, count, address, size, turns=40):
     elastic.shutdown(2 * turns)
 
 
-def simulated(living: dict[int, tuple[int, ...]]) -> dict[int, np.ndarray]:
+def simulated(members: dict[int, tuple[int, ...]]) -> dict[int, np.ndarray]:
     """{step of a sync: parameters}, in NumPy. Args: living: {step of a sync: who took part}."""
-    everyone = sorted(max(living.values(), key=len))
+    everyone = sorted(max(members.values(), key=len))
     data = {n: [z.astype(np.float64) for z in data_of(n)] for n in everyone}
     w, speed = ({n: np.zeros(SIZE) for n in everyone} for _ in range(2))
     anchor, outer, means = np.zeros(SIZE), np.zeros(SIZE), {}
@@ -142,11 +142,11 @@ def simulated(living: dict[int, tuple[int, ...]]) -> dict[int, np.ndarray]:
             x, y = data[n][0][t % UNITS], data[n][1][t % UNITS]
             speed[n] = MOMENTUM * speed[n] + 2 * x.T @ (x @ w[n] - y) / len(y)
             w[n] = w[n] - RATE * (1 + np.cos(np.pi * t / STEPS)) / 2 * speed[n]
-        if t + 1 in living:
-            mean = sum(w[n] for n in living[t + 1]) / len(living[t + 1])
+        if t + 1 in members:
+            mean = sum(w[n] for n in members[t + 1]) / len(members[t + 1])
             outer = MOMENTUM * outer + (anchor - mean)
             anchor = anchor - OUTER * outer
-            w, speed = {n: anchor for n in living[t + 1]}, {n: speed[n] for n in living[t + 1]}
+            w, speed = {n: anchor for n in members[t + 1]}, {n: speed[n] for n in members[t + 1]}
             means[t + 1] = anchor
     return means
 
@@ -181,9 +181,9 @@ def records_of(folder, processes):
 def check(folder, left):
     """The largest relative difference to the simulation, and the sync that waited."""
     recorded = records_of(folder, left)
-    living = {step: tuple(record["living"]) for step, record in recorded.items()}
-    wanted = simulated(living)
-    assert max(recorded) == STEPS and living[STEPS] == tuple(left), living
+    members = {step: tuple(record["living"]) for step, record in recorded.items()}
+    wanted = simulated(members)
+    assert max(recorded) == STEPS and members[STEPS] == tuple(left), members
     off = [np.max(np.abs(r["params"] - wanted[s]) / np.abs(wanted[s]).max()) for s, r in recorded.items()]  # noqa: E501  # fmt: skip
     times = [record["time"] for record in recorded.values()]
     return max(off), max(np.diff(times)), len(recorded)

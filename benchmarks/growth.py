@@ -24,7 +24,7 @@ from absl import app, flags
 import local_opt
 import ordering
 from benchmarks import timing
-from benchmarks.growth_units import GRADIENT, ORDERS, STEPS, lifted
+from benchmarks.growth_units import GRADIENT, ORDERS, STEPS, mapped
 from experiments.timing import carry_on, medians
 from ordering import echo
 
@@ -85,7 +85,7 @@ def worker_rows(counts: list[int], repeats: int) -> Iterator[dict]:
             compile_seconds = time.perf_counter() - begin
             # The order's own state, which the steps do not donate.
             orders = jax.tree.map(jnp.copy, run[2])
-            one, end = carry_on(program, run), lifted(order, workers, GRADIENT)[2]
+            one, end = carry_on(program, run), mapped(order, workers, GRADIENT)[2]
             end = carry_on(end, orders)
             times = medians(
                 {

@@ -32,7 +32,7 @@ STEPS = 50  # between two looks at the clock
 DEALT = ordering.global_orders.DealtState | ordering.global_orders.DealtShuffleState
 
 
-def dealt_pairs(m):
+def global_pairs(m):
     return ordering.global_order(ordering.cd_grab(m, units_per_step=PER_STEP, gathers="step"), m)
 
 
@@ -48,11 +48,11 @@ ORDERS = {  # (workers, their units -> order)
         2, lambda m: ordering.cd_grab(m, units_per_step=PER_STEP, gathers="sync")
     ),
     "global_reshuffling": (2, ordering.global_reshuffling),
-    "dealt cd_grab": (2, dealt_pairs),
+    "dealt cd_grab": (2, global_pairs),
 }  # fmt: skip
 
 
-def lifted(order: ordering.Ordering, workers: int, numbers: int) -> tuple[Callable, ...]:
+def mapped(order: ordering.Ordering, workers: int, numbers: int) -> tuple[Callable, ...]:
     """(init, observe, next_epoch) of all workers, simulated; the last two donate their states."""
 
     def init(key):
@@ -98,7 +98,7 @@ def saved(state, folder: str, repeats: int) -> tuple[float, float, float]:
         save_seconds, peak = phase(save, repeats)
 
     def restore():
-        return checkpoint.read_state(f"{folder}/{checkpoint.settled(folder)}", state)
+        return checkpoint.read_state(f"{folder}/{checkpoint.reconcile(folder)}", state)
 
     restore_seconds, later = phase(restore, repeats)
     return save_seconds, restore_seconds, max(peak, later)
@@ -132,7 +132,7 @@ def first_batches(state, units: int) -> dict[str, Callable]:
 def unit_row(name: str, units: int, repeats: int) -> dict:
     workers, make = ORDERS[name]
     numbers = SKETCH if "syncs" in name else GRADIENT
-    init, observe, next_epoch = lifted(make(units // workers), workers, numbers)
+    init, observe, next_epoch = mapped(make(units // workers), workers, numbers)
     next(iter(ordering.data.tf_dataset(np.zeros(1), [0])))  # imports TensorFlow
     before = resident("VmRSS")
     held = []

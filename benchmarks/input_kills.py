@@ -29,7 +29,7 @@ from absl import app, flags
 
 from benchmarks import peer_readers, timing
 
-READERS, AFTER, KILL_AT, PATIENCE = 2, (2, 1, 4), 25, 240
+READERS, AFTER, KILL_AT, TIMEOUT = 2, (2, 1, 4), 25, 240
 
 
 def run(way: str, data: pathlib.Path, logs: pathlib.Path, readers: int, saved: list, kill_at: int):
@@ -52,9 +52,9 @@ def run(way: str, data: pathlib.Path, logs: pathlib.Path, readers: int, saved: l
             )
         )  # fmt: skip
     try:
-        codes = [process.wait(PATIENCE) for process in running]
+        codes = [process.wait(TIMEOUT) for process in running]
     except subprocess.TimeoutExpired:
-        return f"no end within {PATIENCE} s"
+        return f"no end within {TIMEOUT} s"
     finally:
         for process in running:  # with the loaders' processes
             try:

@@ -33,12 +33,12 @@ class Job(NamedTuple):
     rank: int
     processes: int  # one for each worker, or one for both
     port: int
-    meeting: int  # a socket to the other process
+    pipe: int  # a socket to the other process
     rounds: int  # timed; 0 to check
     out: str
 
     @property
-    def owned(self) -> tuple[int, ...]:
+    def workers(self) -> tuple[int, ...]:
         """The workers of this process."""
         return (self.rank,) if self.processes > 1 else tuple(range(WORKERS))
 
@@ -74,7 +74,7 @@ def batch(widths: tuple[int, ...], worker: int, step: int) -> tuple[np.ndarray, 
 
 def batches(job: Job, steps: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     for step in range(steps):
-        x, y = zip(*(batch(job.widths, worker, step) for worker in job.owned), strict=True)
+        x, y = zip(*(batch(job.widths, worker, step) for worker in job.workers), strict=True)
         yield np.stack(x), np.stack(y)
 
 
@@ -131,39 +131,39 @@ def work(ways: dict[str, Callable[[Job], Worker]]) -> None:
     if job.processes > 1:  # before a framework starts threads
         os.sched_setaffinity(0, {cores[job.rank % len(cores)]})
     worker = ways[job.way](job)
-    meet = _meeting(job)
-    result = timed(job, worker, meet) if job.rounds else checked(job, worker, meet)
-    meet()
+    barrier = _barrier(job)
+    result = timed(job, worker, barrier) if job.rounds else checked(job, worker, barrier)
+    barrier()
     pathlib.Path(job.out).with_suffix(".json").write_text(json.dumps(result))
 
 
-def _meeting(job: Job) -> Callable:
+def _barrier(job: Job) -> Callable:
     """A barrier of both processes that no framework has a part in."""
     if job.processes == 1:
         return lambda: None
-    other = socket.socket(fileno=job.meeting)
+    other = socket.socket(fileno=job.pipe)
 
-    def meet():
+    def barrier():
         other.send(b"0")
         if not other.recv(1):
             sys.exit("the other process has ended")
 
-    return meet
+    return barrier
 
 
-def timed(job: Job, worker: Worker, meet: Callable) -> dict[str, list[float]]:
+def timed(job: Job, worker: Worker, barrier: Callable) -> dict[str, list[float]]:
     """Seconds of a plain step, a local step and a sync, which take turns."""
     data = [worker.place(x, y) for x, y in batches(job, H)]
     times = {"plain": [], "step": [], "sync": []}
     for _ in range(WARM + job.rounds):
         worker.wait()
-        meet()
+        barrier()
         begin = time.perf_counter()
         for given in data[1:]:
             worker.plain(given)
         worker.wait()
         times["plain"].append((time.perf_counter() - begin) / (H - 1))
-        meet()
+        barrier()
         begin, rest = time.perf_counter(), 0.0
         for given in data[1:]:
             worker.step(given)
@@ -174,7 +174,7 @@ def timed(job: Job, worker: Worker, meet: Callable) -> dict[str, list[float]]:
         times["step"].append((time.perf_counter() - begin) / (H - 1))
         worker.step(data[0])
         worker.wait()
-        meet()
+        barrier()
         begin = time.perf_counter()
         worker.rest(True)
         worker.wait()
@@ -182,7 +182,7 @@ def timed(job: Job, worker: Worker, meet: Callable) -> dict[str, list[float]]:
     return {name: seconds[WARM:] for name, seconds in times.items()}
 
 
-def checked(job: Job, worker: Worker, meet: Callable) -> dict:
+def checked(job: Job, worker: Worker, barrier: Callable) -> dict:
     """Saves the parameters after each sync; returns what the syncs sent and added to memory."""
     size = sum(x.size for x in start(job.widths))
     file = pathlib.Path(job.out).with_suffix(".npy")  # of a job that has a place to write to
@@ -195,7 +195,7 @@ def checked(job: Job, worker: Worker, meet: Callable) -> dict:
             worker.rest(False)
             continue
         worker.wait()
-        meet()
+        barrier()
         pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak becomes what is held now
         held, written = _kilobytes("VmRSS"), _written()
         worker.rest(True)

@@ -91,12 +91,10 @@ def run(module: str, job: Job, folder: str) -> list[dict]:
         environment["MALLOC_MMAP_THRESHOLD_"] = str(2**16)
     started = []
     for rank in range(job.processes):
-        given = job._replace(
-            rank=rank, port=port, meeting=ends[rank].fileno(), out=f"{folder}/{rank}"
-        )
+        given = job._replace(rank=rank, port=port, pipe=ends[rank].fileno(), out=f"{folder}/{rank}")
         with open(f"{folder}/{rank}.log", "w") as log:
             command = [sys.executable, "-m", f"benchmarks.{module}", json.dumps(given)]
-            options = {"stdout": log, "stderr": log, "pass_fds": [given.meeting]}
+            options = {"stdout": log, "stderr": log, "pass_fds": [given.pipe]}
             started.append(subprocess.Popen(command, env=environment, **options))
     for end in ends:
         end.close()
@@ -127,7 +125,7 @@ def after_syncs(module: str, job: Job, folder: str) -> tuple[dict, np.ndarray]:
     return taken, np.stack([np.load(f"{folder}/{rank}.npy") for rank in range(job.processes)])
 
 
-def apart(params: np.ndarray, expected: np.ndarray) -> np.ndarray:
+def distance(params: np.ndarray, expected: np.ndarray) -> np.ndarray:
     """The largest difference of a parameter of any process, after each sync."""
     return np.abs(params - expected).max(axis=(0, 2))
 
@@ -135,7 +133,7 @@ def apart(params: np.ndarray, expected: np.ndarray) -> np.ndarray:
 def check(module: str, job: Job, folder: str, expected: np.ndarray) -> dict:
     """What a way's syncs take beside time; raises ValueError if its parameters are others."""
     taken, params = after_syncs(module, job, folder)
-    off, most = apart(params, expected), np.abs(expected).max(axis=1)
+    off, most = distance(params, expected), np.abs(expected).max(axis=1)
     if wrong := np.flatnonzero(~(off <= ULPS * np.finfo(np.float32).eps * most)).tolist():
         sync = wrong[0]
         raise ValueError(
@@ -160,10 +158,10 @@ def parity(tables: list[Table], size: str, folder: str) -> Iterator[dict]:
         (way, module), *others = installed(table)
         ours = after_syncs(module, job._replace(way=way), folder)[1]
         simulated = np.stack(list(local_problem.simulated(job.widths, table.outer)))
-        columns[f"{table.label}: NumPy"] = apart(ours, simulated)
+        columns[f"{table.label}: NumPy"] = distance(ours, simulated)
         for way, module in others:
             params = after_syncs(module, job._replace(way=way), folder)[1]
-            columns[f"{table.label}: {way.split(',')[0]}"] = apart(params, ours)
+            columns[f"{table.label}: {way.split(',')[0]}"] = distance(params, ours)
     for sync in range(local_problem.SYNCS):
         yield {"sync": sync + 1} | {name: f"{off[sync]:.1e}" for name, off in columns.items()}
 

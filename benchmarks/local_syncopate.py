@@ -14,7 +14,7 @@ import optax
 import local_opt
 from benchmarks import local_problem
 from benchmarks.local_problem import MOMENTUM, RATE, WORKERS, Job, Worker
-from experiments.cluster.devices import owned_sharding, worker_mesh
+from experiments.cluster.devices import worker_mesh, worker_sharding
 
 INNER = optax.sgd(RATE, momentum=MOMENTUM)
 OUTER = optax.sgd(local_problem.OUTER_RATE, momentum=local_problem.OUTER_MOMENTUM, nesterov=True)
@@ -42,7 +42,7 @@ def step_of(update):
 def plain_of(job: Job):
     """`x, y -> state` of steps by the optimizer alone, of all workers of this process."""
     step = step_of(INNER.update)
-    many = len(job.owned)
+    many = len(job.workers)
     run = jax.jit(jax.vmap(step), donate_argnums=(0, 1))
     params = [jnp.stack([x] * many) for x in local_problem.start(job.widths)]
     held = [params, jax.vmap(INNER.init)(params)]
@@ -71,7 +71,7 @@ def rounds(job: Job, outer, mesh) -> Worker:
     params = local_opt.replicate([jnp.asarray(x) for x in local_problem.start(job.widths)], workers)
     held = [params, jax.jit(mapped(made.init, in_specs="worker", out_specs="worker"))(params)]
     plain, other = plain_of(job)
-    sharding = owned_sharding(mesh)
+    sharding = worker_sharding(mesh)
 
     def place(x, y):
         given = jnp.asarray(x), jnp.asarray(y, jnp.int32)

@@ -11,7 +11,7 @@ import optax
 import local_opt
 import models
 from benchmarks import timing
-from experiments.cluster.devices import owned_sharding, worker_mesh
+from experiments.cluster.devices import worker_mesh, worker_sharding
 from experiments.timing import carry_on, gradient_step, medians
 from syncopate.workers import AXIS
 
@@ -53,7 +53,7 @@ def _stepper(model, init: Callable, update: Callable, batch, steps: int) -> Call
     )
     jitted = jax.jit(lambda state, batch: run(*state, batch), donate_argnums=0)
     params = jax.tree.map(lambda p: p[None], jax.jit(model.init)(jax.random.key(0)))
-    start = jax.device_put((params, jax.vmap(init)(params)), owned_sharding(mesh))
+    start = jax.device_put((params, jax.vmap(init)(params)), worker_sharding(mesh))
     call = carry_on(jitted, start)
     return lambda: [call(batch) for _ in range(steps)][-1]
 
@@ -76,7 +76,7 @@ def local_rows(repeats: int, names: Iterable[str] | None = None) -> Iterator[dic
                 way: _stepper(model, *functions, batch, steps)
                 for way, functions in ways_of(inner).items()
             }
-            for way, seconds, times in timing.against_first(calls, repeats):
+            for way, seconds, times in timing.compared_with_first(calls, repeats):
                 yield {
                     "part": "local_steps", "model": model_name, "optimizer": inner_name, "way": way,
                     "us_per_step": round(seconds / steps * 1e6, 1), "times_plain": times[0],
@@ -96,7 +96,7 @@ def sync_rows(repeats: int, numbers: int = 10**7) -> Iterator[dict]:
     sync = jax.jit(local_opt.map_workers(rounds.sync, over, in_specs="worker", out_specs="worker"))
     for leaves in (2, 200):
         leaf = jnp.ones((WORKERS, numbers // leaves))
-        params = {str(i): jax.device_put(leaf, owned_sharding(mesh)) for i in range(leaves)}
+        params = {str(i): jax.device_put(leaf, worker_sharding(mesh)) for i in range(leaves)}
         call = functools.partial(sync, params, jax.jit(init)(params))
         seconds = medians({"sync": call}, repeats)["sync"]
         yield {"part": "sync", "leaves": leaves, "ms": round(seconds * 1e3, 1)}

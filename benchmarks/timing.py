@@ -32,7 +32,7 @@ def compared(calls: dict[str, Callable], repeats: int) -> Iterator[tuple]:
         yield name, statistics.median(seconds), ratios
 
 
-def against_first(calls: dict[str, Callable], repeats: int) -> Iterator[tuple]:
+def compared_with_first(calls: dict[str, Callable], repeats: int) -> Iterator[tuple]:
     """(name, median seconds, (median ratio to the first of the same turn, its interval))."""
     for name, seconds, ratios in compared(calls, max(6, repeats)):  # for the intervals
         middle, low, high = ratios[next(iter(calls))]

@@ -40,8 +40,8 @@ def differences(path: str, base: str, ending: str, title: str) -> None:
         compared = archive.load(run + ending)
         values = frame.frame(compared)
         arms = {arm.arm: arm.label for arm in compared.at() if len(arm.runs) > 1}
-        looks = plots.looks(arms)
-        styles |= {label: looks[arm] for arm, label in arms.items()}
+        colours = plots.styles_of(arms)
+        styles |= {label: colours[arm] for arm, label in arms.items()}
         effects = {
             label: statistics.interval(100 * frame.paired(values, arm, base, "test/accuracy"))
             for arm, label in arms.items()
@@ -119,7 +119,7 @@ def slow_sde(path: str) -> None:
     rates, widths = (0.1, 0.05, 0.02, 0.01), (2, 4, 8, 16)
     names = {"valley": "x at the end", "label_noise": "trace of the Hessian at the end"}
     figure, axes = plots.panes(2, 4, (13, 7.5), sharex=True, sharey="row")
-    styles = plots.looks(slow_drift.RULES)
+    styles = plots.styles_of(slow_drift.RULES)
     cells = progress.bar([*itertools.product(names, widths)])
     for axis, (name, workers) in zip(axes.flat, cells, strict=True):
         drifts = [r for rate in rates for r in slow_drift.measure(name, workers, rate, 64)]
@@ -128,8 +128,8 @@ def slow_sde(path: str) -> None:
             theory = [*(r["theory"] for r in of_rule), of_rule[0]["limit"]]
             axis.plot([*rates, 0], theory, color=style["color"], linewidth=1)
             mean, half = np.transpose([statistics.interval(r["end"]) for r in of_rule])
-            look = {"fmt": style["marker"], "color": style["color"], "ms": 6, "capsize": 3}
-            axis.errorbar(rates, mean, half, label=slow_drift.RULES[rule].label, **look)
+            errorbar = {"fmt": style["marker"], "color": style["color"], "ms": 6, "capsize": 3}
+            axis.errorbar(rates, mean, half, label=slow_drift.RULES[rule].label, **errorbar)
         axis.set_title(f"{name.replace('_', ' ')}, K = {workers}")
         axis.set(xlabel="learning rate η", ylabel=names[name])
         axis.grid(alpha=0.3)

@@ -90,14 +90,14 @@ def near(tasks: Sequence[Factorial], units_per_step: int) -> list[Factorial]:
 
 def logs_of(machine, task: Factorial) -> dict[Combination, np.ndarray]:
     """log(time to the target) of every combination, [..., seeds], on machines [..., 1]."""
-    from experiments.study.cost import order_traffic, time
+    from experiments.study.cost import order_traffic, run_time
 
     traffic = order_traffic(row_of("order", ORDER), task.sizes, machine.parameters)
     result = {}
     for combination, (steps, loads, rounds) in task.taken.items():
         sent = np.array([traffic(int(n)) for n in loads]) if combination.order else 0.0
         sums = {"rounds": rounds, "sent": sent, "ordered": combination.order}
-        result[combination] = np.log(time(machine, steps=steps, loads=loads, **sums))
+        result[combination] = np.log(run_time(machine, steps=steps, loads=loads, **sums))
     return result
 
 
@@ -144,14 +144,14 @@ def measured_sync(mesh, parameters: int) -> float:
 
     import local_opt
     from experiments import timing
-    from experiments.cluster.devices import owned_sharding
+    from experiments.cluster.devices import worker_sharding
     from syncopate.workers import AXIS
 
-    owned = owned_sharding(mesh)
+    sharding = worker_sharding(mesh)
     meet = lambda x: jax.lax.pmean(x, AXIS)  # noqa: E731
     mean = jax.jit(local_opt.map_workers(meet, mesh, in_specs="worker", out_specs="worker"))
     shape = mesh.devices.size, parameters
-    zeros = jax.jit(lambda: jnp.zeros(shape), out_shardings=owned)()
+    zeros = jax.jit(lambda: jnp.zeros(shape), out_shardings=sharding)()
     return timing.medians({"sync": lambda: mean(zeros)}, REPEATS)["sync"]
 
 

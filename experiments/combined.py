@@ -154,20 +154,20 @@ def effects_picture(comparison: Comparison) -> tuple[str, Callable | str]:
     return "effects.png", functools.partial(plots.effects, effects_of(comparison))
 
 
-def priced_table(machines: Sequence) -> Callable:
-    """Section: priced speed-up to the target over the first arm, paired by seed."""
+def modelled_table(machines: Sequence) -> Callable:
+    """Section: modelled speed-up to the target over the first arm, paired by seed."""
     from experiments.study import cost
 
-    def priced(comparison, chosen, machine):
+    def modelled(comparison, chosen, machine):
         steps = spent(comparison, chosen.runs, "step")
         return {
-            seed: cost.price([r for r in run if r["step"] <= steps[seed]], machine)
+            seed: cost.recorded_run_time([r for r in run if r["step"] <= steps[seed]], machine)
             if steps[seed] < math.inf else math.inf
             for seed, run in chosen.runs.items() if seed in steps
         }  # fmt: skip
 
     def faster(comparison, base, chosen, machine):
-        before, taken = (priced(comparison, arm, machine) for arm in (base, chosen))
+        before, taken = (modelled(comparison, arm, machine) for arm in (base, chosen))
         if not (before and taken) or math.inf in (*before.values(), *taken.values()):
             return "-"
         both = measured({"base": before, "after": taken})
@@ -181,7 +181,7 @@ def priced_table(machines: Sequence) -> Callable:
             for chosen in arms
         ]
         text = "Priced speed-up to the target over the first arm."
-        return "table_priced.md", f"{text}\n\n{tables.markdown(rows)}"
+        return "table_modelled.md", f"{text}\n\n{tables.markdown(rows)}"
 
     return section
 
@@ -192,8 +192,8 @@ def define_flags(values: absl_flags.FlagValues) -> None:
     text = "words of the first order; rr+dealt where --order is dealt"
     define(absl_flags.DEFINE_string, "baseline", "rr", text)
     define = flags.definer(values, f"{entry.GROUP}the prices")
-    define(STEPS, "load_steps", 4.0, "priced: a load, in steps of computation")
-    define(STEPS, "sync_steps", 2.0, "priced: an all-reduce, in the same unit")
+    define(STEPS, "load_steps", 4.0, "modelled: a load, in steps of computation")
+    define(STEPS, "sync_steps", 2.0, "modelled: an all-reduce, in the same unit")
     text = "if not 0: loads and syncs are delayed, by their prices times this"
     define(SECONDS, "step_seconds", 0.0, text)
 
@@ -226,7 +226,7 @@ def fit(study, task, recipe, values):
             "or leave --arms out for the eight arms of two levels."
         )
     machines = cost.machines(values.load_steps, values.sync_steps)
-    sections = (*study.sections, priced_table(machines))
+    sections = (*study.sections, modelled_table(machines))
     slow = {"speeds": (values.load_steps,), "sync_steps": values.sync_steps}
     return study._replace(
         arms=arms, criterion=criterion, sections=sections, paced=False,

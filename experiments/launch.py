@@ -51,8 +51,8 @@ def launch(command: Sequence[str], processes: int, survive: int | None = None) -
     xla = xla if DEVICES in xla else f"{xla} {DEVICES}=1"
     environment = {"JAX_PLATFORMS": "cpu", **os.environ, "XLA_FLAGS": xla}
     # Pass -P unless the current folder is on this process's own path.
-    apart = [] if {"", os.getcwd()} & set(sys.path) else ["-P"]
-    command = [sys.executable, *apart, "-m", *command, f"--num_processes={processes}"]
+    isolated = [] if {"", os.getcwd()} & set(sys.path) else ["-P"]
+    command = [sys.executable, *isolated, "-m", *command, f"--num_processes={processes}"]
     command += [] if survive is None else [f"--survive={survive}"]
     running, asked = [], []
 

@@ -38,7 +38,7 @@ STUDY = Study(
     criterion=Criterion("valid/accuracy", lower=False),
     columns=tables.SYNC_COLUMNS,
     panels=plots.SYNC_PANELS,
-    sections=(tables.rates_tried("rule"), tables.against_baseline),
+    sections=(tables.rates_tried("rule"), tables.baseline_differences),
     fit=fit,
 )
 

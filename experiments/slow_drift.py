@@ -164,13 +164,13 @@ def ends_of(problem: Problem, workers: int, repetitions: int, periods, steps, ra
         noises = jax.random.normal(jax.random.fold_in(key, t), shape)
         return worker_steps(problem, params, noises, rate, (t + 1) % periods == 0)
 
-    def settle(t, params):
+    def silent_step(t, params):
         silent = jnp.zeros((problem.num_noises, repetitions, 1))
         return worker_steps(problem, params, silent, rate, periods < 0)
 
     mean = jnp.mean(jax.lax.fori_loop(0, steps, step, params), axis=3, keepdims=True)
     # 20 / rate steps shrink a distance at curvature 0.5 to exp(-10).
-    return problem.measure(jax.lax.fori_loop(0, jnp.int32(20 / rate), settle, mean)[..., 0])
+    return problem.measure(jax.lax.fori_loop(0, jnp.int32(20 / rate), silent_step, mean)[..., 0])
 
 
 def measure(name: str, workers: int, rate: float, repetitions: int) -> list[dict]:

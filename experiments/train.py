@@ -2,7 +2,7 @@ r"""One run: any task, any order, any synchronisation rule and any echo policy t
 
     python -m experiments.train  # digits, CD-GraB, QSR, no echo: ten seconds
     python -m experiments.train --order=rr --sync=parallel --echo=diffusion --p=cosine
-    python -m experiments.train --order=cd_grab --sketch=256 --deal=dealt --sync=qsr --wire=int8
+    python -m experiments.train --order=cd_grab --sketch=256 --deal=dealt --sync=qsr --compress=int8
     python -m experiments.train --task=mnist --model=lenet --data_dir=DIR --workers=4 --run=mesh
     python -m experiments.launch --processes=2 -- experiments.train --run=mesh --workers=2
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from ordering import echo
-from tests.waiting import PATIENCE
+from tests.waiting import TIMEOUT
 
 W, B = 2, 4
 
@@ -33,7 +33,7 @@ class Source:
         self.asked += 1
         load, self.next = self.next, self.next + 1
         if load == self.wait_at:
-            self.go_on.wait(PATIENCE)
+            self.go_on.wait(TIMEOUT)
         if load == self.fail_at:
             raise OSError("disk on fire")
         if load >= self.loads:

@@ -60,7 +60,7 @@ def trained(
     """(outcome, new records) of a run that goes on where it is saved, if it is."""
     results, begun = [], None
     if saving := options.get("saving"):
-        step = checkpoint.settled(saving.folder, recorded)
+        step = checkpoint.reconcile(saving.folder, recorded)
         begun = checkpoint.restore(saving.folder, step, plans, prepared.shapes, saving.about)
     watch = run.Watch(results.append, scalars_of(evaluate, evaluate_at))
     watched = {name: options.pop(name) for name in run.Watch._fields if name in options}

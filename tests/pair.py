@@ -13,8 +13,8 @@ from absl import flags as absl_flags
 
 import local_opt
 import models
-from experiments.cluster import agree, processes
-from experiments.cluster.devices import owned_sharding, worker_mesh
+from experiments.cluster import coordination, processes
+from experiments.cluster.devices import worker_mesh, worker_sharding
 from experiments.results import records
 from experiments.study import flags
 from experiments.study.arms import row_of
@@ -63,9 +63,9 @@ def differences(number: int) -> list[str]:
     if number:
         task = task._replace(train=first_of(task.train, 80))
     with pytest.raises(ValueError) as settings:
-        agree.check("other settings", {"seed": f"--seed={number}"}, 60.0)
+        coordination.check("other settings", {"seed": f"--seed={number}"}, 60.0)
     with pytest.raises(ValueError) as data:
-        agree.check_data(task)
+        coordination.check_data(task)
     return [str(settings.value), str(data.value)]
 
 
@@ -78,7 +78,7 @@ def main(argv) -> None:
     mesh = worker_mesh(WORKERS)
     values = np.arange(6.0).reshape(WORKERS, 3)
     keys = jax.random.split(jax.random.key(0), WORKERS)
-    placed = input.place({"x": values, "key": keys}, owned_sharding(mesh))
+    placed = input.place({"x": values, "key": keys}, worker_sharding(mesh))
     assert input.place_as(placed, placed)["x"] is placed["x"]  # as what was restored
     results = {
         "workers": input.workers_here(mesh, WORKERS),

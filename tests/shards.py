@@ -80,7 +80,8 @@ def by_hand(workers):
     def over(function, in_specs, out_specs):
         return jax.jit(jax.shard_map(
             of_one(function), mesh=mesh_of(workers),
-            in_specs=tuple(map(owned, in_specs)), out_specs=jax.tree.map(owned, out_specs),
+            in_specs=tuple(map(per_worker, in_specs)),
+            out_specs=jax.tree.map(per_worker, out_specs),
         ))  # fmt: skip
 
     def add(hidden, w2):
@@ -89,7 +90,7 @@ def by_hand(workers):
     return over, functools.partial(loss, second=add)
 
 
-def owned(specs):
+def per_worker(specs):
     """Specs with the workers' axis in front."""
     return jax.tree.map(lambda spec: P("worker", *spec), specs)
 
@@ -100,7 +101,7 @@ WAYS = {"compiler": left_to_the_compiler, "by hand": by_hand}
 def placed(tree, specs, mesh):
     """Arrays with a leading worker axis, in their places."""
     put = lambda spec, x: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
-    return jax.tree.map(put, like(owned(specs), tree), tree)
+    return jax.tree.map(put, like(per_worker(specs), tree), tree)
 
 
 class Programs:
@@ -135,9 +136,9 @@ class Programs:
 def state_specs(rounds):
     """Where momentum, anchor and what is lost live: as the parameters do; the rest is whole."""
     tree = jax.tree.structure(SPECS)
-    alike = lambda part: jax.tree.structure(part) == tree  # noqa: E731
+    has_tree = lambda part: jax.tree.structure(part) == tree  # noqa: E731
     shapes = jax.eval_shape(rounds.init, network())
-    return jax.tree.map(lambda part: SPECS if alike(part) else P(), shapes, is_leaf=alike)
+    return jax.tree.map(lambda part: SPECS if has_tree(part) else P(), shapes, is_leaf=has_tree)
 
 
 def trained(programs, params, data):

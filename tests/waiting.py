@@ -2,11 +2,11 @@
 
 import time
 
-PATIENCE = 60  # seconds, for events that take milliseconds
+TIMEOUT = 60  # seconds, for events that take milliseconds
 
 
 def wait_for(condition):
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert condition()

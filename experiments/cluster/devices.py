@@ -25,11 +25,11 @@ def worker_mesh(workers: int) -> Mesh:
     return jax.make_mesh((workers,), (AXIS,), (AxisType.Auto,), devices=devices[:workers])
 
 
-def owned_sharding(mesh: Mesh | None) -> NamedSharding | None:
+def worker_sharding(mesh: Mesh | None) -> NamedSharding | None:
     """The sharding of arrays with a leading worker axis; None without a mesh."""
     return None if mesh is None else NamedSharding(mesh, PartitionSpec(AXIS))
 
 
-def shared_sharding(mesh: Mesh | None) -> NamedSharding | None:
+def replicated_sharding(mesh: Mesh | None) -> NamedSharding | None:
     """The sharding of arrays that are the same for all workers; None without a mesh."""
     return None if mesh is None else NamedSharding(mesh, PartitionSpec())

@@ -16,7 +16,7 @@ from experiments.cluster import files, processes, strict
 
 NAME = "lock.json"
 BUSY = 75  # exit code of a run whose folder is taken: try again later
-_owned: dict[IO, str] = {}  # open lock files of this process: what it wrote into them
+_locks: dict[IO, str] = {}  # open lock files of this process: what it wrote into them
 
 
 @contextlib.contextmanager
@@ -44,7 +44,7 @@ def held(folder: str) -> Iterator[None]:
 
 def check() -> None:
     """Raises OSError where a lock that this process holds is gone, or is another run's by now."""
-    for file, content in _owned.items():
+    for file, content in _locks.items():
         if not _holds(file.name, content):
             owner = _owner_at(file.name)
             taken = "belongs to {pid} on {host} since {since}" if owner else "is gone"
@@ -76,12 +76,12 @@ def _take(file: IO, folder: str) -> str | None:
     content = strict.dumps({"host": here, "pid": os.getpid(), "since": since})
     file.truncate(0)
     files.append(file, content)
-    _owned[file] = content
+    _locks[file] = content
     return None
 
 
 def _release(file: IO) -> None:
-    if _holds(file.name, _owned.pop(file)):
+    if _holds(file.name, _locks.pop(file)):
         file.truncate(0)
 
 

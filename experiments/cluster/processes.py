@@ -26,8 +26,8 @@ import numpy as np
 from absl import flags
 from jax.sharding import Mesh
 
-from experiments.cluster import agree, living, strict
-from experiments.cluster.agree import several as several
+from experiments.cluster import coordination, members, strict
+from experiments.cluster.coordination import several as several
 from experiments.cluster.devices import worker_mesh
 from experiments.cluster.entry import AUTO, PROCESSES
 from syncopate.refusals import UserError
@@ -47,9 +47,9 @@ def start(values: flags.FlagValues = flags.FLAGS, survive: int | None = None) ->
     Args:
       values: parsed flags, including those of PROCESSES; if these are unset there is one process.
       survive: seconds without a sign of life after which a process is lost, and the others may go
-        on: see `living`; None: all end.
+        on: see `members`; None: all end.
     """
-    agree.patience = values["patience"].value
+    coordination.timeout = values["timeout"].value
     given = {name: values[name].value for name in PROCESSES}
     # A single process connects to nothing: with collectives between processes, two CPU devices of
     # one process can each wait for a collective that the other has not started.
@@ -63,10 +63,10 @@ def start(values: flags.FlagValues = flags.FLAGS, survive: int | None = None) ->
     jax.config.update("jax_enable_recoverability", survive is not None)
     _connect(*given.values(), **options)
     if several():
-        agree.check_new()
+        coordination.check_new()
         sys.excepthook = functools.partial(_leave, sys.excepthook)
-        agree.came_to(0)
-        agree.check("settings", agree.facts_of(values), agree.SETTINGS_SECONDS)
+        coordination.came_to(0)
+        coordination.check("settings", coordination.facts_of(values), coordination.SETTINGS_SECONDS)
 
 
 def _connect(address, count, number, **chosen):
@@ -91,7 +91,7 @@ def _connect(address, count, number, **chosen):
             "firewall blocks the port and no other run uses it."
         )
 
-    with agree.limited(CONNECT, absent):  # before JAX aborts, at twice that time
+    with coordination.limited(CONNECT, absent):  # before JAX aborts, at twice that time
         try:
             jax.distributed.initialize(**chosen, initialization_timeout=int(2 * CONNECT))
         except ValueError as error:
@@ -162,20 +162,20 @@ def of_first(value):
     """A collective that returns the value of process 0 on every process: what JSON can hold."""
     if not several():
         return value
-    store, key = agree.store(), f"of process 0/{next(CALLS)}"
+    store, key = coordination.store(), f"of process 0/{next(CALLS)}"
     if is_first():
         store.key_value_set(key, strict.dumps(value))
-    with agree.for_others("a value of process 0"):
-        text = store.blocking_key_value_get(key, round(2e3 * agree.patience))
+    with coordination.for_others("a value of process 0"):
+        text = store.blocking_key_value_get(key, round(2e3 * coordination.timeout))
     return strict.loads(text, "a value of process 0", object)
 
 
 def wait(name: str) -> None:
     """Waits until all processes are here; `name` distinguishes such places."""
     if several():
-        with agree.for_others(f"all processes to reach: {name}"):
-            if living.on():
-                living.meet()
+        with coordination.for_others(f"all processes to reach: {name}"):
+            if members.on():
+                members.meet()
             else:
                 multihost_utils.sync_global_devices(name)
 
@@ -216,8 +216,8 @@ def interrupts() -> Iterator[Callable[[bool], tuple[int, bool]]]:
         here = signals[0] if signals else 0, wants_to_save
         if not several():
             return here
-        with agree.for_others("whether any of them was asked to stop or save"):
-            gather = living.exchanged if living.on() else multihost_utils.process_allgather
+        with coordination.for_others("whether any of them was asked to stop or save"):
+            gather = members.exchanged if members.on() else multihost_utils.process_allgather
             every = gather(np.array(here, np.uint8))
         number, save = np.max(every, axis=0)
         return int(number), bool(save)

@@ -105,7 +105,7 @@ def ends(comparison: Comparison, chosen: Chosen, scalar: str, rate: str = "best"
     return column(frame(comparison, rate, chosen.speed), chosen.arm, named(comparison, scalar))
 
 
-def against(comparison, chosen: Chosen, scalar: str, rate: str = "best", **options):
+def difference(comparison, chosen: Chosen, scalar: str, rate: str = "best", **options):
     """An arm `paired` with the baseline."""
     base, table = next(iter(comparison.arms)), frame(comparison, rate, chosen.speed)
     return paired(table, chosen.arm, base, named(comparison, scalar), **options)

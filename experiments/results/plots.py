@@ -74,7 +74,8 @@ def comparison(
     if not rows:
         return
     shown = {one.arm: one for one in compared.at(speed) if one.runs}
-    styles, split, target = looks(compared.arms), groups([*shown]), statistics.target_of(compared)
+    styles, split = styles_of(compared.arms), groups([*shown])
+    target = statistics.target_of(compared)
     count, width = len(split), max(len(panel.x) for panel in rows)
     high, wide = (3.7, 4.7) if count == 1 else (2.5, 4.0)
     size = max(6.5, wide * width), high * count * len(rows) + 1.2  # the title is so wide
@@ -258,7 +259,7 @@ def _zoom(axis, curves: Sequence[np.ndarray]):
         axis.set_ylim(late.min() - margin, late.max() + margin)
 
 
-def looks(names: Iterable[str]) -> dict[str, dict]:
+def styles_of(names: Iterable[str]) -> dict[str, dict]:
     """{name: its colour, marker and dash}.
 
     Of the methods in its words that are not black the first gives the colour and the last the
@@ -269,7 +270,7 @@ def looks(names: Iterable[str]) -> dict[str, dict]:
     for name in sorted(names, key=lambda name: not METHODS.keys() & {*name.split("+")}):
         styled = [METHODS[word] for word in name.split("+") if word in METHODS]
         free = min(COLOURS, key=[colour for colour, _ in used.elements()].count), "o"
-        coloured = [look for look in styled if look[0] != BLACK] or styled[:1] or [free]
+        coloured = [style for style in styled if style[0] != BLACK] or styled[:1] or [free]
         coloured = coloured[0][0], coloured[-1][1]
         line = (0, (6, *(1.5, 1.5) * (used[coloured] - 1), 1.5)) if used[coloured] else "-"
         used[coloured] += 1
@@ -294,9 +295,9 @@ def effects(
         mean, low, high = np.exp(bounds) if response.relative else bounds
         axis.axvline(zero, color="0.5", linewidth=1)
         for y, name in enumerate(names):
-            look = (styles or {}).get(name, {"color": BLACK, "marker": "o"})
-            axis.hlines(y, low[y], high[y], color=look["color"], linewidth=2, alpha=0.5)
-            axis.plot(mean[y], y, **look | {"markevery": None, "ms": 6})
+            style = (styles or {}).get(name, {"color": BLACK, "marker": "o"})
+            axis.hlines(y, low[y], high[y], color=style["color"], linewidth=2, alpha=0.5)
+            axis.plot(mean[y], y, **style | {"markevery": None, "ms": 6})
         axis.set_yticks(range(len(names)), [textwrap.fill(name, 34) for name in names])
         axis.margins(y=0.15)
         kind = "factor on the" if response.relative else "change of the"
@@ -321,7 +322,7 @@ def periods(shown: Mapping[str, tuple], names: Mapping[str, str], path: str, tit
     """
     from experiments.results import archive
 
-    styles = looks(names.values())
+    styles = styles_of(names.values())
     size = max(7.0, 6.0 * len(shown)), 6.1
     figure, axes = panes(2, len(shown), size, sharex="col", height_ratios=(4, 1))
     for (above, below), (name, (rates, plans)) in zip(axes.T, shown.items(), strict=True):
@@ -344,7 +345,7 @@ def herding(records, labels: Mapping[str, str], path: str, title: str) -> None:
     """Writes a PNG: the bound over rounds at the most workers, and over workers at the end."""
     figure, ((left, right),) = panes(1, 2, (11, 4.4))
     widths, rounds = (sorted({r[name] for r in records}) for name in ("workers", "round"))
-    for name, style in looks(labels).items():
+    for name, style in styles_of(labels).items():
         bounds = {(r["workers"], r["round"]): r["bound"] for r in records if r["order"] == name}
         style = style | {"label": labels[name]}
         left.plot(rounds, [bounds[widths[-1], k] for k in rounds], **style)

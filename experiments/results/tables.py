@@ -98,7 +98,7 @@ def less(scalar: str, form: str) -> Column:
     """The last value of a scalar less the baseline's, paired by seed."""
 
     def cell(comparison, chosen):
-        change = against(comparison, chosen, scalar)
+        change = difference(comparison, chosen, scalar)
         one = chosen.arm == next(iter(comparison.arms)) or not np.isfinite(change).all()
         return "-" if one else show(change, form)
 
@@ -160,7 +160,7 @@ def faster(comparison: Comparison, chosen: Chosen, *, who: bool = False) -> str:
     """
     if np.isinf(taken := ends(comparison, chosen, "to seconds")).any():
         return show(taken, "", "arrive") if who else "-"
-    logs = against(comparison, chosen, "to seconds", ratio=True)
+    logs = difference(comparison, chosen, "to seconds", ratio=True)
     return times(logs) if len(logs) and np.isfinite(logs).all() else "-"
 
 
@@ -328,7 +328,7 @@ def answer(comparison: Comparison) -> str:
     scalar = "metric" if scalar.startswith("valid/") else scalar
     base, others = comparison.baseline(speed), []
     for chosen in comparison.at(speed):
-        effect = against(comparison, chosen, scalar, rate, ratio=is_cost)
+        effect = difference(comparison, chosen, scalar, rate, ratio=is_cost)
         if chosen.arm != next(iter(comparison.arms)) and len(effect) and np.isfinite(effect).all():
             mean, half = interval(effect if is_cost or not criterion.lower else -effect)
             others.append((mean, half, chosen.label, len(effect)))
@@ -379,13 +379,13 @@ def diverged_rates(comparison):
     return "\n\n".join(lines)
 
 
-def against_baseline(comparison: Comparison) -> str:
+def baseline_differences(comparison: Comparison) -> str:
     """Section: the test metric of every arm less the baseline's, paired by seed."""
     metric, rows = statistics.metric_of(comparison), []
     base, label = next(iter(comparison.arms.items()))
     scale, unit = (100, "points") if metric == "accuracy" else (1, "difference")
     for chosen in comparison.at():
-        less = against(comparison, chosen, "metric")
+        less = difference(comparison, chosen, "metric")
         if chosen.arm != base and len(less) and np.isfinite(less).all():
             shown = {METRICS[metric].label: show(scale * less, "{:+.2f}")}
             rows.append({f"{unit} against {label}": chosen.label} | shown)

@@ -1,7 +1,7 @@
 """Experiment trackers: a row of TRACKERS each, and one hook that sends records to them.
 
-A row is `(folder, run, run_id, step) -> (id, log, close)`. It opens a run from this step on; `run_id`
-is its id from an earlier call, or None. `log(step, numbers)` sends numbers.
+A row is `(folder, run, run_id, step) -> (id, log, close)`. It opens a run from this step on;
+`run_id` is its id from an earlier call, or None. `log(step, numbers)` sends numbers.
 """
 
 import contextlib

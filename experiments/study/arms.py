@@ -233,7 +233,7 @@ def _at_volume_of_qsr(power: float) -> Callable:
     return plan
 
 
-ROUNDS = ("wire", "correction", "outer")  # of local steps
+ROUNDS = ("compress", "correction", "outer")  # of local steps
 LOCAL = (*ROUNDS, "align")
 SYNC_RULES = {
     "parallel": SyncRule(
@@ -266,12 +266,12 @@ SYNC_RULES = {
 }  # fmt: skip
 
 
-def _sync_rule(row: SyncRule, *, align=None, wire=None, **of_rounds):
+def _sync_rule(row: SyncRule, *, align=None, compress=None, **of_rounds):
     """The row with values of its options; those `of_rounds` are correction and outer."""
-    of_rounds |= {} if wire is None else {"compress": wire}
+    of_rounds |= {} if compress is None else {"compress": compress}
     rounds = functools.partial(row.rounds, **of_rounds) if of_rounds else row.rounds
     plan = row.plan if align is None else _aligned(row.plan, align)
-    return row._replace(plan=plan, rounds=rounds, compressor=wire or row.compressor)
+    return row._replace(plan=plan, rounds=rounds, compressor=compress or row.compressor)
 
 
 def _aligned(plan: Callable, share: float) -> Callable:
@@ -383,7 +383,7 @@ OPTIONS = {
     "cut": Option("order", "how a text is cut into windows anew in every epoch", {
         "documents": ("documents permuted", "documents"), "shifted": ("shifted", "shifted"),
     }),
-    "wire": Option("sync", "in which workers send their changes", {
+    "compress": Option("sync", "in which workers send their changes", {
         name: (name, make) for name, make in COMPRESSORS.items()
     }),
     "correction": Option("sync", "of the drift between two syncs", {

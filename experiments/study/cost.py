@@ -31,7 +31,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 import local_opt
-from experiments.cluster.devices import owned_sharding, shared_sharding
+from experiments.cluster.devices import replicated_sharding, worker_sharding
 from experiments.results.statistics import volume
 from experiments.results.tables import markdown, show_bytes
 from experiments.study.arms import Order, SyncRule, left_out, plans_of
@@ -148,7 +148,7 @@ def machines(load: float, sync: float) -> list[Machine]:
     ]
 
 
-def time(machine: Machine, *, steps, loads, rounds=0, sent=0, ordered: bool = False):
+def run_time(machine: Machine, *, steps, loads, rounds=0, sent=0, ordered: bool = False):
     """What so much of a run takes, whose syncs and all-reduces besides are `rounds` and `sent`.
 
     s (T + (o - 1) loads) + y rounds + (y - l) sent, or load loads if that is more: input is read
@@ -160,11 +160,11 @@ def time(machine: Machine, *, steps, loads, rounds=0, sent=0, ordered: bool = Fa
     return np.maximum(machine.step * (steps + longer) + sending, machine.load * loads)
 
 
-def price(run: Sequence[dict], machine: Machine) -> float:
+def recorded_run_time(run: Sequence[dict], machine: Machine) -> float:
     """Time up to the last of a run's records; between two records the slower part counts."""
     names = ("step", "loads", "allreduces")
     steps, loads, sent = (np.diff([r[name] for r in run], prepend=0) for name in names)
-    return float(time(machine, steps=steps, loads=loads, sent=sent).sum())
+    return float(run_time(machine, steps=steps, loads=loads, sent=sent).sum())
 
 
 class Shapes(NamedTuple):
@@ -173,14 +173,15 @@ class Shapes(NamedTuple):
     state: TrainState  # `jax.ShapeDtypeStruct`s that say where they live
     # What it compiles: functions that lower it. A step is one loop, of any length.
     programs: dict[str, Callable[[], jax.stages.Lowered]]
-    owned: tuple[bool, ...]  # fields of the state that have a worker axis
+    per_worker: tuple[bool, ...]  # fields of the state that have a worker axis
     sizes: Sizes
     sync_in_step: bool  # workers meet in every step
 
     def bytes_of(self, field: str) -> float:
         """Of a field of the state, on the device of one worker."""
         whole = tree_bytes(getattr(self.state, field))
-        return whole / (self.sizes.workers if self.owned[TrainState._fields.index(field)] else 1)
+        divided = self.per_worker[TrainState._fields.index(field)]
+        return whole / (self.sizes.workers if divided else 1)
 
 
 def shapes_of(
@@ -199,8 +200,8 @@ def shapes_of(
     """
     sizes = sizes_of(task, recipe, deals=row.deals)
     worker = worker_of(task, recipe, row, rounds, sizes)
-    over, owned = mesh or sizes.workers, tuple(word == "worker" for word in worker.sides)
-    places = {True: owned_sharding(mesh), False: shared_sharding(mesh)}
+    over, per_worker = mesh or sizes.workers, tuple(word == "worker" for word in worker.sides)
+    places = {True: worker_sharding(mesh), False: replicated_sharding(mesh)}
 
     def placed(tree, side, *axes):
         def one(x):
@@ -229,7 +230,7 @@ def shapes_of(
         programs["sync"] = lambda: sync.lower(state, rate, rate)
     if row.observes:  # else the host draws orders
         programs["epoch's end"] = lambda: epoch_end.lower(state)
-    return Shapes(state, programs, owned, sizes, worker.rounds.in_step)
+    return Shapes(state, programs, per_worker, sizes, worker.rounds.in_step)
 
 
 def lower_step(task: Task, recipe: Recipe, row: Order, rounds: Callable) -> jax.stages.Lowered:
@@ -448,7 +449,7 @@ def collectives_of(text: str) -> list[Collective]:
     instruction = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (.*?) ([a-z][\w\-]*)\(%?([\w.\-]*)")
     # CUDA splits every collective in two, and says where nothing runs between them.
     blocking = {m[1] for m in re.finditer(r'%?([\w.\-]+) = [^\n]*"is_sync":true', text)}
-    apart = set(re.findall(r" async-start\([^\n]*calls=%?([\w.\-]+)", text))
+    asynchronous = set(re.findall(r" async-start\([^\n]*calls=%?([\w.\-]+)", text))
     collectives = []
     for name, lines in computations(text):
         # libtpu spreads one over fusions: a start, those beside it, all of this name, and a done.
@@ -463,7 +464,7 @@ def collectives_of(text: str) -> list[Collective]:
             kind = operation.removesuffix("-done")
             if kind in KINDS:
                 halves = kind != operation and operand not in blocking
-                beside = halves or ends or name in apart
+                beside = halves or ends or name in asynchronous
                 collectives.append(Collective(kind, result_bytes(result), beside, name, line))
     return collectives
 
@@ -534,7 +535,7 @@ def _row(task, recipe, arm, speed, step_seconds, shapes: Shapes, gigabits: float
     steps, echo, slowness = plans.total_steps, plans.echo, speed or 0
     loads = math.ceil(steps / max(1, slowness)) if echo.online else echo.loads
     rounds = loads if plans.sync is None else plans.sync.rounds
-    computed = time(Machine(step_seconds, slowness * step_seconds), steps=steps, loads=loads)
+    computed = run_time(Machine(step_seconds, slowness * step_seconds), steps=steps, loads=loads)
     size, ring = num_params(task.model), {"num_workers": sizes.workers}
     sent = traffic(task, order, rule, sizes, shapes.sync_in_step)(rounds, loads)
     waited = sent * 8 * local_opt.costs.sync_bytes(size, **ring) / (1e9 * gigabits)

@@ -143,7 +143,7 @@ def _processes(define):
     define(COUNT, number, None, "of the run" + unset)
     define(FROM_ZERO, process, None, f"0 .. {number} - 1" + unset)
     text = "seconds after which a process that waits for others, or for a batch, says so and leaves"
-    define(base.WAIT, "patience", entry.PATIENCE, text)
+    define(base.WAIT, "timeout", entry.TIMEOUT, text)
 
 
 def _forecast(define):
@@ -223,11 +223,11 @@ def given(values: flags.FlagValues, names: Iterable[str]) -> dict:
 
 def settings(values: flags.FlagValues, recipe: Recipe) -> Mapping:
     """The settings that all runs in a folder share; arms, rates and seeds may differ."""
-    from experiments.cluster import agree
+    from experiments.cluster import coordination
 
     shared = {k: v for k, v in recipe._asdict().items() if k != "learning_rates"}
     further = {name: values[name].value for name in ("input", "step_seconds") if name in values}
-    shared |= agree.jax_settings()
+    shared |= coordination.jax_settings()
     return {"task": values.task, **given(values, choices()), **shared, **further}
 
 

@@ -42,12 +42,12 @@ def run(values: absl_flags.FlagValues) -> None:
     if values.dry_run:
         only = Study("train", {"run": arm}, values.task, None, (), ())
         return processes.say(dry_run(task, recipe, only, values))
-    agree.check_data(task)
+    coordination.check_data(task)
     config.sizes_of(task, recipe, deals=arm.rows[0].deals)  # before there is a folder
     folder = values.output_dir or os.path.join("results", f"train_{values.task}")
     settings = {**flags.settings(values, recipe), **arm.words, "data": data_hash(task)}
     settings |= {"seed": values.seed, "learning_rate": rate}
-    with living.left_together(), lock.held(folder):
+    with members.left_together(), lock.held(folder):
         done, saved = [], None
         if not values.overwrite:
             done = records.read_folder(folder)
@@ -130,7 +130,7 @@ def _train(task, recipe, arm, built, plans, values, folder, settings, begun, don
     fixed = {name: settings[name] for name in ("order", "sync", "echo", "seed", "learning_rate")}
     identity = {"study": "train", "arm": "run", "speed": None, "phase": "run", **fixed}
     saving = training_run.Saving(checkpoints, values.checkpoint_every, at_end=True, about=settings)
-    if begun is None:  # settled by `resize.newest`; with --overwrite there is none
+    if begun is None:  # decided by `resize.newest`; with --overwrite there is none
         begun = checkpoint.restore(checkpoints, at, plans, built.shapes, settings)
     scalars = measure.scalars_of(task, recipe)(built, arm.rows[0])
     labels = " + ".join(row.label for row in arm.rows)

@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 from absl import flags as absl_flags
 
-from experiments.cluster import agree, files, lock, processes, progress
-from experiments.cluster.agree import data_hash
+from experiments.cluster import coordination, files, lock, processes, progress
+from experiments.cluster.coordination import data_hash
 from experiments.results import page, records, statistics
 from experiments.results.records import Run, run_of, whole_runs
 from experiments.results.statistics import Criterion
@@ -58,7 +58,7 @@ def run(study: Study, values: absl_flags.FlagValues) -> None:
         chosen = chosen._replace(speeds=tuple(values.speeds))
     if values.dry_run:
         return processes.say(dry_run(task, recipe, chosen, values))
-    agree.check_data(task)
+    coordination.check_data(task)
     for text in left_out(chosen.arms.values(), task, recipe):
         processes.say(text)
     if len(chosen.arms) == 1 and (base := next(iter(study.arms))) not in chosen.arms:
@@ -271,8 +271,8 @@ class Trainer:
             folder = os.path.join(self._folder, "checkpoints", this.name)
             about = {**self._about, **this._asdict()}
             saving = training_run.Saving(folder, self._every, about=about)
-            # What is kept goes on from a checkpoint that `kept_records` has settled.
-            step = checkpoint.newest(folder) if kept else checkpoint.settled(folder, [])
+            # What is kept goes on from a checkpoint that `kept_records` has reconciled.
+            step = checkpoint.newest(folder) if kept else checkpoint.reconcile(folder, [])
             begun = checkpoint.restore(folder, step, plans, built.shapes, about)
         watch = training_run.Watch(
             lambda record: on_record(record | further), scalars, on_step=on_step,
@@ -347,7 +347,7 @@ def kept_records(folder: str, done: Sequence[dict]) -> list[dict]:
     steps = {}
     for r in done:
         steps.setdefault(run_of(r), []).append(r["step"])
-    saved = functools.cache(lambda cut: checkpoint.settled(path(cut), steps[cut]) or -1)
+    saved = functools.cache(lambda cut: checkpoint.reconcile(path(cut), steps[cut]) or -1)
     return [r for r in done if run_of(r) in whole or r["step"] <= saved(run_of(r))]
 
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from experiments.cluster import agree, entry, files, living, lock, processes, strict
+from experiments.cluster import coordination, entry, files, lock, members, processes, strict
 from experiments.training import input, loop
 from experiments.training.config import Plans
 from experiments.training.loop import Progress
@@ -35,7 +35,8 @@ from syncopate.workers import AXIS
 
 KEPT = 2
 CLOSED = "Event loop is closed"  # what asyncio says
-# Orbax waits by the clock of the wall, which may be set forward by months. `agree` ends waits.
+# Orbax waits by the clock of the wall, which may be set forward by months: `coordination` ends
+# waits.
 ORBAX_SECONDS = 10**8
 STATE, METADATA, DIGEST = "state", "run", "digest.txt"  # in the folder of a checkpoint
 WHAT_TO_DO = "give the command that made it, choose another --output_dir, or pass --overwrite."
@@ -68,36 +69,37 @@ def opened(folder: str) -> Iterator:
     """
     import orbax.checkpoint as ocp
 
-    if living.on() and not processes.is_first():
+    if members.on() and not processes.is_first():
         yield None
         return
     folder, alone = os.path.abspath(folder), {}
-    if living.on():
+    if members.on():
         with files.advised(folder):
             os.makedirs(folder, exist_ok=True)
         alone = {"create": False, "multiprocessing_options": _alone()}
+    waits = coordination.several() and not alone
     written = ocp.AsyncOptions(
         timeout_secs=ORBAX_SECONDS, create_directories_asynchronously=False,
         post_finalization_callback=lambda: _write_digest(folder),
-        barrier_sync_fn=None if alone or not agree.several() else functools.partial(_meet, folder),
+        barrier_sync_fn=functools.partial(_meet, folder) if waits else None,
     )  # fmt: skip
     options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, async_options=written, **alone)
-    with agree.for_disk("the folder of checkpoints", folder):
+    with coordination.for_disk("the folder of checkpoints", folder):
         manager = ocp.CheckpointManager(folder, options=options)
     failed = False
     try:
         with _reports_taken():
             yield manager
-            with agree.for_disk("the last checkpoint to be written", folder):
+            with coordination.for_disk("the last checkpoint to be written", folder):
                 manager.wait_until_finished()
     except BaseException:
         failed = True
         raise
     finally:
-        if not (failed and agree.several()):
+        if not (failed and coordination.several()):
             # What closing finds after an error is its consequence.
             quiet = contextlib.suppress(Exception) if failed else contextlib.nullcontext()
-            with agree.for_disk("the last checkpoint to be written", folder), quiet:
+            with coordination.for_disk("the last checkpoint to be written", folder), quiet:
                 manager.close()
 
 
@@ -144,7 +146,7 @@ def _meet(folder: str, *, key: str, timeout_ms: int) -> None:
     that it has told, writing fails for that.
     """
     if (error := sys.exception()) is None:
-        agree.store().wait_at_barrier(key, timeout_ms)
+        coordination.store().wait_at_barrier(key, timeout_ms)
         return
     if processes.leaving.is_set():
         os._exit(1)
@@ -170,12 +172,12 @@ def save(
     import orbax.checkpoint as ocp
 
     lock.check()
-    state = _with_lost(state, program.sizes.workers) if living.on() else input.key_data(state)
+    state = _with_lost(state, program.sizes.workers) if members.on() else input.key_data(state)
     if manager is None or manager.latest_step() == at.step:
         return
     metadata = {
         "about": dict(about),
-        "conditions": agree.conditions(),
+        "conditions": coordination.conditions(),
         "decided": np.flatnonzero(at.decided).tolist(),
         "evaluation": seen._asdict(),
         "plans": plans.digests(),
@@ -185,7 +187,7 @@ def save(
     }
     metadata = strict.plain(metadata)
     items = {STATE: ocp.args.StandardSave(state), METADATA: ocp.args.JsonSave(metadata)}
-    with agree.for_disk("their parts of a checkpoint", str(manager.directory)):
+    with coordination.for_disk("their parts of a checkpoint", str(manager.directory)):
         manager.save(at.step, args=ocp.args.Composite(**items))
 
 
@@ -194,7 +196,7 @@ def _with_lost(state: TrainState, workers: int) -> TrainState:
 
     Both are the same where workers begin, and a sync makes them the same again.
     """
-    rows, lives = input.on_host(state), living.workers()
+    rows, lives = input.on_host(state), members.workers()
     if len(lives) == workers:
         return rows
     new = [worker not in lives for worker in range(workers)]
@@ -255,7 +257,7 @@ def newest(folder: str) -> int:
     return processes.of_first(max(steps_of(folder), default=0))
 
 
-def settled(folder: str, recorded: Sequence[int] | None = None) -> int:
+def reconcile(folder: str, recorded: Sequence[int] | None = None) -> int:
     """The step of the newest checkpoint that a run can continue from, or 0 if there is none.
 
     It alone brings records and checkpoints together. Newer checkpoints, which are damaged or know
@@ -281,7 +283,7 @@ def settled(folder: str, recorded: Sequence[int] | None = None) -> int:
             aside = os.path.join(folder, f"{passed}.aside")
             shutil.rmtree(aside, ignore_errors=True)
             os.rename(os.path.join(folder, passed), aside)
-    processes.wait(f"settled {folder}")
+    processes.wait(f"reconciled {folder}")
     return step
 
 
@@ -330,7 +332,10 @@ def read_state(path: str, shapes: TrainState, sharding=None) -> TrainState:
         jax.eval_shape(input.key_data, shapes), shapes,
     )  # fmt: skip
     place = os.path.join(os.path.abspath(path), STATE)
-    with agree.for_others("their parts of a checkpoint"), ocp.StandardCheckpointer() as reader:
+    with (
+        coordination.for_others("their parts of a checkpoint"),
+        ocp.StandardCheckpointer() as reader,
+    ):
         try:
             with _reports_taken():
                 restored = reader.restore(place, like)
@@ -346,7 +351,7 @@ def read_state(path: str, shapes: TrainState, sharding=None) -> TrainState:
 
 def progress_of(metadata: Mapping, plans: Plans) -> Progress:
     """The progress stored in a checkpoint, and a word on what was otherwise when it was written."""
-    if changed := files.differences(metadata["conditions"], agree.conditions()):
+    if changed := files.differences(metadata["conditions"], coordination.conditions()):
         processes.say(
             f"The checkpoint of step {metadata['step']} was written under other conditions "
             f"({', '.join(changed)}): the run may not end with the same bits."

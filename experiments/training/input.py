@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, Sharding
 
 import ordering.data
-from experiments.cluster import agree, living
+from experiments.cluster import coordination, members
 from experiments.training.config import Sizes
 from ordering.data import batches
 from ordering.data.batches import of_process as of_process
@@ -56,7 +56,7 @@ class Source(NamedTuple):
     train: object
     sizes: Sizes
     total: int | None  # units of the whole set if orders index these; None: own units
-    owned: list[int]  # neighbouring workers, of this process
+    workers: list[int]  # neighbouring workers, of this process
     sharding: object = None  # of arrays with a worker axis
     reads: str = "thread"  # a loader thread, or "tfdata"
     units: np.ndarray | None = None  # int[W, M], own ones in the whole set; None: neighbours
@@ -71,8 +71,8 @@ def examples_of(indices: np.ndarray, source: Source) -> np.ndarray:
     """The examples, by their numbers in the source, that the orders of own workers name."""
     sizes, size = source.sizes, source.sizes.unit_size
     if source.units is not None:
-        return source.units[source.owned].reshape(-1)[indices // size] * size + indices % size
-    return indices if source.total else indices + source.owned[0] * sizes.num_units * size
+        return source.units[source.workers].reshape(-1)[indices // size] * size + indices % size
+    return indices if source.total else indices + source.workers[0] * sizes.num_units * size
 
 
 class Reads(batches.Reader):
@@ -99,12 +99,12 @@ def read_epochs(
       orders: returns the newest state of all workers' orders, in the epoch of the next batch.
       first_load: where the run continues; delay: least seconds of the clock per load.
     """
-    sizes, owned = source.sizes, source.owned
-    size = len(owned) * sizes.units_per_step * sizes.unit_size
+    sizes, workers = source.sizes, source.workers
+    size = len(workers) * sizes.units_per_step * sizes.unit_size
     at_epoch = getattr(source.train, "at_epoch", lambda epoch: source.train)
 
     def place(batch):
-        shape = (len(owned), -1, sizes.unit_size)
+        shape = (len(workers), -1, sizes.unit_size)
         batch = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), batch)
         return place_rows(batch, source.sharding)
 
@@ -129,7 +129,7 @@ def read_epochs(
         return ordering.data.prefetch_to_device(
             throttled(placed) if delay else placed, depth=DEPTH, first_load=number,
             # A load may wait for the first of the next epoch, each of which may be delayed.
-            timeout=agree.patience + (DEPTH + 2) * delay,
+            timeout=coordination.timeout + (DEPTH + 2) * delay,
         )  # fmt: skip
 
     return Reads(load, orders, sizes, first_load)
@@ -197,7 +197,7 @@ class Throttle:
 
 def example_batch(source: Source, size: int):
     """A batch of the right shapes on the devices, for compilation."""
-    workers, unit_size = len(source.owned), source.sizes.unit_size
+    workers, unit_size = len(source.workers), source.sizes.unit_size
     few = ordering.data.as_source(source.train)[:1]
 
     def repeat(x):
@@ -257,7 +257,7 @@ def on_host(tree):
     """NumPy copies of all values, on every process; of typed PRNG keys their uint32 data.
 
     If values are spread over processes this is a collective, which all processes must call. If some
-    may be lost, rows are those of `living.workers()`.
+    may be lost, rows are those of `members.workers()`.
     """
 
     def spread(x):
@@ -265,9 +265,9 @@ def on_host(tree):
 
     leaves, structure = jax.tree.flatten(key_data(tree))
     parts = [x for x in leaves if spread(x)]
-    with agree.for_others("values that all of them hold"):
-        if living.on():
-            parts = living.gathered([*map(of_process, parts)]) if parts else []
+    with coordination.for_others("values that all of them hold"):
+        if members.on():
+            parts = members.gathered([*map(of_process, parts)]) if parts else []
         else:
             parts = [multihost_utils.process_allgather(x, tiled=True) for x in parts]
     parts = iter(parts)

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from experiments.cluster import agree, living, processes
-from experiments.cluster.devices import shared_sharding
+from experiments.cluster import coordination, members, processes
+from experiments.cluster.devices import replicated_sharding
 from experiments.training import input, timeline
 from experiments.training.config import Plans
 from experiments.training.program import Program
@@ -69,8 +69,8 @@ def run(
     rates = _rates(program, plans)
     ahead = Ahead(program, state.orders)
     batch, loaded, reads = program.data, None, None
-    agree.came_to(at.step)
-    living.step = at.step
+    coordination.came_to(at.step)
+    members.step = at.step
 
     def orders():
         return state.orders
@@ -91,8 +91,8 @@ def run(
             place = segment.load % program.sizes.loads_per_epoch
             first = np.int32(place * program.sizes.units_per_step)
             doing = f"the steps from {segment.start} to {segment.stop}"
-            living.step = segment.stop
-            with agree.for_others(doing):
+            members.step = segment.stop
+            with coordination.for_others(doing):
                 state = carry_out(program, state, segment, batch, following, first, rates)
             if slow.sync and segment.rounds:
                 jax.block_until_ready(state)
@@ -100,15 +100,15 @@ def run(
             ahead.make()  # beside the steps
             at = _after(at, segment, plans.echo.online)
             if plans.echo.online:  # decides by the time that a step takes
-                agree.finished(state, doing)
+                coordination.finished(state, doing)
             if segment.stop == segment.start:  # the hook has been called after this step
                 continue
             if at.step not in stops and not pace.due(at.step):
                 continue
             if at.step in stops:
                 begin(at, state)
-            agree.came_to(at.step)  # before the wait: if one process hangs, all others wait
-            agree.finished(state, doing)
+            coordination.came_to(at.step)  # before the wait: if one process hangs, all others wait
+            coordination.finished(state, doing)
             state, stop = hook(at, state)
             if stop:
                 return at, state
@@ -133,7 +133,7 @@ def carry_out(program: Program, state, segment: Segment, batch, following, first
 
 def _rates(program, plans) -> jax.Array:
     """float32[T] on the devices."""
-    sharding = program.sharding and shared_sharding(program.sharding.mesh)
+    sharding = program.sharding and replicated_sharding(program.sharding.mesh)
     return input.place(np.asarray(plans.rates, np.float32), sharding)
 
 
@@ -268,7 +268,7 @@ def _lowered(program, plans) -> Iterator[jax.stages.Lowered]:
             batch = input.example_batch(program.source, size)
         yield program.steps(fresh, size).lower(state, batch, zero, zero, zero, rates)
     yield program.reset.lower(state.stats)
-    if any(kind.sync for kind in kinds) and not living.on():  # else over those that live
+    if any(kind.sync for kind in kinds) and not members.on():  # else over those that live
         yield program.sync.lower(state, np.float32(0), np.float32(0))
     if any(kind.epoch_end for kind in kinds):
         if program.following is not None:

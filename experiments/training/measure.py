@@ -259,8 +259,8 @@ def bounds_of(task, recipe, built, order, compiled: Callable) -> tuple[Callable 
     sizes, data = built.sizes, built.data
     over = built.sharding.mesh if built.sharding else sizes.workers
     if data is None:
-        owned = input.partition(task.train, sizes, built.source.units)
-        data = input.place(owned, built.sharding)
+        parts = input.partition(task.train, sizes, built.source.units)
+        data = input.place(parts, built.sharding)
     return compiled(over, num_units=sizes.num_units), data
 
 

@@ -11,8 +11,8 @@ from jax.sharding import SingleDeviceSharding
 
 import local_opt
 import ordering
-from experiments.cluster import living
-from experiments.cluster.devices import owned_sharding, shared_sharding
+from experiments.cluster import members
+from experiments.cluster.devices import replicated_sharding, worker_sharding
 from experiments.tasks.base import Recipe, Task
 from experiments.training import config, input, step
 from experiments.training.config import Sizes, seed_of
@@ -67,7 +67,7 @@ def build(
         Sources are always read, by a thread unless "tfdata" is given.
       mesh: one device per worker, in one or several processes; None runs all on one device.
       sizes, units: of a run that began with another number of workers; None: the recipe's.
-      survives: processes may be lost from now on, see `living`.
+      survives: processes may be lost from now on, see `members`.
     """
     sizes = sizes or config.sizes_of(task, recipe, deals=row.deals)
     if sizes.unit_size == 1 and row.deals != config.EXAMPLES:
@@ -90,18 +90,18 @@ def build(
     data, source = None, None
     if reads is None:
         if row.deals:
-            data, where = input.pool(task.train, sizes), shared_sharding(mesh)
+            data, where = input.pool(task.train, sizes), replicated_sharding(mesh)
         else:
-            data, where = input.partition(task.train, sizes, units), owned_sharding(mesh)
+            data, where = input.partition(task.train, sizes, units), worker_sharding(mesh)
         data = input.place(data, where)
     else:
-        owned = input.workers_here(mesh, sizes.workers)
-        source = input.Source(train, sizes, total, owned, owned_sharding(mesh), reads, units)
+        numbers = input.workers_here(mesh, sizes.workers)
+        source = input.Source(train, sizes, total, numbers, worker_sharding(mesh), reads, units)
     same = 2 * ("replicated",)  # the rate, and the place
-    sync = living.begin(sync, mesh) if survives else mapped(worker, over, sync, *same)
+    sync = members.begin(sync, mesh) if survives else mapped(worker, over, sync, *same)
     return Program(
         sizes=sizes,
-        sharding=owned_sharding(mesh),
+        sharding=worker_sharding(mesh),
         init=_initial(worker, mesh),
         shapes=state_shapes(worker, over, places=_places(mesh)),
         steps=steps_of(worker, over, reads=bool(reads), in_turn=turns),
@@ -205,7 +205,7 @@ def _places(mesh) -> dict[str, jax.sharding.Sharding]:
     """Where a state lies: on the mesh, or on the first device, as that of `_initial`."""
     if mesh is None:
         return dict.fromkeys(("worker", "replicated"), SingleDeviceSharding(jax.devices()[0]))
-    return {"worker": owned_sharding(mesh), "replicated": shared_sharding(mesh)}
+    return {"worker": worker_sharding(mesh), "replicated": replicated_sharding(mesh)}
 
 
 def following_of(worker: Worker, over) -> Callable | None:
@@ -253,7 +253,9 @@ def _initial(worker: Worker, mesh) -> Callable:
         params = jax.device_get(params_of(worker.model)(seed))
         if per_worker:
             params = jax.tree.map(lambda p: np.broadcast_to(p, (workers, *np.shape(p))), params)
-        params = input.place(params, owned_sharding(mesh) if per_worker else shared_sharding(mesh))
+        params = input.place(
+            params, worker_sharding(mesh) if per_worker else replicated_sharding(mesh)
+        )
         state = started(params, seed)
         # Committed to the device, as a restored state is: otherwise the steps compile twice.
         return jax.device_put(state, jax.devices()[0]) if mesh is None else state
@@ -267,7 +269,7 @@ def _readers(worker: Worker, mesh) -> dict[str, Callable]:
     mean = jax.jit(local_opt.mean_over_workers) if per_worker else None
 
     def model(tree):
-        tree = input.on_host(tree) if living.on() else tree
+        tree = input.on_host(tree) if members.on() else tree
         tree = mean(tree) if mean else tree
         return tree if mesh is None else input.on_host(tree)
 

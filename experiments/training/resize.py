@@ -41,7 +41,7 @@ def newest(
     Without a policy, as of `local_opt.resize`, there may be no other number of workers.
     """
     checkpoints = os.path.join(folder, "checkpoints")
-    step = checkpoint.settled(checkpoints, recorded)
+    step = checkpoint.reconcile(checkpoints, recorded)
     if not step:
         return None
     metadata = checkpoint.read_metadata(os.path.join(checkpoints, str(step)))
@@ -52,7 +52,8 @@ def newest(
         resize = f"; to go on with other workers pass --elastic={choices}"
         raise UserError(
             f"{folder!r} holds a run with other settings ({differences}): choose another "
-            f"--output_dir, or pass --overwrite to forget that run{resize if differ <= SPLIT else ''}."
+            "--output_dir, or pass --overwrite to forget that run"
+            f"{resize if differ <= SPLIT else ''}."
         )
     return Saved(folder, settings, metadata)
 

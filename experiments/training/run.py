@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments.cluster import living, processes, strict
+from experiments.cluster import members, processes, strict
 from experiments.training import checkpoint, input, loop, measure
 from experiments.training.checkpoint import Evaluation
 from experiments.training.config import Plans
@@ -87,16 +87,16 @@ def train(
     state = loop.warm_up(program, plans, start, prepare)
     compiled, total = time.perf_counter() - called, plans.total_steps
     at, seen = (Progress(), Evaluation()) if begun is None else (begun.at, begun.seen)
-    looks = {int(step) for step in watch.scalars.at(total)} | {total}
-    stops = looks | set(range(0, total, saving.every) if saving and saving.every else ())
+    evaluated = {int(step) for step in watch.scalars.at(total)} | {total}
+    stops = evaluated | set(range(0, total, saving.every) if saving and saving.every else ())
     with contextlib.ExitStack() as stack:
         ask = stack.enter_context(processes.interrupts())
         saver = _Saver(stack, saving, program, plans, seen.seconds)
         recorder = Recorder(program, watch, total, seen)
         clock, passed, stopped = input.Clock(), seen.seconds, 0
 
-        def look(at, state):
-            if at.step in looks:
+        def begin(at, state):
+            if at.step in evaluated:
                 recorder.begin(at, state)
 
         def hook(at, state):
@@ -104,7 +104,7 @@ def train(
             watch.on_step(at.step)
             seconds = passed + clock.now()
             stopped, save = ask(saver.due(at.step, seconds))
-            if at.step in looks:
+            if at.step in evaluated:
                 with clock.stopped(RECORDING):
                     state = recorder.record(at, state, seconds)
             if save or (stopped and not recorder.ended):
@@ -114,12 +114,12 @@ def train(
             return state, bool(stopped or recorder.ended)
 
         try:
-            if at.step in looks and not at.step:
+            if at.step in evaluated and not at.step:
                 with clock.stopped(RECORDING):
                     recorder.begin(at, state)
                     state = recorder.record(at, state, 0.0)
             at, state = loop.run(
-                program, plans, state, at, hook, stops=stops, begin=look, slow=slow, clock=clock
+                program, plans, state, at, hook, stops=stops, begin=begin, slow=slow, clock=clock
             )
         except FloatingPointError as error:
             recorder.diverged(str(error))
@@ -163,7 +163,7 @@ class Recorder:
         scalars |= stats.means(step=at.step - self.seen.step, round=at.rounds - self.seen.rounds)
         state = state._replace(stats=self._program.reset(state.stats))  # beside the evaluation
         scalars |= self._finish()
-        scalars |= {"living": living.workers()} if living.on() else {}
+        scalars |= {"members": members.workers()} if members.on() else {}
         scalars = processes.of_first(strict.plain(scalars))  # all processes end, or none
         self.ended = at.step == self._total or self._watch.ends(scalars)
         self.seen = self.seen._replace(
@@ -219,7 +219,7 @@ def _check_finite(stats: StepStats, last_loss: float | None) -> None:
         return
     row = int(np.argmin(np.where(step < 0, np.iinfo(np.int32).max, step)))
     name = f"unit {unit[row]}" if unit[row] >= 0 else "one unit"
-    worker = living.workers()[row] if living.on() else row
+    worker = members.workers()[row] if members.on() else row
     raise FloatingPointError(
         f"the loss or gradient of {name} of worker {worker} is not finite in step {step[row]} "
         f"(last mean loss: {np.nan if last_loss is None else last_loss:.6g}). Lower the learning "

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from experiments.cluster import agree
+from experiments.cluster import coordination
 from tests.commands import (
     LAUNCH_TWO,
     RUN,
@@ -41,12 +41,12 @@ def test_a_signal_does_not_change_the_result_of_training(tmp_path, command, numb
 @pytest.mark.slow
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_run_with_a_hanging_process_ends_and_names_it(tmp_path, stopped):
-    process = start([*TOGETHER, "--patience=15", "--total_steps=60000"], tmp_path)
+    process = start([*TOGETHER, "--timeout=15", "--total_steps=60000"], tmp_path)
     wait_for_checkpoint(process, tmp_path)
     os.kill(children(process.pid)[stopped], signal.SIGSTOP)
     begun = time.monotonic()
     output, _ = process.communicate(timeout=120)
-    assert time.monotonic() - begun < 15 + agree.ASKING + 60, "it waited for something else"
+    assert time.monotonic() - begun < 15 + coordination.ASKING + 60, "it waited for something else"
     assert process.returncode == 1, output
     assert f"process {1 - stopped} has waited 15 s for" in output
     who = r"process 1 after step \d+: look" if stopped else "process 0 does not answer"

@@ -41,7 +41,7 @@ def _core(make, shape=SEQUENCE, reset=False):
     return run, shape
 
 
-def _lifted(x):
+def _stacked(x):
     """Blocks stacked by hk.experimental.layer_stack, rematerialised."""
 
     @hk.experimental.layer_stack(3)
@@ -106,7 +106,7 @@ CASES = {
     "Linear": {
         "": (lambda x: hk.Linear(7)(x), VECTOR),
         "highest": (lambda x: hk.Linear(7)(x, precision="highest"), SEQUENCE),
-        "layer_stack": (_lifted, SEQUENCE),
+        "layer_stack": (_stacked, SEQUENCE),
         "cond": (_switched, SEQUENCE),
     },
     "MaxPool": {"": _then(lambda: hk.MaxPool(2, 2, "VALID", channel_axis=None), SEQUENCE)},

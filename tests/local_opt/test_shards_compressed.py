@@ -16,7 +16,7 @@ from tests.shards import (
     mesh_of,
     network,
     on_one_device,
-    owned,
+    per_worker,
     placed,
     rounds_of,
     state_specs,
@@ -70,7 +70,7 @@ def test_a_compressor_sends_shards_as_it_sends_whole_arrays(name, workers, way):
     found, state = twice(params, init(params), moved)
     for tree in (found, state.residual, state.anchor):
         if tree != ():
-            assert_in_their_places(tree, owned(SPECS))
+            assert_in_their_places(tree, per_worker(SPECS))
     init, twice = a_sync(on_one_device(workers), compressor, specs=None)
     for device in range(mesh.shape["model"]):
         for names in (["b1", "w1", "w2"], ["b2"]):
@@ -114,7 +114,7 @@ def test_fragments_are_sent_in_shards():
     args = (placed(tree, SPECS, mesh_of(2)) for tree in (first, moved))
     found = over(fragments)(*args)
     assert_workers_bitwise_equal(found)
-    assert_in_their_places(found, owned(SPECS))
+    assert_in_their_places(found, per_worker(SPECS))
     for name, x in found.items():
         mean = np.asarray(first[name]) + moved[name].mean(axis=0)
         assert np.abs(x - mean).max() <= 2**-7 * np.abs(moved[name]).max()

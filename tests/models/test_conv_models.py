@@ -83,9 +83,9 @@ def test_convolutions_equal_xla(size, stride):
     @jax.jit
     def pairs(x):
         dense = xla(x, full.kernel[...], stride)
-        apart = xla(x, depthwise.kernel[...], stride, groups=4)
+        independent = xla(x, depthwise.kernel[...], stride, groups=4)
         pixel = xla(x, one.kernel[...][None, None], stride)
-        return (full(x), product(x), depthwise(x), one(x)), (dense, dense, apart, pixel)
+        return (full(x), product(x), depthwise(x), one(x)), (dense, dense, independent, pixel)
 
     for ours, expected in zip(*pairs(images((9, 6, 4))), strict=True):
         np.testing.assert_allclose(ours, expected, atol=1e-4)
@@ -110,16 +110,16 @@ def test_networks_for_cifar_have_the_published_sizes(key):
         assert sum(p.size for p in jax.tree.leaves(jax.eval_shape(model.init, key))) == size
 
 
-@pytest.mark.parametrize("norm,apart", [("group", True), ("batch", False)])
-def test_examples_are_independent_only_with_group_norm(norm, apart, build, key):
+@pytest.mark.parametrize("norm,independent", [("group", True), ("batch", False)])
+def test_examples_are_independent_only_with_group_norm(norm, independent, build, key):
     x, other = images(), images(seed=1)
     batch, mixed = batch_of(x), batch_of(np.concatenate([x[:1], other[1:]]))
     model = build["resnet"](norm=norm)
-    assert (model.statistics is None) == apart
+    assert (model.statistics is None) == independent
     params, loss = params_of(model, key), jax.jit(model.loss)
     change = np.abs(loss(params, batch, None) - loss(params, mixed, None))
     assert np.all(change[1:] > 1e-3)
-    assert change[0] < 1e-5 if apart else change[0] > 1e-3
+    assert change[0] < 1e-5 if independent else change[0] > 1e-3
 
 
 def test_products_compute_the_same_function(build, key):

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ordering import echo
 from ordering.data import LoadError, prefetch_to_device
 from tests.echo_source import PLAN, Source, Uses, assert_same, batch, whole_run
-from tests.waiting import PATIENCE, wait_for
+from tests.waiting import TIMEOUT, wait_for
 
 AHEAD = pytest.mark.parametrize("given", [lambda loads, **_: loads, prefetch_to_device])
 
@@ -107,7 +107,7 @@ def test_a_batch_that_arrives_after_closing_is_dropped():
     loader.close()
     assert list(loader) == []
     source.go_on.set()
-    thread.join(PATIENCE)
+    thread.join(TIMEOUT)
     assert not thread.is_alive() and source.asked == 1
     assert list(loader) == []
 
@@ -122,7 +122,7 @@ def test_an_abandoned_loader_is_freed_and_its_thread_ends():
     del loader, steps
     gc.collect(1)
     assert abandoned() is None
-    thread.join(PATIENCE)
+    thread.join(TIMEOUT)
     assert not thread.is_alive()
 
 
@@ -166,5 +166,5 @@ def test_a_loader_may_be_collected_by_its_own_thread(monkeypatch):
     next(held[0])
     (thread,) = loading_threads() - before
     dropped.set()
-    thread.join(PATIENCE)
+    thread.join(TIMEOUT)
     assert not held and not problems

@@ -22,7 +22,7 @@ from tests.shards import (
     mesh_of,
     network,
     on_one,
-    owned,
+    per_worker,
     sharded,
     sketched,
 )
@@ -41,8 +41,8 @@ def test_workers_of_several_devices_train_as_workers_of_one(kind, way, workers):
     expected = on_one(kind, workers)
     assert_same_run(found, expected)
     _, _, params, state, orders = found
-    assert_in_their_places(params, owned(SPECS))
-    assert_in_their_places(state.inner[0].trace, owned(SPECS))
+    assert_in_their_places(params, per_worker(SPECS))
+    assert_in_their_places(state.inner[0].trace, per_worker(SPECS))
     assert_in_their_places(orders, jax.tree.map(lambda _: P("worker"), orders))
     np.testing.assert_allclose(state.drift, expected[3].drift, rtol=1e-4)
     assert state.drift.min() > 0

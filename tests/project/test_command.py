@@ -171,7 +171,7 @@ def test_a_wheel_has_every_file_and_three_top_level_names(unpacked):
 
 def test_the_command_of_a_wheel_finds_experiments_that_no_import_finds(unpacked, elsewhere):
     """The hash of its code is that of the clone."""
-    from experiments.cluster import agree
+    from experiments.cluster import coordination
 
     listed = ran([sys.executable, "-P", "-m", "syncopate.command"], elsewhere, PYTHONPATH=unpacked)
     assert "  cd_grab " in listed
@@ -187,14 +187,14 @@ assert not any(map(PathFinder.find_spec, {BUNDLED}))
 runpy.run_module = lambda name, **options: print(name)
 command.main(["cd_grab", "--seeds=1"])
 import models
-from experiments.cluster import agree
+from experiments.cluster import coordination
 assert "--task=cifar10_vit" in command.preset("tiny/qsr_vit_b_4096")
 assert sys.argv[1:] == ["--seeds=1"] and os.environ["PYTHONPATH"].startswith(sys.path[0])
-print(models.__file__, agree.code_hash())
+print(models.__file__, coordination.code_hash())
 """
     printed = ran([sys.executable, "-P", "-c", code], elsewhere, PYTHONPATH=unpacked).split()
     of_models = unpacked / "syncopate" / "_bundled" / "models" / "__init__.py"
-    assert printed == ["experiments.cd_grab", str(of_models), agree.code_hash()]
+    assert printed == ["experiments.cd_grab", str(of_models), coordination.code_hash()]
 
 
 @pytest.fixture(scope="module")

@@ -355,10 +355,10 @@ def test_a_ninth_of_the_syncs_costs_digits_no_accuracy_beyond_noise():
 def test_an_echoed_run_needs_a_third_of_the_loads_on_digits_and_more_steps():
     arms = ("none", "larger_lr", "diffusion")
     comparison = trained(echoing.STUDY, "digits_wide", arms, speeds=(8,))
-    for against in ("none", "larger_lr"):  # not a larger learning rate in disguise
-        assert gain(comparison, "to loads", "diffusion", against, rate="best", speed=8)[
-            1
-        ] > math.log(3)
+    for base in ("none", "larger_lr"):  # not a larger learning rate in disguise
+        assert gain(comparison, "to loads", "diffusion", base, rate="best", speed=8)[1] > math.log(
+            3
+        )
     runs = {chosen.arm: chosen.runs for chosen in comparison.at(8)}
     steps, rounds, loads = (
         {arm: sum(statistics.spent(comparison, runs[arm], cost).values()) for arm in runs}

@@ -14,12 +14,12 @@ from experiments.study import cost
 from experiments.study.arms import TABLES, arm_of
 
 TARGET = Criterion("valid/accuracy", lower=False, when="target", target=0.15)
-PRICED = combined.STUDY.sections + (combined.priced_table(cost.machines(4, 2)),)
+MODELLED = combined.STUDY.sections + (combined.modelled_table(cost.machines(4, 2)),)
 STUDIES = {  # and its pictures
     "cd_grab": (cd_grab.STUDY, ["comparison.png"]),
     "qsr": (qsr.STUDY, ["comparison.png"]),
     "echoing": (echoing.STUDY._replace(criterion=TARGET), ["comparison_R2.png"]),
-    "combined": (combined.STUDY._replace(sections=PRICED), ["comparison.png", "effects.png"]),
+    "combined": (combined.STUDY._replace(sections=MODELLED), ["comparison.png", "effects.png"]),
 }
 LOWER = "train/loss", "train/above_optimum", "drift", "bound/linf"
 CASES = {
@@ -105,18 +105,18 @@ def test_a_method_has_its_look_in_every_comparison_and_no_two_arms_share_one():
     comparisons += [[*study.arms] for study, _ in STUDIES.values()]
     every = {}
     for arms in comparisons:
-        result = plots.looks(arms)
+        result = plots.styles_of(arms)
         assert [*result] == arms and len({str(style) for style in result.values()}) == len(arms)
         for arm, style in result.items():
-            assert every.setdefault(arm, look := (style["color"], style["marker"])) == look
+            assert every.setdefault(arm, style_of := (style["color"], style["marker"])) == style_of
     assert len(every) > 60 and every["rr"] == every["rr+dealt"] == ("#000000", "o")
     assert every["cd_grab"] == every["cd_grab+sketch1024+scaled"] == ("#0072B2", "s")
     mine, with_colours = ["cd_grab", "mine", "id_pair", "yours"], ("cd_grab", "id_pair")
-    result = plots.looks(mine)
+    result = plots.styles_of(mine)
     assert len({style["color"] for style in result.values()}) == 4
     assert all(result[arm]["color"] == every[arm][0] for arm in with_colours)
     many = [f"cd_grab+sketch{size}" for size in range(1, 50)]
-    assert len({str(style) for style in plots.looks(many).values()}) == len(many)
+    assert len({str(style) for style in plots.styles_of(many).values()}) == len(many)
 
 
 def test_the_first_picture_shows_the_rates_and_epochs_of_its_table(tmp_path, monkeypatch):

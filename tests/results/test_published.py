@@ -43,7 +43,7 @@ def test_the_factorials(name):
     if name in ("digits", "shakespeare"):
         check(tables.table(comparison, tables.COMBINED_COLUMNS), whole)
     if name == "digits":
-        check(combined.priced_table(cost.machines(4.0, 2.0))(comparison)[1], whole)
+        check(combined.modelled_table(cost.machines(4.0, 2.0))(comparison)[1], whole)
     check_commands(f"combined_{name}", whole)
 
 
@@ -64,7 +64,7 @@ def test_orders_of_models_of_text_and_images(name):
 def test_the_rules_of_local_steps(name):
     comparison, whole = archive.load(f"qsr_cifar10_{name}"), page("local_steps.md")
     check(tables.table(comparison, tables.SYNC_COLUMNS), whole)
-    check(tables.against_baseline(comparison), whole)
+    check(tables.baseline_differences(comparison), whole)
 
 
 @pytest.mark.parametrize("name", ["outer_vit", "outer_gpt", "outer_vit_muon", "outer_gpt_muon"])

@@ -50,13 +50,13 @@ def test_words_name_decisions(text, decisions, label):
     "text,message",
     [
         ("cats", "'cats', which is no word: choose of --order: rr, .*, and of .sketchN, .teamN"),
-        ("int8", "'int8' has a --wire and no --sync: name one of parallel, accumulate"),
+        ("int8", "'int8' has a --compress and no --sync: name one of parallel, accumulate"),
         ("rr+cd_grab", "'rr.cd_grab' says --order twice, rr and cd_grab"),
         (
             "unzip+sketch4",
             "unzip cannot be sketch4 .--sketch.: choose one of id_pair, cd_grab, or leave",
         ),
-        ("qsr+int8+int4", "says --wire twice, int8 and int4"),
+        ("qsr+int8+int4", "says --compress twice, int8 and int4"),
         ("cd_grab+team4", "--team is 4 without a sketch"),
     ],
 )

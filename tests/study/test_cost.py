@@ -18,7 +18,7 @@ import local_opt
 import models
 import ordering
 from experiments import train
-from experiments.cluster.devices import owned_sharding, worker_mesh
+from experiments.cluster.devices import worker_mesh, worker_sharding
 from experiments.study import cost
 from experiments.study.arms import COMPRESSORS, row_of
 from experiments.study.cost import (
@@ -252,7 +252,7 @@ def test_a_compressor_takes_memory_for_a_group_and_sends_the_bytes_of_all(monkey
     compressor, results = local_opt.quantize("int8"), []
     rounds = local_opt.local_rounds(optax.sgd(0.1), compress=compressor)
     params = {f"w{i}": jax.ShapeDtypeStruct((256, 1024), np.float32) for i in range(16)}
-    place = owned_sharding(mesh)
+    place = worker_sharding(mesh)
     args = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((WORKERS, *x.shape), x.dtype, sharding=place),
         (params, jax.eval_shape(rounds.init, params)),
@@ -407,16 +407,16 @@ def test_dealt_orders_send_their_signs_at_the_end_of_an_epoch():
     sent = order_traffic(row_of("order", "id_pair+dealt"), sizes, size)
     per_epoch = result["all-gather"] / 2 / (4 * size)
     assert sent(4) == 0 and sent(5) == sent(9) == pytest.approx(per_epoch)
-    exact, dealt = (
+    exact, moved = (
         order_traffic(row_of("order", n), sizes, size) for n in ("cd_grab", "cd_grab+dealt")
     )
-    assert dealt(12) == pytest.approx(exact(12) + 2 * per_epoch)
+    assert moved(12) == pytest.approx(exact(12) + 2 * per_epoch)
 
 
 def test_a_price_takes_the_slower_of_steps_and_loads():
     run = [{"step": 50, "loads": 40, "allreduces": 5}, {"step": 100, "loads": 45, "allreduces": 10}]
     # 40 loads of 4 steps hold the first 50 steps up, syncs too; 5 hide behind the others.
-    results = [cost.price(run, machine) for machine in cost.machines(4.0, 2.0)]
+    results = [cost.recorded_run_time(run, machine) for machine in cost.machines(4.0, 2.0)]
     assert results == [100, 160 + 50, 100 + 20, 160 + 50 + 10]
 
 

@@ -31,7 +31,7 @@ from tests.shards import (
     loss,
     mesh_of,
     network,
-    owned,
+    per_worker,
     placed,
     sketched,
 )
@@ -49,7 +49,7 @@ def abstract(tree, specs, mesh):
     def shape(spec, x):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(mesh, spec))
 
-    return jax.tree.map(shape, like(owned(specs), tree), tree)
+    return jax.tree.map(shape, like(per_worker(specs), tree), tree)
 
 
 def compiled(programs, mesh, hidden=HIDDEN):
@@ -170,7 +170,7 @@ def test_a_checkpoint_keeps_values_and_sharding(tmp_path):
     programs, mesh = sketched(WAYS[way](workers), units=3), mesh_of(workers)
     params = placed(copies(network(), workers), SPECS, mesh)
     data = placed(data_of(workers), P(), mesh)
-    step = lambda at, *owned: programs.step(*owned, data, np.full(workers, at))[:3]  # noqa: E731
+    step = lambda at, *split: programs.step(*split, data, np.full(workers, at))[:3]  # noqa: E731
     saved = step(0, params, *programs.init(params, keys_of(workers)))
     assert np.abs(saved[2].pending).max() > 0
     with ocp.StandardCheckpointer() as checkpointer:
@@ -184,6 +184,6 @@ def test_a_checkpoint_keeps_values_and_sharding(tmp_path):
     assert_bitwise_equal(result, saved)
     for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(saved), strict=True):
         assert a.sharding == b.sharding
-    assert_in_their_places(result[0], owned(SPECS))
+    assert_in_their_places(result[0], per_worker(SPECS))
     on, again = (programs.sync(*step(3, *state)) for state in (saved, result))
     assert_bitwise_equal(again, on)

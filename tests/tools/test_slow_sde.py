@@ -42,13 +42,13 @@ def test_moments_at_a_rate_equal_those_of_simulated_steps(period):
     rate, workers, curvatures = 0.1, 4, np.array([0.5, 3.0])
     kept = 1 - rate * (curvatures[:, None] + 0 * curvatures)
     kept = kept * kept.T
-    mean, apart, seen = np.zeros((2, 2)), np.zeros((2, 2)), []
+    mean, variance, seen = np.zeros((2, 2)), np.zeros((2, 2)), []
     for _ in range(max(1, 400 // period)):
-        apart, seen = 0 * apart, []
+        variance, seen = 0 * variance, []
         for _ in range(period):
-            seen.append(mean + apart)
+            seen.append(mean + variance)
             mean = kept * mean + rate**2 / workers
-            apart = kept * apart + rate**2 * (1 - 1 / workers)
+            variance = kept * variance + rate**2 * (1 - 1 / workers)
     result = slow_drift.at_a_rate(jnp.float32(curvatures), workers, rate, period)
     np.testing.assert_allclose(result, np.mean(seen, axis=0) / rate, rtol=1e-3)
 

@@ -39,12 +39,12 @@ def test_averages_are_those_of_the_weights_after_every_step(sync, echo):
     plans = plans_of(sync, echo)
     weights, results = [], {}
 
-    def look(step, state):
+    def observe(step, state):
         weights.append(flat(program.mean_params(state)))
         results[step] = jax.tree.map(np.asarray, program.averaged(state, step, STEPS))
         return {}
 
-    trained(program, plans, evaluate=look, evaluate_at=range(STEPS))
+    trained(program, plans, evaluate=observe, evaluate_at=range(STEPS))
     start, *weights = weights
     assert set(results) == set(range(STEPS + 1)) and set(results[0]) == set(NAMES)
     for name in NAMES:
@@ -72,12 +72,12 @@ def test_late_averages_are_of_the_end_of_the_run_not_of_the_recipe(total):
     plans = plans_of("parallel", "none", total_steps=total, warmup_steps=0)
     weights, results = [], {}
 
-    def look(step, state):
+    def observe(step, state):
         weights.append(flat(program.mean_params(state)))
         results[step] = flat(program.averaged(state, step, total)["swa"])
         return {}
 
-    trained(program, plans, evaluate=look, evaluate_at=range(total))
+    trained(program, plans, evaluate=observe, evaluate_at=range(total))
     _, *weights = weights
     for t in (total // 2, total):
         past = [k for k in range(LOADS, total + 1, LOADS)][-4:]

@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import syncopate
-from experiments.cluster import agree
-from experiments.cluster.agree import data_hash
+from experiments.cluster import coordination
+from experiments.cluster.coordination import data_hash
 from experiments.results import records
 from experiments.tasks import TASKS
 from experiments.tasks.base import first_of
@@ -153,7 +153,7 @@ def test_a_kill_while_a_digest_is_written_leaves_the_checkpoint_before(tmp_path,
     monkeypatch.setattr(checkpoint, "_write_digest", fails_late)
     with pytest.raises(OSError, match="no space left"):
         trained(built(mesh=True), plans_of(), saving=run.Saving(tmp_path, every=30, at_end=True))
-    assert checkpoint.steps_of(tmp_path) == [30] and checkpoint.settled(tmp_path) == 30
+    assert checkpoint.steps_of(tmp_path) == [30] and checkpoint.reconcile(tmp_path) == 30
 
 
 A = {"seed": 0, "data": "a"}
@@ -230,7 +230,7 @@ def test_a_run_goes_back_to_the_records_that_are_left(finished, tmp_path, change
 
     def newest():
         steps = [r["step"] for r in records.read_folder(str(folder))]
-        return checkpoint.settled(str(folder / "checkpoints"), steps)
+        return checkpoint.reconcile(str(folder / "checkpoints"), steps)
 
     if isinstance(expected, int):
         assert newest() == expected
@@ -281,19 +281,19 @@ def test_data_and_settings_of_jax_belong_to_a_run(finished, tmp_path, monkeypatc
 
 def test_conditions_hold_the_flags_of_xla_but_the_number_of_devices(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_b=1 --xla_force_host_platform_device_count=3 --xla_a=2")
-    assert agree.conditions()["XLA_FLAGS"] == "--xla_a=2 --xla_b=1"
+    assert coordination.conditions()["XLA_FLAGS"] == "--xla_a=2 --xla_b=1"
 
 
 def test_a_run_goes_on_as_it_was_and_is_told_of_other_conditions(
     finished, tmp_path, capsys, monkeypatch
 ):
-    folder, now = shutil.copytree(finished, tmp_path / "run"), agree.conditions()
+    folder, now = shutil.copytree(finished, tmp_path / "run"), coordination.conditions()
     looked, real = [], checkpoint.damage
     monkeypatch.setattr(checkpoint, "damage", lambda path: (looked.append(path), real(path))[1])
     train_run(SAVED, folder)
     assert "other conditions" not in capsys.readouterr().out
     assert [pathlib.Path(path).name for path in looked] == ["24"], "all files were read once"
-    monkeypatch.setattr(agree, "conditions", lambda: now | {"cores": "1000", "jax": "9.9"})
+    monkeypatch.setattr(coordination, "conditions", lambda: now | {"cores": "1000", "jax": "9.9"})
     train_run(SAVED, folder)
     text = f"(cores: '{now['cores']}' there, '1000' here, jax: '{jax.__version__}' there, '9.9'"
     assert f"24 was written under other conditions {text} here)" in capsys.readouterr().out
@@ -312,7 +312,7 @@ def test_a_clock_that_is_set_forward_ends_no_save(tmp_path, monkeypatch):
         built(mesh=True), plans_of(), saving=run.Saving(tmp_path, every=20, at_end=True)
     )
     assert max(n for thread, n in seen.items() if thread != main) > 1
-    assert outcome.ended and checkpoint.settled(tmp_path) == 60
+    assert outcome.ended and checkpoint.reconcile(tmp_path) == 60
 
 
 def test_broken_or_missing_settings_are_named(tmp_path):

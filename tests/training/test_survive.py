@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import local_opt
-from experiments.cluster import living, processes
+from experiments.cluster import members, processes
 from experiments.study import arms, one_run
 from experiments.training import checkpoint, program, step
 from experiments.training.step import TrainState
@@ -68,8 +68,8 @@ def test_two_processes_train_and_one_of_them_dies(tmp_path):
     assert "Goes on from step 36 without worker 1, whose units are not visited" in text
     assert text.count("[launch] process 1 ended with exit code 137") == 1
     recorded = records(tmp_path / "run")
-    living = [(r["step"], r["rounds"], r["living"]) for r in recorded]
-    assert living == [(20, 2, [0, 1]), (40, 4, [0]), (60, 6, [0])] and recorded[-1]["ended"]
+    syncs = [(r["step"], r["rounds"], r["members"]) for r in recorded]
+    assert syncs == [(20, 2, [0, 1]), (40, 4, [0]), (60, 6, [0])] and recorded[-1]["ended"]
     assert recorded[-1]["train/loss"] < recorded[0]["train/loss"]
     plan = local_opt.constant(10, total_steps=60)  # as without a death
     plan.save(tmp_path / "plan.json")
@@ -84,9 +84,9 @@ def test_two_processes_train_and_one_of_them_dies(tmp_path):
 
 @pytest.fixture
 def begun(monkeypatch):
-    """What `living` knows is forgotten."""
+    """What `members` knows is forgotten."""
     for name in ("_gather", "_living", "step"):
-        monkeypatch.setattr(living, name, getattr(living, name))
+        monkeypatch.setattr(members, name, getattr(members, name))
 
 
 def test_a_run_without_a_death_has_the_same_bits(begun, monkeypatch):
@@ -100,9 +100,9 @@ def test_a_run_without_a_death_has_the_same_bits(begun, monkeypatch):
     mesh = plain.sharding.mesh
     surviving = program.build(task(), LITTLE, row, rule.rounds, mesh=mesh, survives=True)
     other, again = trained(surviving, plans_of())
-    assert [r.pop("living") for r in again] == len(recorded) * [[*range(WORKERS)]]
+    assert [r.pop("members") for r in again] == len(recorded) * [[*range(WORKERS)]]
     strip = lambda records: [{**r, "seconds": 0} for r in records]  # noqa: E731
-    assert strip(recorded) == strip(again) and living.step == plans_of().total_steps
+    assert strip(recorded) == strip(again) and members.step == plans_of().total_steps
     for x, y in zip(jax.tree.leaves(outcome.state.params), jax.tree.leaves(other.state.params),
                     strict=True):  # fmt: skip
         np.testing.assert_array_equal(x, y)
@@ -115,21 +115,21 @@ def test_a_second_run_in_a_process_has_not_come_back(begun, monkeypatch):
     client.key_value_set = lambda key, text, allow_overwrite: store.update({key: text})
     client.key_value_dir_get = lambda folder: [(k, v) for k, v in store.items() if folder in k]
     client.get_live_nodes = lambda nodes: calls.append(nodes) or {0: 7}
-    for module in (elastic, living.agree.unstable):
+    for module in (elastic, members.coordination.unstable):
         monkeypatch.setattr(module, "coordination_client", lambda: client)
     for at in (10, 20):
-        living.begin(lambda state: state, None)
-        assert not living._gather.rejoined
-        living.step = at
-        living.meet()
-        assert living.exchanged([at, 1]) == [[at, 1]] and living.workers() == [*range(8)]
-        (rows,) = living.gathered([jnp.arange(8.0)])
+        members.begin(lambda state: state, None)
+        assert not members._gather.rejoined
+        members.step = at
+        members.meet()
+        assert members.exchanged([at, 1]) == [[at, 1]] and members.workers() == [*range(8)]
+        (rows,) = members.gathered([jnp.arange(8.0)])
         np.testing.assert_array_equal(rows, np.arange(8))
     assert len(calls) == 2 * 3 + 1  # the first barrier of all asks twice
 
 
 def test_the_rows_of_the_lost_are_those_of_the_first_with_keys_of_their_own(begun, monkeypatch):
-    monkeypatch.setattr(living, "workers", lambda: [1, 3])
+    monkeypatch.setattr(members, "workers", lambda: [1, 3])
     keys = jax.random.split(jax.random.key(5), 2)
     rows = TrainState(jnp.array([4.0, 6.0]), (), jnp.array([[1, 0], [0, 1]]), keys, (), {}, ())
     actual = checkpoint._with_lost(rows, 4)
@@ -181,7 +181,7 @@ def test_bounds_of_a_task_that_nobody_asked_for_are_left_out():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more,close", [
-    ([], 1e-5), (["--wire=int8", "--outer=nesterov0.7_0.5", "--optimizer=adamw"], 2e-3),
+    ([], 1e-5), (["--compress=int8", "--outer=nesterov0.7_0.5", "--optimizer=adamw"], 2e-3),
 ])  # fmt: skip
 def test_three_processes_end_as_workers_of_which_one_has_no_weight(
     tmp_path, monkeypatch, more, close
@@ -193,8 +193,9 @@ def test_three_processes_end_as_workers_of_which_one_has_no_weight(
     length = ["--total_steps=120", "--evaluate_every=10", *more]
     launched(tmp_path, 3, 45, *length)
     recorded = records(tmp_path / "run")
-    missed = next(r["step"] for r in recorded if r["living"] == [0, 1])
-    assert missed == 50 and recorded[-1]["living"] == [0, 1] and recorded[3]["living"] == [0, 1, 2]
+    missed = next(r["step"] for r in recorded if r["members"] == [0, 1])
+    assert missed == 50 and recorded[-1]["members"] == [0, 1]
+    assert recorded[3]["members"] == [0, 1, 2]
     real = step.sync_of
 
     def without(worker):
@@ -217,4 +218,4 @@ def test_three_processes_end_as_workers_of_which_one_has_no_weight(
         text = launched(tmp_path, count, 1000, *length, *split)
         assert "Continues from the checkpoint of step 60" in text
         last = records(tmp_path / "run")[-1]
-        assert last["ended"] and last["living"] == [*range(count)] and last["step"] == 120
+        assert last["ended"] and last["members"] == [*range(count)] and last["step"] == 120

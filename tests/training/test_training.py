@@ -61,11 +61,11 @@ def trained(prepared, recipe, scalars=lambda step, total, state: dict):
     orders, plans = [], every_step(prepared, recipe)
     steps = measure.evaluation_steps(recipe, prepared.sizes, plans.total_steps)
 
-    def look(step, state):
+    def observe(step, state):
         orders.append(np.asarray(state.orders.current))
         return scalars(step, plans.total_steps, state)()
 
-    return *little_run.trained(prepared, plans, evaluate=look, evaluate_at=steps), orders
+    return *little_run.trained(prepared, plans, evaluate=observe, evaluate_at=steps), orders
 
 
 @functools.cache
@@ -156,11 +156,11 @@ def test_local_steps_that_meet_in_every_step_are_data_parallel_training():
     """With SGD and momentum; so are sums of gradients, and workers in turn."""
     recipe, results = RECIPE._replace(epochs=1), []
     ways = ((PARALLEL, "vmap"), (PARALLEL, "turns"), (local_opt.local_rounds, "vmap"))
-    dealt = row_of("order", "rr+dealt")
+    moved = row_of("order", "rr+dealt")
     for rounds, way in (*ways, (local_opt.accumulated_rounds, "vmap")):
         prepared = plain("rr+dealt")
         if (rounds, way) != ways[0]:
-            prepared = program.build(small_task(), recipe._replace(run=way), dealt, rounds)
+            prepared = program.build(small_task(), recipe._replace(run=way), moved, rounds)
         assert prepared.sync_in_step == ((rounds, way) == ways[0])
         results.append(prepared.mean_params(trained(prepared, recipe)[0].state))
     for other in results[1:]:

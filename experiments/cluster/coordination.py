@@ -27,7 +27,7 @@ from absl import flags
 
 import ordering.data
 from experiments.cluster import strict
-from experiments.cluster.entry import PATIENCE
+from experiments.cluster.entry import TIMEOUT
 from syncopate import unstable
 from syncopate.refusals import UserError
 
@@ -47,7 +47,7 @@ DEVICES = "--xla_force_host_platform_device_count"  # splits a CPU, and computes
 ASKING = 5.0  # seconds to ask the coordinator for the progress of the others
 PLACES = "after"  # key of each process's progress in the coordinator's store
 
-patience = PATIENCE  # of this process: see `processes.start`
+timeout = TIMEOUT  # of this process: see `processes.start`
 
 
 def several() -> bool:
@@ -158,14 +158,14 @@ def for_others(what: str) -> contextlib.AbstractContextManager:
     """Puts a timeout on the body, which waits for `what` of other processes, if there are any."""
     if not several():
         return contextlib.nullcontext()
-    return limited(patience, lambda: waited(jax.process_index(), what, patience, _places()))
+    return limited(timeout, lambda: waited(jax.process_index(), what, timeout, _places()))
 
 
 def for_disk(what: str, path: str) -> contextlib.AbstractContextManager:
     """`for_others` for what the disk takes part in: a single process does not wait for ever."""
-    alone = f"{what} has taken {patience:g} s in {path!r}: look at that disk. Then give the command"
-    advice = f"{alone} again, or pass a longer --patience."
-    return for_others(what) if several() else limited(patience, lambda: advice)
+    alone = f"{what} has taken {timeout:g} s in {path!r}: look at that disk. Then give the command"
+    advice = f"{alone} again, or pass a longer --timeout."
+    return for_others(what) if several() else limited(timeout, lambda: advice)
 
 
 def check_new() -> None:
@@ -198,7 +198,7 @@ def waited(process: int, what: str, seconds: float, places: Mapping[int, int]) -
     return (
         f"process {process} has waited {seconds:g} s for {what}. Last seen: "
         f"{', '.join(seen) or 'none, as process 0 does not answer'}: look at its output. Then "
-        "give the command again, or pass a longer --patience."
+        "give the command again, or pass a longer --timeout."
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 from absl import flags
 
 import experiments.study.flags
-from experiments.cluster import agree
+from experiments.cluster import coordination
 from tests.commands import ROOT
 
 
@@ -37,7 +37,7 @@ def exchanged(*facts, seconds=60.0, count=None):
     store, count = Store(), count or len(facts)
 
     def one(number):
-        return agree.exchanged(store, number, count, "settings", facts[number], seconds)
+        return coordination.exchanged(store, number, count, "settings", facts[number], seconds)
 
     with ThreadPoolExecutor(len(facts)) as pool:
         return list(pool.map(one, range(len(facts))))
@@ -59,7 +59,7 @@ def facts_of(*arguments):
     values = flags.FlagValues()
     experiments.study.flags.define(values, "task", "setting", "run")
     values(["test", *arguments])
-    return agree.facts_of(values)
+    return coordination.facts_of(values)
 
 
 def test_shared_flags_are_compared_and_per_process_flags_are_not():
@@ -74,17 +74,17 @@ def test_shared_flags_are_compared_and_per_process_flags_are_not():
 
 
 def test_large_data_are_compared_by_a_sample(monkeypatch):
-    monkeypatch.setattr(agree, "WHOLE", 0)
+    monkeypatch.setattr(coordination, "WHOLE", 0)
     x = np.zeros((2000, 3), np.float32)
     last = x.copy()
     last[-1] = 1
-    assert agree.set_hash({"x": x}) != agree.set_hash({"x": last})
-    assert agree.set_hash({"x": x}) == agree.set_hash({"x": x.copy(order="F")})
+    assert coordination.set_hash({"x": x}) != coordination.set_hash({"x": last})
+    assert coordination.set_hash({"x": x}) == coordination.set_hash({"x": x.copy(order="F")})
 
 
 def test_the_hash_of_the_code_covers_all_packages():
     packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
-    assert packages == {*agree.PACKAGES, "tests", "benchmarks"}  # no run imports these two
+    assert packages == {*coordination.PACKAGES, "tests", "benchmarks"}  # no run imports these two
 
 
 @pytest.mark.parametrize(
@@ -96,8 +96,8 @@ def test_the_hash_of_the_code_covers_all_packages():
     ],
 )
 def test_processes_that_are_behind_are_named(places, expected):
-    text = agree.waited(0, "the mean loss", 60, places)
+    text = coordination.waited(0, "the mean loss", 60, places)
     assert expected in text and text.startswith("process 0 has waited 60 s for the mean loss.")
-    assert "a longer --patience" in text
-    with agree.for_others("nobody"):  # nothing watches a process alone
-        agree.came_to(3)
+    assert "a longer --timeout" in text
+    with coordination.for_others("nobody"):  # nothing watches a process alone
+        coordination.came_to(3)

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from experiments.cluster import agree, strict
+from experiments.cluster import coordination, strict
 from local_opt.elastic import ElasticSync
 from syncopate.refusals import UserError
 from syncopate.unstable import multihost_utils
@@ -20,7 +20,7 @@ from syncopate.workers import AXIS
 
 step = 0  # of this process, after which its barriers are
 _gather: ElasticSync | None = None  # see `begin`
-_living: Sequence[int] = ()  # processes, of the last barrier
+_members: Sequence[int] = ()  # processes, of the last barrier
 _calls = itertools.count()  # of `exchanged`
 
 
@@ -29,12 +29,12 @@ def begin(sync: Callable, mesh: Mesh) -> Callable:
 
     Each device of the mesh is a worker.
     """
-    global _gather, _living
+    global _gather, _members
     one = lambda state, *numbers: (sync(state, *numbers), *numbers)  # noqa: E731
-    elastic = ElasticSync(one, timeout=agree.patience)
+    elastic = ElasticSync(one, timeout=coordination.timeout)
     gather = lambda *rows: jax.lax.all_gather(rows, AXIS)  # noqa: E731
-    _gather = ElasticSync(gather, timeout=agree.patience, donate=False)
-    _living, axis = range(jax.process_count()), jax.P(AXIS)
+    _gather = ElasticSync(gather, timeout=coordination.timeout, donate=False)
+    _members, axis = range(jax.process_count()), jax.P(AXIS)
 
     def synced(state, *numbers):
         state = multihost_utils.global_array_to_host_local_array(state, mesh, axis)
@@ -51,7 +51,7 @@ def on() -> bool:
 
 
 def workers() -> list[int]:
-    return [w for w, device in enumerate(jax.devices()) if device.process_index in _living]
+    return [w for w, device in enumerate(jax.devices()) if device.process_index in _members]
 
 
 def meet() -> None:
@@ -62,10 +62,10 @@ def exchanged(numbers: Sequence[int]) -> list[list[int]]:
     """The numbers of each that lives. No collective, so that a death in the middle ends nothing."""
     place = f"exchanged/{next(_calls) % 2}"  # all have read what was there, a barrier ago
     text = strict.dumps(list(numbers))
-    agree.store().key_value_set(f"{place}/{jax.process_index()}", text, allow_overwrite=True)
+    coordination.store().key_value_set(f"{place}/{jax.process_index()}", text, allow_overwrite=True)
     meet()
-    entries = agree.store().key_value_dir_get(place)
-    texts = [text for key, text in entries if int(key.rpartition("/")[2]) in _living]
+    entries = coordination.store().key_value_dir_get(place)
+    texts = [text for key, text in entries if int(key.rpartition("/")[2]) in _members]
     return [strict.loads(text, "a process's numbers", list) for text in texts]
 
 
@@ -92,7 +92,7 @@ def left_together() -> Iterator[None]:
 
 def _together(elastic: ElasticSync, call: Callable):
     """What a barrier or a sync returns; says who is gone, and who was lost in its middle."""
-    global _living
+    global _members
     before = workers()
     try:
         result = call()
@@ -100,7 +100,7 @@ def _together(elastic: ElasticSync, call: Callable):
         if isinstance(error, jax.errors.JaxRuntimeError):  # no process is gone
             raise
         raise UserError(str(error)) from error
-    _living = elastic.members.processes
+    _members = elastic.members.processes
     gone = sorted({*before} - {*workers()})
     if gone and not jax.process_index():
         names = ", ".join(map(str, gone))
