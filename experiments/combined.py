@@ -180,7 +180,7 @@ def modelled_table(machines: Sequence) -> Callable:
             | {m.label: faster(comparison, arms[0], chosen, m) for m in machines}
             for chosen in arms
         ]
-        text = "Priced speed-up to the target over the first arm."
+        text = "Modelled speed-up to the target over the first arm."
         return "table_modelled.md", f"{text}\n\n{tables.markdown(rows)}"
 
     return section

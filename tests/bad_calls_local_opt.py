@@ -212,7 +212,7 @@ ARGS = (ALL["w"], jnp.ones((4, 3)))
 FUNCTIONS = wrong_functions(
     None, *(lambda p, b, make=make: make(p, b) for make in (
         lambda p, b: p, lambda p, b: (p, b, b), lambda p, b: None)))  # fmt: skip
-INPUTS = ["", "owned", ("worker", "batch", "worker"), ("wroker", "batch"), ("mean", "batch"), 3,
+INPUTS = ["", "local", ("worker", "batch", "worker"), ("wroker", "batch"), ("mean", "batch"), 3,
           None, THING, {}, ["worker", 3], {"params": "worker"}, ("worker",), "WORKER",
           "worker batch", ("key", "batch"), ("batch", "worker"), ()]  # fmt: skip
 OUTPUTS = ["", ("worker", "mean", "mean"), ("worker", "avg"), ("key", "mean"), 3, None, THING,

@@ -80,7 +80,7 @@ def one_number(values):
 
 
 def word(*more):
-    return ["", "unknown", "OWNED", 3, 0.5, THING, ["unknown"], None, "xbzyac", *more]
+    return ["", "unknown", "REPLICATED", 3, 0.5, THING, ["unknown"], None, "xbzyac", *more]
 
 
 def two_arguments(first, second):

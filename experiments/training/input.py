@@ -212,7 +212,7 @@ def place(tree, sharding: Sharding | None):
 
     Args:
       tree: on the host; typed PRNG keys too.
-      sharding: as from `experiments.cluster.devices.owned_sharding`; None is the default device.
+      sharding: as from `experiments.cluster.devices.worker_sharding`; None is the default device.
     """
     if sharding is None or sharding.is_fully_addressable:
         return jax.device_put(tree, sharding)

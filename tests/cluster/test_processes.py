@@ -119,7 +119,7 @@ PART = {"num_processes": 2, "process_id": 1}
     [
         ({}, None),
         (AUTO, {}),
-        # One process has no wires, in which two of its devices could wait for each other.
+        # One process has no connections, in which two of its devices could wait for each other.
         ({"coordinator_address": "a:1", "num_processes": 1, "process_id": 0}, None),
         (PART | {"coordinator_address": "node1:80"}, PART | {"coordinator_bind_address": None}),
         *(
