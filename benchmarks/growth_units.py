@@ -29,7 +29,7 @@ from ordering import echo
 
 GRADIENT, PER_STEP, SKETCH = 64, 64, 8  # entries, units per worker and step, numbers of a sketch
 STEPS = 50  # between two looks at the clock
-DEALT = ordering.global_orders.DealtState | ordering.global_orders.DealtShuffleState
+GLOBAL = ordering.global_orders.DealtState | ordering.global_orders.DealtShuffleState
 
 
 def global_pairs(m):
@@ -48,7 +48,7 @@ ORDERS = {  # (workers, their units -> order)
         2, lambda m: ordering.cd_grab(m, units_per_step=PER_STEP, gathers="sync")
     ),
     "global_reshuffling": (2, ordering.global_reshuffling),
-    "dealt cd_grab": (2, global_pairs),
+    "global cd_grab": (2, global_pairs),
 }  # fmt: skip
 
 
@@ -110,7 +110,7 @@ def first_batches(state, units: int) -> dict[str, Callable]:
     sizes = {"units_per_step": PER_STEP}
     workers, size = (1, *state.current.shape)[-2:]
     order = ordering.baselines.shuffle_once(size, units_per_step=PER_STEP)
-    if isinstance(state, DEALT):
+    if isinstance(state, GLOBAL):
         order, sizes["total"] = order._replace(is_global=True, total=units), units
     options = {"workers": workers if state.current.ndim == 2 else None}
     first = ordering.init_workers(order, jax.random.key(0), **options)

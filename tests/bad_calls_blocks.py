@@ -42,14 +42,14 @@ NO_BLOCKS = [None, 3, "text", THING, {}, [], np.arange(12), [PART], PART, blocks
 WINDOW = Arg(2, [4, *whole()])
 
 
-def dealt(workers):
+def order_of(workers):
     """(an order of 6 units for so many workers, its states)."""
     order = ordering.global_reshuffling(6 // workers)
     keys = jax.random.split(KEY, workers)
     return order, jax.vmap(order.init, (0, None), axis_name="worker")(keys, None)
 
 
-(ORDER, STATE), (OF_ONE, FRESH) = dealt(2), dealt(1)
+(ORDER, STATE), (OF_ONE, FRESH) = order_of(2), order_of(1)
 SINGLE = ordering.random_reshuffling(6)
 SINGLE_STATE = SINGLE.init(KEY, None)
 NO_ORDERS = [None, 3, "text", THING, STATE, lambda: ORDER, ordering.global_reshuffling,
@@ -103,7 +103,7 @@ CALLS = {
         state=Arg(POSITION, NO_POSITIONS), depth=2, timeout=30.0),
     "resize": call(
         blocks.resize, state=Arg(POSITION, [3, "text", THING, {}, STATE]),
-        fresh=Arg(FRESH, [None, 3, THING, SINGLE_STATE, {}, POSITION, dealt(3)[1]]),
+        fresh=Arg(FRESH, [None, 3, THING, SINGLE_STATE, {}, POSITION, order_of(3)[1]]),
         order=Arg(OF_ONE, [None, 3, THING, STATE, ordering.global_reshuffling, PAIRS])),
     "add_gradients": call(
         blocks.add_gradients, sums=Arg(SUMS, [None, 3, THING, X, {"v": ROWS["w"]}, {}, BLOCKS]),

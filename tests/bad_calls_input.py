@@ -98,7 +98,7 @@ NO_ORDERS = [
 UNITS = also("units_per_step", 2, 7, 2**31)
 SIZES = {"orders": Arg(ORDERS, NO_ORDERS), "units_per_step": UNITS, "unit_size": 1,
          "num_units": Arg(6, [5, *but_none(whole())])}  # fmt: skip
-DEALT = {**SIZES, "orders": Arg(np.arange(12).reshape(2, 6), NO_ORDERS[:6]), "total": 12}
+GLOBAL = {**SIZES, "orders": Arg(np.arange(12).reshape(2, 6), NO_ORDERS[:6]), "total": 12}
 SHARDINGS = [3, "cpu", THING, jax.P("worker"), {"x": 3}, jax.devices]
 
 
@@ -131,7 +131,7 @@ CALLS |= {
     "as_source": call(lambda source, indices: ordering.data.as_source(source)[indices],
                       source=Arg(SOURCE, NO_SOURCES), indices=Arg(np.array([0, 1]), NO_INDICES)),
     "step_indices": call(ordering.data.step_indices, **SIZES),
-    "step_indices, dealt": call(ordering.data.step_indices, **DEALT),
+    "step_indices, global": call(ordering.data.step_indices, **GLOBAL),
     "grain_dataset": call(lambda **args: list(ordering.data.grain_dataset(**args).batch(2)),
                           source=Arg(SOURCE, NO_SOURCES), indices=Arg(np.arange(4), NO_INDICES)),
     "prefetch_to_device": call(loaded, batches=Arg(batches, [None, *LOADS]), depth=2, timeout=30.0,

@@ -142,7 +142,7 @@ def vectors_of(units):
 
 
 @functools.cache
-def dealt_of(name, workers, units, window):
+def global_order_of(name, workers, units, window):
     """An order that deals blocks to all workers."""
     if name == "global_reshuffling":
         order = ordering.global_reshuffling(units, units_per_step=window)

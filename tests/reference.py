@@ -89,7 +89,7 @@ def cd_grab_epoch(orders, gradients, sign=greedy_sign, *, team_size=None, gather
     return following
 
 
-def dealt_epoch(orders, gradients, sign=greedy_sign, *, alone=False):
+def global_epoch(orders, gradients, sign=greedy_sign, *, alone=False):
     """Pairs of all workers in one order of all units, from both ends, and dealt anew.
 
     gradients [W M, D] belong to all units; `alone`: every worker balances its own pairs.
@@ -565,7 +565,7 @@ def fedprox(params, gradient, periods, rate, strength):
     return np.array(history)
 
 
-def dealt_to_others(orders, workers, units_per_step):
+def redistributed(orders, workers, units_per_step):
     """Every step's units, worker after worker, dealt to `workers` in turn: their orders."""
     new = [[] for _ in range(workers)]
     for start in range(0, len(orders[0]), units_per_step):

@@ -91,8 +91,8 @@ def optimizers():
     return results, parts
 
 
-FOUND, PARTS = optimizers()
-NAMES = sorted(FOUND)
+OPTIMIZERS, PARTS = optimizers()
+NAMES = sorted(OPTIMIZERS)
 ROWS = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in NAMES]
 PAIRS = [
     pytest.param(workers, weighs, marks=() if (workers, weighs) == (7, True) else pytest.mark.slow)
@@ -102,7 +102,7 @@ PAIRS = [
 
 def training(name, how, compress, policy):
     """One worker's (params, target, weight) -> params after three rounds of two steps."""
-    inner = optax.partition({"t": FOUND[name], "f": optax.set_to_zero()}, LABELS)
+    inner = optax.partition({"t": OPTIMIZERS[name], "f": optax.set_to_zero()}, LABELS)
     options = {"compress": compress, "sync_opt_state": policy, **HOW[how]}
     if how == "streaming":
         options.pop("sync_opt_state")
@@ -193,8 +193,8 @@ def test_every_way_to_synchronise_leaves_it_with_every_compressor_and_policy(nam
 
 
 def test_the_table_names_optimizers_that_there_are():
-    assert {*MORE} <= {*FOUND} and {*REFUSED} <= {*FOUND} and not PARTS & {*FOUND}
-    print(f"{len(FOUND)} optimizers; {len(PARTS)} parts left out: {', '.join(sorted(PARTS))}")
+    assert {*MORE} <= {*OPTIMIZERS} and {*REFUSED} <= {*OPTIMIZERS} and not PARTS & {*OPTIMIZERS}
+    print(f"{len(OPTIMIZERS)} optimizers; {len(PARTS)} parts left out: {', '.join(sorted(PARTS))}")
 
 
 @pytest.mark.parametrize("workers,weighs", PAIRS)

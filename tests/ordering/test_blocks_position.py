@@ -19,7 +19,7 @@ SETTINGS = {"batch_size": 4, "seed": 9, "workers": WORKERS, "num_epochs": 1}
 
 
 def reads_of(name, state=None, blocks=BLOCKS, **options):
-    order = block_cases.dealt_of(name, WORKERS, UNITS, options.pop("window", WINDOW))
+    order = block_cases.global_order_of(name, WORKERS, UNITS, options.pop("window", WINDOW))
     like = np.zeros(2, np.float32)
     return read_blocks(blocks, order, KEY, like=like, state=state, **SETTINGS | options)
 

@@ -23,7 +23,7 @@ VECTORS = block_cases.vectors_of(len(RECORDS))
 
 
 def order_of(name, workers):
-    return block_cases.dealt_of(name, workers, UNITS // workers, WINDOW // workers)
+    return block_cases.global_order_of(name, workers, UNITS // workers, WINDOW // workers)
 
 
 def read(name, workers, state=None, *, most):

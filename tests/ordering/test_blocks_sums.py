@@ -76,7 +76,7 @@ def test_sums_over_a_shuffled_window_are_those_of_its_blocks(batch_size):
 def test_the_orders_of_workers_are_those_of_the_gradients_of_blocks(by_hand):
     """CD-GraB with two workers, to whom the blocks are dealt anew in every epoch; by the reader,
     and by a step that adds the gradients itself."""
-    order = block_cases.dealt_of("dealt", 2, COUNT // 2, WINDOW)
+    order = block_cases.global_order_of("dealt", 2, COUNT // 2, WINDOW)
     totals, orders = np.zeros((COUNT, ENTRIES)), []
 
     def end(units, sums):
@@ -89,7 +89,7 @@ def test_the_orders_of_workers_are_those_of_the_gradients_of_blocks(by_hand):
     epochs = [np.concatenate(orders[i : i + windows], 1) for i in range(0, len(orders), windows)]
     gradients = block_sums(range(COUNT))
     for before, after in zip(epochs, epochs[1:], strict=False):
-        assert after.tolist() == np.asarray(reference.dealt_epoch(before, gradients)).tolist()
+        assert after.tolist() == np.asarray(reference.global_epoch(before, gradients)).tolist()
     assert reads.epoch_ended and len(epochs) == 3
 
 

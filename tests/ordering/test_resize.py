@@ -29,7 +29,7 @@ def test_every_step_keeps_its_units_and_every_unit_has_one_worker(before, after,
     size, new_size = step * lcm // before, step * lcm // after
     rows = np.random.default_rng(together).permutation(together).reshape(before, -1)
     new = dealt_to(rows, after, size)
-    assert new.tolist() == reference.dealt_to_others(rows.tolist(), after, size)
+    assert new.tolist() == reference.redistributed(rows.tolist(), after, size)
     old_steps, new_steps = steps(rows.shape[1], size), steps(new.shape[1], new_size)
     for (a, b), (c, d) in zip(old_steps, new_steps, strict=True):
         np.testing.assert_array_equal(np.sort(rows[:, a:b], None), np.sort(new[:, c:d], None))

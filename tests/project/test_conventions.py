@@ -1,4 +1,4 @@
-"""The public functions keep the house's conventions."""
+"""The public functions keep the conventions."""
 
 import inspect
 import re

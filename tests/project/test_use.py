@@ -16,15 +16,15 @@ ROOT = pathlib.Path(__file__).parents[2]
 DOCS, README = ROOT / "docs", (ROOT / "README.md").read_text()
 USE = sorted((DOCS / "use").glob("*.md"))
 PAGES = [DOCS / "index.md", DOCS / "start.md", *USE]
-FOUND = {
+BLOCKS = {
     f"{page.stem}-{number}": result
     for page in (*PAGES, DOCS / "reference" / "names.md")
     for number, result in enumerate(
         re.findall(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", page.read_text(), re.S)
     )
 }
-PROGRAMS = {name: code for name, (code, _) in FOUND.items()}
-SHOWN = {name: shown for name, (_, shown) in FOUND.items()}
+PROGRAMS = {name: code for name, (code, _) in BLOCKS.items()}
+SHOWN = {name: shown for name, (_, shown) in BLOCKS.items()}
 NUMBER = r"-?\d+(?:\.\d+)?(?:e[+-]\d+)?"
 # Whole loops, with a model, an optimizer and input of their own.
 LOOPS = {

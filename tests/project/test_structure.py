@@ -1,4 +1,4 @@
-"""What docs/contributing/house.md says of the code: sizes, floors and the way of imports."""
+"""What docs/contributing/structure.md says of the code: sizes, layers and the way of imports."""
 
 import ast
 import functools
@@ -7,7 +7,7 @@ import re
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 # From the ground up: a folder imports from those of lower rows alone.
-FLOORS = (
+LAYERS = (
     ("syncopate",),
     ("ordering", "local_opt", "models"),
     ("experiments/tasks", "experiments/cluster"),
@@ -16,7 +16,7 @@ FLOORS = (
     ("experiments",),
     ("benchmarks",),
 )
-LEVEL = {folder: i for i, row in enumerate(FLOORS) for folder in row}
+LEVEL = {folder: i for i, row in enumerate(LAYERS) for folder in row}
 PACKAGES = [folder for folder in LEVEL if "/" not in folder]
 LONGEST_FUNCTION = 60
 
@@ -31,7 +31,7 @@ def parsed(path):
 
 
 def room(name: str) -> str:
-    """The folder of FLOORS in which a file or a module with slashes lies, or its first name."""
+    """The folder of LAYERS in which a file or a module with slashes lies, or its first name."""
     inside = "/".join(name.split("/")[:2])
     return inside if inside in LEVEL else name.split("/")[0]
 
@@ -91,7 +91,7 @@ def test_functions_are_small():
 
 
 def test_the_page_says_where_changes_go():
-    page = (ROOT / "docs" / "contributing" / "house.md").read_text()
+    page = (ROOT / "docs" / "contributing" / "structure.md").read_text()
     assert len(page.splitlines()) <= 90
     rows = re.findall(r"^\| (?:add|change|make|keep|read|do) .*\? \| .*`[\w/]+\.py`", page, re.M)
     assert len(rows) >= 10, "questions of a stranger, each with its file"
