@@ -85,7 +85,7 @@ def test_two_processes_train_and_one_of_them_dies(tmp_path):
 @pytest.fixture
 def begun(monkeypatch):
     """What `members` knows is forgotten."""
-    for name in ("_gather", "_living", "step"):
+    for name in ("_gather", "_members", "step"):
         monkeypatch.setattr(members, name, getattr(members, name))
 
 
