@@ -80,14 +80,14 @@ def write(comparison: Comparison, study, folder: str, title: str) -> str:
 
 def write_run(rows: Sequence[Mapping], label: str, folder: str, title: str) -> str:
     """Writes a table, a picture and report.html of the records of one run. Returns its result."""
-    known = any(statistics.ABOVE in row for row in rows)
-    criterion = Criterion(statistics.ABOVE if known else statistics.LOSS)
+    above = any(statistics.ABOVE in row for row in rows)
+    criterion = Criterion(statistics.ABOVE if above else statistics.LOSS)
     compared = statistics.compare(rows, {"run": label}, criterion)
     draw = functools.partial(plots.comparison, compared, plots.RUN_PANELS)
-    told = tables.result(rows[-1])
+    sentence = tables.result(rows[-1])
     texts, pictures = {"table_run.md": tables.course(rows)}, {"run.png": draw}
-    write_all(folder, title, texts, pictures, (label, told))
-    return told
+    write_all(folder, title, texts, pictures, (label, sentence))
+    return sentence
 
 
 @contextlib.contextmanager

@@ -115,10 +115,10 @@ def comparison(
     at = "" if speed is None else f", R = {speed:g}"
     if rows[0].fastest:  # the legend says at which rates
         return save(figure, path, f"{title}{at}: {many}")
-    several = any(len(own.tried) > 1 for own in shown.values())
+    several = any(len(one.tried) > 1 for one in shown.values())
     best = "each at its own best learning rate, " * several
-    told = textwrap.fill(f"{best}{many}", int(12 * size[0]))
-    save(figure, path, f"{title}{at}\n{told}")
+    subtitle = textwrap.fill(f"{best}{many}", int(12 * size[0]))
+    save(figure, path, f"{title}{at}\n{subtitle}")
 
 
 def groups(arms: Sequence[str]) -> list[list[str]]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from experiments.results import statistics
-from experiments.results.frame import COSTS, against, ends, measured, named, paired
+from experiments.results.frame import COSTS, difference, ends, measured, named, paired
 from experiments.results.statistics import Chosen, Comparison, fastest, interval, volume
 from experiments.tasks.metrics import METRICS
 
@@ -59,8 +59,8 @@ def arm(head: str) -> Column:
 def rate(head: str) -> Column:
     """The arm's own learning rate."""
 
-    def cell(comparison, own):
-        return "all diverge" if own.rate is None else marked(own.rate, own.tried)
+    def cell(comparison, chosen):
+        return "all diverge" if chosen.rate is None else marked(chosen.rate, chosen.tried)
 
     return Column(head, cell, always=True)
 
@@ -115,14 +115,14 @@ def fastest_rate(head: str) -> Column:
     """The learning rate with which the arm reaches the target first."""
 
     def cell(comparison, chosen):
-        known = math.isfinite(statistics.target_of(comparison))
-        return marked(fastest(comparison, own.arm)[0], own.tried) if known else "-"
+        has_target = math.isfinite(statistics.target_of(comparison))
+        return marked(fastest(comparison, chosen.arm)[0], chosen.tried) if has_target else "-"
 
     return Column(head, cell)
 
 
-def _times_fewer(comparison, own):
-    logs = against(comparison, own, "to epoch", "fastest", ratio=True)
+def _times_fewer(comparison, chosen):
+    logs = difference(comparison, chosen, "to epoch", "fastest", ratio=True)
     return times(logs) if len(logs) and np.isfinite(logs).all() else "-"
 
 
@@ -133,7 +133,7 @@ def _lowest(comparison, chosen):
 FIRST_ORDER_COLUMNS = (
     arm("order"),
     end(lambda c: f"epochs to {c.baseline().label}'s best", "to epoch", "{:.0f}", rate="fastest"),
-    own_rate("at lr"),
+    fastest_rate("at lr"),
     Column("times fewer", _times_fewer),
     mean(lambda c: f"lowest {name_of(c.criterion.scalar)}", "{:.1e}", _lowest),
     rate("reached at lr"),
@@ -288,9 +288,9 @@ def show_bytes(number: float) -> str:
 # One run.
 def result(record: Mapping) -> str:
     """What a record has of the test set, then of training: a sentence."""
-    found = [name for part in ("test/", "train/") for name in record if name.startswith(part)]
-    found = [name for name in found if name != "train/batch_loss"] or found
-    words = [f"{_whose(name)} {_one(name, record[name])}" for name in found]
+    names = [name for part in ("test/", "train/") for name in record if name.startswith(part)]
+    names = [name for name in names if name != "train/batch_loss"] or names
+    words = [f"{_label_of(name)} {_one(name, record[name])}" for name in names]
     return f"After {record['step']:,} steps: {', '.join(words)}."
 
 
@@ -300,13 +300,13 @@ def course(rows: Sequence[Mapping]) -> str:
     names = sorted((name for name in last if "/" in name), key=lambda name: name.split("/")[0])
     names += [name for name in ("drift", *COSTS) if name in last and name != "step"]
     return markdown([
-        {"of the run": _whose(name)}
+        {"of the run": _label_of(name)}
         | {f"step {r['step']:,}": _one(name, r.get(name)) for r in (first, last)}
         for name in names
     ])  # fmt: skip
 
 
-def _whose(scalar: str) -> str:
+def _label_of(scalar: str) -> str:
     return name_of(scalar) + " of averaged weights" * scalar.endswith(statistics.AVERAGED)
 
 
@@ -417,10 +417,10 @@ def _gains(comparison, chosen) -> Mapping[str, str]:
         both = measured({chosen.arm: after, base.arm: before})
         fewer = times(paired(both, chosen.arm, base.arm, "value", ratio=True))
     return {
-        "at the end": own.label, "weights": "last" if plain == scalar else "averaged",
-        "lr": marked(own.rate, own.tried), "seeds": f"{len(own.runs)}",
-        name_of(scalar): show([statistics.last(run, scalar) for run in own.runs.values()], form),
-        column.head(comparison): column.cell(comparison, own),
+        "at the end": chosen.label, "weights": "last" if plain == scalar else "averaged",
+        "lr": marked(chosen.rate, chosen.tried), "seeds": f"{len(chosen.runs)}",
+        name_of(scalar): show([statistics.last(run, scalar) for run in chosen.runs.values()], form),
+        column.head(comparison): column.cell(comparison, chosen),
         "times fewer epochs at this lr": fewer,
     }  # fmt: skip
 

@@ -7,8 +7,8 @@ import sys
 import jax
 from absl import flags as absl_flags
 
-from experiments.cluster import agree, living, lock, processes, progress
-from experiments.cluster.agree import data_hash
+from experiments.cluster import coordination, lock, members, processes, progress
+from experiments.cluster.coordination import data_hash
 from experiments.results import page, records
 from experiments.study import flags
 from experiments.study.arms import arm_from_flags
@@ -169,12 +169,12 @@ def _finish(outcome, built, plans, folder, values, label):
     if outcome.diverged:
         sys.exit(outcome.diverged)
     checkpoint.export(folder, input.on_host(built.mean_params(outcome.state)))
-    rows = records.found(folder)
+    rows = records.read_folder(folder)
     if processes.is_first():
         title = f"{values.task}, {built.sizes.workers} workers"
         print(page.write_run(rows, label, folder, title))
         print(_sent(rows[-1]))
-    processes.say(f"This took {training_run.told(outcome.seconds)}.")
+    processes.say(f"This took {training_run.duration(outcome.seconds)}.")
     processes.say(f"Written to {folder}: report.html, metrics, plans, checkpoints, model")
 
 

@@ -119,18 +119,18 @@ def test_commands_on_pages_exist_or_say_in_their_line_at_which_commit_they_ran()
         *(page for name in folders for page in ROOT.glob(f"{name}/**/*.md")),
     ]
     pattern = r"python -m ((?:experiments|benchmarks)\.[a-z_]+)\b((?: [^`#\s]+)*)"
-    found = [
+    printed = [
         (page.name, *each)
         for page in pages for line in page.read_text().split("\n") if "at commit" not in line
         for each in re.findall(pattern, line)
     ]  # fmt: skip
-    assert found
-    lost = [each for each in found if importlib.util.find_spec(each[1]) is None]
-    for page, module, arguments in (each for each in found if each not in lost):
-        known = _flags(module)
+    assert printed
+    lost = [each for each in printed if importlib.util.find_spec(each[1]) is None]
+    for page, module, arguments in (each for each in printed if each not in lost):
+        flags = _flags(module)
         for name, value in re.findall(r"--(?:no)?(\w+)(?:=(\w+))?", arguments.split(" -- ")[0]):
-            lost += [(page, module, name)] * (name not in known)
-            lost += [(page, module, value)] * (name == "part" and value not in known)
+            lost += [(page, module, name)] * (name not in flags)
+            lost += [(page, module, value)] * (name == "part" and value not in flags)
     assert not lost
 
 

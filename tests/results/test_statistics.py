@@ -103,7 +103,7 @@ def gains_of(curves, averaged=None):
 
 
 def test_gains_at_the_end_are_paired_by_seed():
-    head, _, base, own = gains_of({"rr": RR, "cd_grab": FASTER})
+    head, _, base, row = gains_of({"rr": RR, "cd_grab": FASTER})
     assert head[4:] == ["train loss", "less D-RR", "times fewer epochs at this lr"]
     assert base == ["D-RR", "last", "0.1", "2", "1.5000 ± 6.3531", "-", "1.00"]
     assert row[5:] == ["-0.5000 ± 0.0000", "2.00"]

@@ -144,11 +144,11 @@ def test_slowrun_trains_on_windows_that_are_cut_anew(words, tmp_path, monkeypatc
     commands.study_run(slowrun, arguments, tmp_path)
     assert {*itertools.product(range(2), range(5))} <= {*epochs}
     for seed in range(2):
-        assert len({tuple(text) for (own, _), text in epochs.items() if own == seed}) > 1
-    found = records.read(str(tmp_path / "metrics.jsonl"))
-    assert [r["step"] for r in found] == 2 * [5, 10, 15, 20, 25]
-    assert {r["average"] for r in found} == {"swa"}
-    assert all("valid/loss/averaged" in r for r in found), "what chooses a rate is not reported"
+        assert len({tuple(text) for (of, _), text in epochs.items() if of == seed}) > 1
+    recorded = records.read(str(tmp_path / "metrics.jsonl"))
+    assert [r["step"] for r in recorded] == 2 * [5, 10, 15, 20, 25]
+    assert {r["average"] for r in recorded} == {"swa"}
+    assert all("valid/loss/averaged" in r for r in recorded), "what chooses a rate is not reported"
     table = (tmp_path / "table.md").read_text()
     assert "D-RR, documents permuted" in table and "| validation loss, averaged |" in table
     with pytest.raises(ValueError, match="digits has none in memory with known documents"):
