@@ -1,4 +1,4 @@
-"""Timings of local steps against plain ones, and of a sync: rows of `bench --part=local_steps`."""
+"""Timings of local steps against plain ones, and of syncs: rows of `bench --part=local_steps`."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
@@ -100,3 +100,60 @@ def sync_rows(repeats: int, numbers: int = 10**7) -> Iterator[dict]:
         call = functools.partial(sync, params, jax.jit(init)(params))
         seconds = medians({"sync": call}, repeats)["sync"]
         yield {"part": "sync", "leaves": leaves, "ms": round(seconds * 1e3, 1)}
+
+
+LEAVES = 16  # of the parameters of `sync_kinds`
+KINDS = {
+    "plain mean": {},
+    "outer Nesterov": {"outer": optax.sgd(0.7, momentum=0.9, nesterov=True)},
+    "int8": {"compress": local_opt.quantize("int8")},
+    "top_k 64 of 4096": {"compress": local_opt.top_k(64 / 4096)},
+    "scaffold": {"correction": local_opt.corrections.scaffold()},
+}
+
+
+def _after_a_step(kind: str, numbers: int) -> tuple[Callable, tuple]:
+    """(jitted sync, its arguments): simulated workers that have taken one step from one point."""
+    rounds = local_opt.local_rounds(optax.sgd(0.1), axis_name=AXIS, **KINDS[kind])
+    mapped = functools.partial(
+        local_opt.map_workers, workers=WORKERS, in_specs="worker", out_specs="worker"
+    )
+
+    def step(params, key):
+        state = rounds.init(params)
+        grads = optax.tree.random_like(key, params, jax.random.normal)
+        updates, state = rounds.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = {str(i): jnp.ones((WORKERS, numbers // LEAVES)) for i in range(LEAVES)}
+    keys = jax.random.split(jax.random.key(0), WORKERS)
+    return jax.jit(mapped(rounds.sync)), jax.block_until_ready(jax.jit(mapped(step))(params, keys))
+
+
+def _sync_row(kind: str, numbers: int, repeats: int) -> dict:
+    sync, args = _after_a_step(kind, numbers)
+    one_pass = jax.jit(lambda params: jax.tree.map(lambda x: x + 1, params))
+    calls = {"pass": functools.partial(one_pass, args[0]), kind: functools.partial(sync, *args)}
+    times = {way: rest for way, *rest in timing.compared_with_first(calls, repeats)}
+    memory = sync.lower(*args).compile().memory_analysis()
+    used = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    return {
+        "ms": f"{times[kind][0] * 1e3:.3f}", "ms of a pass": f"{times['pass'][0] * 1e3:.3f}",
+        "passes": times[kind][1][0], "interval": times[kind][1][1],
+        "GB in and out": f"{used / 1e9:.3f}", "GB beside": f"{memory.temp_size_in_bytes / 1e9:.3f}",
+    }  # fmt: skip
+
+
+def sync_kind_rows(repeats: int, sizes: Iterable[int]) -> Iterator[dict]:
+    """Syncs of four workers on one device, beside one pass that reads and writes their parameters.
+
+    `passes` is how many such passes would take as long. Kinds take turns only with the pass, as the
+    device may not hold the states of two.
+    """
+    for numbers in sizes:
+        for kind in KINDS:
+            try:
+                times = _sync_row(kind, numbers, repeats)
+            except jax.errors.JaxRuntimeError as error:  # out of memory
+                times = {"ms": str(error).split("\n")[0][:60]}
+            yield {"part": "syncs", "numbers": numbers, "sync": kind, **times}

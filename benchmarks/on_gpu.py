@@ -7,10 +7,12 @@ The parts are those of other benchmarks, in turns within a part: `reads`, the ex
 sketches (benchmarks/host_loops.py); `signs`, the loop over signs as a scan and as a kernel, which
 give the same signs; `gradients`, sketched gradients of single examples beside plain steps, optax'
 `micro_grad` and others (benchmarks/single_examples.py); `gpt2_small`, the same of GPT-2 with 124
-million parameters, 8 windows of 1,024 tokens; `sync` and `local_steps`, those of `bench`.
-Every row is printed with the name of the device. On an H200 `gpt2_small` took under three minutes,
-`gradients` more than two, most of it compilation, the others a minute each; docs/results/orders.md
-has what was measured. With --toy everything is small enough for the tests on a CPU.
+million parameters, 8 windows of 1,024 tokens; `sync` and `local_steps`, those of `bench`; `syncs`,
+one of every kind beside a pass over the parameters. Every row is printed with the name of the
+device, and with --folder becomes a line of rows.jsonl there. On an H200 `gpt2_small` took under
+three minutes, `gradients` more than two, most of it compilation, the others a minute each;
+docs/results/orders.md has what was measured. With --toy everything is small enough for the tests on
+a CPU.
 """
 
 import functools
@@ -49,6 +51,7 @@ class Sizes(NamedTuple):
     gpt2: dict
     windows: int
     numbers: int  # parameters of a sync
+    syncs: tuple[int, ...]  # the same, of every kind
     local: tuple[str, ...]  # of `local_timing.MODELS`
     repeats: int
 
@@ -60,6 +63,7 @@ GPU = Sizes(
     gpt2={"vocab_size": 50257, "context": 1024, "dtype": "bfloat16", **GPT2["small"]},
     windows=8,
     numbers=10**7,
+    syncs=(10**6, 10**8),
     local=("mlp, 784-1024-1024-10, batch 64", "vit 64x4, 32x32, batch 16"),
     repeats=21,
 )
@@ -70,6 +74,7 @@ TOY = Sizes(
     gpt2={"vocab_size": 16, "context": 8, "dtype": "bfloat16", "width": 8, "depth": 1, "heads": 2},
     windows=2,
     numbers=1000,
+    syncs=(64,),
     local=("mlp, 784-128-10, batch 32",),
     repeats=6,  # for the intervals
 )
@@ -143,6 +148,7 @@ def parts(sizes: Sizes, repeats: int) -> dict[str, Iterable[dict]]:
         "gpt2_small": gpt2_rows(sizes.gpt2, sizes.windows, repeats),
         "sync": local_timing.sync_rows(repeats, sizes.numbers),
         "local_steps": local_timing.local_rows(repeats, sizes.local),
+        "syncs": local_timing.sync_kind_rows(repeats, sizes.syncs),
     }
 
 
@@ -157,11 +163,13 @@ def rows(toy: bool, names: Iterable[str], repeats: int | None = None) -> Iterato
 
 def main(argv):
     del argv
-    timing.print_rows(rows(flags.FLAGS.toy, flags.FLAGS.parts, flags.FLAGS.repeats))
+    results = rows(flags.FLAGS.toy, flags.FLAGS.parts, flags.FLAGS.repeats)
+    timing.print_rows(timing.saved(results, flags.FLAGS.folder))
 
 
 if __name__ == "__main__":
     flags.DEFINE_bool("toy", False, "small sizes, for the tests")
     flags.DEFINE_multi_enum("parts", list(parts(TOY, 1)), list(parts(TOY, 1)), "what to time")
+    flags.DEFINE_string("folder", None, "where rows.jsonl is written")
     flags.DEFINE_integer("repeats", None, "timed calls of every way; 21 if unset")
     app.run(main)

@@ -1,6 +1,8 @@
 """Timings of calls that take turns, their ratios with intervals, and rows that are printed."""
 
+import json
 import math
+import pathlib
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -47,6 +49,16 @@ def print_rows(rows: Iterable[dict], head: Sequence[str] = ()) -> tuple[str, ...
             print("| " + " | ".join(head) + " |\n|" + " --- |" * len(head))
         print("| " + " | ".join(str(value) for value in row.values()) + " |", flush=True)
     return tuple(head)
+
+
+def saved(rows: Iterable[dict], folder: str | None) -> Iterator[dict]:
+    """The rows, each of which also becomes a line of rows.jsonl in a folder, if there is one."""
+    for row in rows:
+        if folder:
+            pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
+            with open(pathlib.Path(folder, "rows.jsonl"), "a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        yield row
 
 
 def step_task(name: str) -> Task:

@@ -5,7 +5,7 @@ import pytest
 import models
 from benchmarks import local_timing, on_gpu
 
-PARTS = {"signs": 6, "reads": 5, "gpt2_small": 3, "sync": 2, "local_steps": 10}
+PARTS = {"signs": 6, "reads": 5, "gpt2_small": 3, "sync": 2, "local_steps": 10, "syncs": 5}
 
 
 @pytest.mark.parametrize(
