@@ -2,9 +2,9 @@
 
 Under vmap of data and kernel, as in gradients of single examples, JAX makes every example a group
 of features. Where the examples are split over an automatic axis of a mesh, XLA's partitioner
-returns wrong numbers for these (`tests/ordering/test_split_batches.py` says since when it does
-not). Slices and products over a batch are right wherever the examples are. They are used only where
-the compiler may split the examples: a large kernel takes up to twice as long.
+returns wrong numbers for these (docs/contributing/upstream.md). Slices and products over a batch
+are right wherever the examples are. They are used only where the compiler may split the examples: a
+large kernel takes up to twice as long.
 """
 
 import itertools

@@ -127,16 +127,6 @@ def test_gradients_of_convolutions_of_a_batch_that_is_split(name):
             close(found, expected if maker in ("per_example", "in turn") else rows, tolerance)
 
 
-def test_jax_alone_is_still_wrong_of_a_batch_that_is_split():
-    """Once this fails, vmap of a gradient is right there, and `sketches.convolution` may go."""
-    loss, x, w = loss_of(conv), normal(N, 6, 6, 3), normal(3, 3, 3, 5)
-    gradient = jax.grad(lambda w, x: loss(w, x[None], KEY)[0])
-    split = jax.device_put(x, NamedSharding(mesh_of(*MESHES["data"][0]), jax.P("data")))
-    found = jax.jit(jax.vmap(gradient, (None, 0)))(w, split)
-    error = np.max(np.abs(found - alone(loss, w, x))) / np.max(np.abs(found))
-    assert error > 0.1, "XLA's partitioner has been mended: see the first lines of this file"
-
-
 @pytest.mark.parametrize("maker", ["per_example", "sketched"])
 def test_gradients_of_convolutions_inside_lift_with_split_batches(maker):
     """Two workers of two devices, as in docs/use/meshes.md."""
