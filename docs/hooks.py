@@ -32,7 +32,9 @@ def copied() -> dict[str, str]:
 
 def on_files(files, config):
     for source, target in copied().items():
-        files.append(File.generated(config, target, abs_src_path=str(ROOT / source)))
+        file = File.generated(config, target, abs_src_path=str(ROOT / source))
+        file.edit_uri = f"../{source}"
+        files.append(file)
     return files
 
 

@@ -17,6 +17,7 @@ def built(folder):
     """A wheel, built in a folder from a copy: setuptools leaves files beside its sources."""
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
+    module_of(ROOT / "docs" / "address.py").write_package(folder)
     for name in (*PACKAGES, *BUNDLED):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "."]

@@ -185,6 +185,7 @@ def test_formulas_are_written_as_such():
 
 
 CONTRIBUTING, README = ((ROOT / name).read_text() for name in ("CONTRIBUTING.md", "README.md"))
+README = re.sub(r"(?m)^(\[!\[.*\n)+\n", "", README)  # without the badges, once there is an address
 
 
 def test_the_recipes_to_add_something_name_what_there_is():

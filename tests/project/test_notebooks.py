@@ -5,7 +5,6 @@ are stored, from a fresh kernel:
 `pytest -m slow tests/project/test_notebooks.py`.
 """
 
-import configparser
 import fnmatch
 import glob
 import importlib.util
@@ -170,36 +169,13 @@ def test_set_up_installs_jax_for_the_machine_that_it_finds(machine, jax, monkeyp
 
 
 def test_set_up_outside_the_project_takes_its_one_address(monkeypatch, tmp_path):
-    """That of setup.cfg, once there is one; before, it says what is missing."""
-    config = configparser.ConfigParser()
-    config.read(ROOT / "setup.cfg")
-    if address := config["metadata"].get("url"):
-        source = f"{syncopate.DISTRIBUTION}[experiments] @ git+{address}"
+    """That of docs/address.ini, once there is one; before, it says what is missing."""
+    if address := module_of(ROOT / "docs" / "address.py").read(ROOT):
+        source = f"{syncopate.DISTRIBUTION}[experiments] @ git+{address.url}"
         assert installed(NOTEBOOKS[0], monkeypatch, folder=tmp_path) == ("jax", source)
     else:
         with pytest.raises(ValueError, match="not the folder.*: set REPOSITORY above"):
             installed(NOTEBOOKS[0], monkeypatch, folder=tmp_path)
-
-
-def test_the_address_of_the_project_is_written_once_for_all(tmp_path):
-    """Into a copy: one click opens a notebook, whose first cell installs from there."""
-    address = module_of(ROOT / "notebooks" / "address.py")
-    shutil.copy(ROOT / "setup.cfg", tmp_path)
-    shutil.copytree(ROOT / "notebooks", tmp_path / "notebooks")
-    for owner in ("one", "another"):
-        address.write(tmp_path, f"https://github.com/{owner}/syncopate.git")
-        url = f"https://github.com/{owner}/syncopate"
-        assert address.address_of(tmp_path) == url
-        assert (tmp_path / "setup.cfg").read_text().count("\nurl = ") == 1
-        for path in NOTEBOOKS:
-            notebook, before = read(tmp_path / "notebooks" / path.name), read(path)
-            nbformat.validate(notebook)
-            opens = f"colab.research.google.com/github/{owner}/syncopate/blob/main/notebooks/"
-            assert notebook.cells[0].source.count(opens + path.name) == 1
-            assert f'REPOSITORY = "git+{url}"' in notebook.cells[1].source
-            assert notebook.cells[2:] == before.cells[2:]
-    with pytest.raises(ValueError, match="'example.org/x' is no https://github.com/OWNER/NAME"):
-        address.write(tmp_path, "example.org/x")
 
 
 @by_name
