@@ -33,7 +33,10 @@ def main(argv: list[str] | None = None) -> None:
     name, *flags = argv or ["--help"]
     if name not in (known := experiments()):
         rows = "\n".join(f"  {name:14}{purpose}" for name, purpose in known.items())
-        usage = f"syncopate NAME [--flag=value ...]; --help after a name. Times: two cores.\n{rows}"
+        usage = (
+            "syncopate NAME [--flag=value ...]; --help after a name. Times: two cores.\n"
+            f"They need more than the library: {syncopate.install(EXTRA)}\n{rows}"
+        )
         if name in ("-h", "--help", "--version"):
             print(usage if name != "--version" else f"syncopate {syncopate.__version__}")
             return

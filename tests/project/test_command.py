@@ -169,12 +169,25 @@ def test_a_wheel_has_every_file_and_three_top_level_names(unpacked):
     assert {f"{name}/py.typed" for name in PACKAGES} <= actual
 
 
+LARGE = {
+    "flax",
+    "grain",
+    "matplotlib",
+    "orbax",
+    "pandas",
+    "pyarrow",
+    "sklearn",
+    "tensorflow",
+    "torch",
+}
+
+
 def test_the_command_of_a_wheel_finds_experiments_that_no_import_finds(unpacked, elsewhere):
     """The hash of its code is that of the clone."""
     from experiments.cluster import coordination
 
     listed = ran([sys.executable, "-P", "-m", "syncopate.command"], elsewhere, PYTHONPATH=unpacked)
-    assert "  cd_grab " in listed
+    assert "  cd_grab " in listed and "pip install 'syncopate-jax[experiments]'" in listed
     assert "  claims " not in listed and "claims" in command.experiments()
     code = f"""
 import os, runpy, sys
@@ -183,6 +196,7 @@ import ordering, local_opt, syncopate
 from syncopate import command
 for module in (ordering, local_opt, syncopate):
     assert module.__file__.startswith({str(unpacked)!r})
+assert not {LARGE} & {{*sys.modules}}
 assert not any(map(PathFinder.find_spec, {BUNDLED}))
 runpy.run_module = lambda name, **options: print(name)
 command.main(["cd_grab", "--seeds=1"])
