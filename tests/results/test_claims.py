@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from docs import numbers
 from experiments import cd_grab, claims, echoing, herding, qsr
 from experiments.claims import Claim, Effect, effect_of, ratio, verdict
 from experiments.results import archive, statistics
@@ -368,8 +369,7 @@ def test_an_echoed_run_needs_a_third_of_the_loads_on_digits_and_more_steps():
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/results/index.md"])
-def test_other_pages_have_the_score_and_the_numbers_of_the_claims(printed, name):
-    """And of the tables of recorded runs: a number of theirs stands on a page of results."""
+def test_other_pages_have_the_score(printed, name):
     text = " ".join((ROOT / name).read_text(encoding="utf-8").split())
     counts = re.search(r"30 claims, 30 tested: (.*?)\.\n", printed)[1]
     of = {words: number for number, words in re.findall(r"(\d+) ([\w ]+)", counts)}
@@ -377,8 +377,24 @@ def test_other_pages_have_the_score_and_the_numbers_of_the_claims(printed, name)
     words |= {"smaller": "are smaller", "none of that size": "not of that size"}
     for kind, number in of.items():
         assert f"{number} {words.get(kind, kind)}" in text
-    pages = "".join(
-        path.read_text() for path in PAGE.parent.glob("*.md") if path.name != "index.md"
+
+
+def test_pages_that_sum_up_have_the_numbers_of_the_records():
+    """Or, where no run was recorded, those of a table of results beside its command."""
+    phrases = numbers.phrases()
+    tables = "".join(
+        path.read_text(encoding="utf-8")
+        for path in [*PAGE.parent.glob("*.md"), ROOT / "docs" / "peers.md"]
+        if str(path.relative_to(ROOT)) not in phrases or path.name == "outer.md"
     )
-    for number in set(re.findall(r"\d\.\d\d ± \d\.\d\d", text)):
-        assert number in printed + pages, number
+    for page, texts in phrases.items():
+        whole = numbers.plain((ROOT / page).read_text(encoding="utf-8"))
+        assert [text for text in texts if text not in whole] == [], page
+        for text in texts:
+            whole = whole.replace(text, "")
+        prose = re.split(" ## (?:What it gains|Is it for me)", whole, maxsplit=1)[
+            -1
+        ]  # not programs
+        prose = re.sub(r"`[^`]*`|\]\(\S+\)", "", prose)
+        listed = {*re.findall(r"\d+\.\d+", tables)}
+        assert {*re.findall(r"(?<![\w.])\d+\.\d+(?!\.?\w)", prose)} <= listed, page
