@@ -20,7 +20,7 @@ from experiments.study import flags
 from experiments.study.arms import row_of
 from experiments.tasks import Recipe, Task
 from experiments.tasks.base import first_of
-from experiments.training import config, input, measure, program, run
+from experiments.training import config, measure, pipeline, program, run
 
 WORKERS, STEPS = 2, 24
 RECIPE = Recipe(
@@ -47,7 +47,7 @@ def trained(mesh):
         results, orders = [], []
 
         def begin(step, total, state, orders=orders):
-            orders.append(input.on_host(state.orders.current).tolist())
+            orders.append(pipeline.on_host(state.orders.current).tolist())
             return scalars.begin(step, total, state)
 
         plans = config.plans_of(given, rule, row_of("echo", "fixed"), rate=rate)
@@ -78,13 +78,13 @@ def main(argv) -> None:
     mesh = worker_mesh(WORKERS)
     values = np.arange(6.0).reshape(WORKERS, 3)
     keys = jax.random.split(jax.random.key(0), WORKERS)
-    placed = input.place({"x": values, "key": keys}, worker_sharding(mesh))
-    assert input.place_as(placed, placed)["x"] is placed["x"]  # as what was restored
+    placed = pipeline.place({"x": values, "key": keys}, worker_sharding(mesh))
+    assert pipeline.place_as(placed, placed)["x"] is placed["x"]  # as what was restored
     results = {
-        "workers": input.workers_here(mesh, WORKERS),
+        "workers": pipeline.workers_here(mesh, WORKERS),
         "placed": [s.index[0].start or 0 for s in placed["x"].addressable_shards],
-        "here": np.asarray(input.of_process(placed["x"])).tolist(),
-        "whole": jax.tree.map(np.ndarray.tolist, input.on_host(placed)),
+        "here": np.asarray(pipeline.of_process(placed["x"])).tolist(),
+        "whole": jax.tree.map(np.ndarray.tolist, pipeline.on_host(placed)),
         "first": processes.of_first({"seconds": number + 0.1, "text": "x" * (1 + 2000 * number)}),
     }
     folded = local_opt.replicate(jax.random.key(3), mesh, keys="fold")

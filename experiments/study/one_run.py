@@ -15,7 +15,7 @@ from experiments.study.arms import arm_from_flags
 from experiments.study.cost import dry_run, traffic
 from experiments.study.search import go_on
 from experiments.study.study import Study
-from experiments.training import checkpoint, config, input, measure, optimizers, program, resize
+from experiments.training import checkpoint, config, measure, optimizers, pipeline, program, resize
 from experiments.training import run as training_run
 from experiments.training.step import worker_of
 from ordering.echo import EchoPlan
@@ -168,7 +168,7 @@ def _finish(outcome, built, plans, folder, values, label):
         sys.exit(128 + outcome.stopped)
     if outcome.diverged:
         sys.exit(outcome.diverged)
-    checkpoint.export(folder, input.on_host(built.mean_params(outcome.state)))
+    checkpoint.export(folder, pipeline.on_host(built.mean_params(outcome.state)))
     rows = records.read_folder(folder)
     if processes.is_first():
         title = f"{values.task}, {built.sizes.workers} workers"

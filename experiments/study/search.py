@@ -31,7 +31,7 @@ from experiments.study.arms import Arm, config_of, left_out, plans_of
 from experiments.study.cost import dry_run, traffic
 from experiments.study.study import Study, arms_of
 from experiments.tasks.base import Recipe, Task
-from experiments.training import checkpoint, config, input, loop, measure, program
+from experiments.training import checkpoint, config, loop, measure, pipeline, program
 from experiments.training import run as training_run
 from syncopate.mesh import platform
 
@@ -279,7 +279,7 @@ class Trainer:
             traffic=traffic(self.task, order, rule, built.sizes, built.sync_in_step),
             ends=ends_at(self.study.criterion, kept),
         )  # fmt: skip
-        slow = input.Slow((this.speed or 0) * delay, self.study.sync_steps * delay)
+        slow = pipeline.Slow((this.speed or 0) * delay, self.study.sync_steps * delay)
         outcome = training_run.train(
             built, plans, watch, seed=this.seed, begun=begun, saving=saving, slow=slow
         )

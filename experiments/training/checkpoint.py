@@ -24,7 +24,7 @@ import jax
 import numpy as np
 
 from experiments.cluster import coordination, entry, files, lock, members, processes, strict
-from experiments.training import input, loop
+from experiments.training import loop, pipeline
 from experiments.training.config import Plans
 from experiments.training.loop import Progress
 from experiments.training.program import Program
@@ -172,7 +172,7 @@ def save(
     import orbax.checkpoint as ocp
 
     lock.check()
-    state = _with_lost(state, program.sizes.workers) if members.on() else input.key_data(state)
+    state = _with_lost(state, program.sizes.workers) if members.on() else pipeline.key_data(state)
     if manager is None or manager.latest_step() == at.step:
         return
     metadata = {
@@ -196,15 +196,15 @@ def _with_lost(state: TrainState, workers: int) -> TrainState:
 
     Both are the same where workers begin, and a sync makes them the same again.
     """
-    rows, lives = input.on_host(state), members.workers()
+    rows, lives = pipeline.on_host(state), members.workers()
     if len(lives) == workers:
         return rows
     new = [worker not in lives for worker in range(workers)]
     places = [0 if lost else lives.index(worker) for worker, lost in enumerate(new)]
     wide = jax.tree.map(lambda x: x[np.array(places)], rows)
-    whole = jax.tree.map(input.as_keys, wide, state)
+    whole = jax.tree.map(pipeline.as_keys, wide, state)
     take = functools.partial(taken_over, new=new)
-    return input.on_host(jax.jit(jax.vmap(take, axis_name=AXIS))(whole))
+    return pipeline.on_host(jax.jit(jax.vmap(take, axis_name=AXIS))(whole))
 
 
 def _write_digest(folder: str) -> None:
@@ -329,7 +329,7 @@ def read_state(path: str, shapes: TrainState, sharding=None) -> TrainState:
 
     like = jax.tree.map(
         lambda x, y: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or y.sharding),
-        jax.eval_shape(input.key_data, shapes), shapes,
+        jax.eval_shape(pipeline.key_data, shapes), shapes,
     )  # fmt: skip
     place = os.path.join(os.path.abspath(path), STATE)
     with (
@@ -346,7 +346,7 @@ def read_state(path: str, shapes: TrainState, sharding=None) -> TrainState:
                 f"{place!r} cannot be read, though it is as {DIGEST} says "
                 f"({str(error).splitlines()[0]:.200}): {strict.WHAT_TO_DO}"
             ) from error
-    return jax.tree.map(input.as_keys, restored, shapes)
+    return jax.tree.map(pipeline.as_keys, restored, shapes)
 
 
 def progress_of(metadata: Mapping, plans: Plans) -> Progress:

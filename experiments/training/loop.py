@@ -12,7 +12,7 @@ import numpy as np
 
 from experiments.cluster import coordination, members, processes
 from experiments.cluster.devices import replicated_sharding
-from experiments.training import input, timeline
+from experiments.training import pipeline, timeline
 from experiments.training.config import Plans
 from experiments.training.program import Program
 from experiments.training.step import TrainState
@@ -52,8 +52,8 @@ def run(
     *,
     stops: Iterable[int] = (),
     begin: Callable[[Progress, TrainState], None] = lambda at, state: None,
-    slow: input.Slow = input.FAST,
-    clock: input.Clock | None = None,
+    slow: pipeline.Slow = pipeline.FAST,
+    clock: pipeline.Clock | None = None,
 ) -> tuple[Progress, TrainState]:
     """Trains from `at` to the end, or until the hook stops the run.
 
@@ -64,7 +64,7 @@ def run(
         what it keeps.
       begin: called before the host waits for a step of `stops`, to dispatch what the hook needs.
     """
-    stops, clock = frozenset(stops), clock or input.Clock()
+    stops, clock = frozenset(stops), clock or pipeline.Clock()
     pace = Pace(at.step, fixed=program.source is not None or processes.several())
     rates = _rates(program, plans)
     ahead = Ahead(program, state.orders)
@@ -84,7 +84,7 @@ def run(
             if program.source is not None and segment.load != loaded:
                 if reads is None:  # the first load is known from its segment
                     options = {"first_load": segment.load, "delay": slow.load, "clock": clock}
-                    reads = input.read_epochs(program.source, orders, **options)
+                    reads = pipeline.read_epochs(program.source, orders, **options)
                     stack.enter_context(reads)
                 batch, loaded = next(reads), segment.load
             following = ahead.take() if segment.kind.epoch_end else None
@@ -134,7 +134,7 @@ def carry_out(program: Program, state, segment: Segment, batch, following, first
 def _rates(program, plans) -> jax.Array:
     """float32[T] on the devices."""
     sharding = program.sharding and replicated_sharding(program.sharding.mesh)
-    return input.place(np.asarray(plans.rates, np.float32), sharding)
+    return pipeline.place(np.asarray(plans.rates, np.float32), sharding)
 
 
 def _after(at: Progress, segment: Segment, online: bool) -> Progress:
@@ -265,7 +265,7 @@ def _lowered(program, plans) -> Iterator[jax.stages.Lowered]:
     for fresh, size in {(kind.fresh, kind.size) for kind in kinds}:
         batch = program.data
         if batch is None:
-            batch = input.example_batch(program.source, size)
+            batch = pipeline.example_batch(program.source, size)
         yield program.steps(fresh, size).lower(state, batch, zero, zero, zero, rates)
     yield program.reset.lower(state.stats)
     if any(kind.sync for kind in kinds) and not members.on():  # else over those that live

@@ -13,7 +13,7 @@ import local_opt
 import ordering.data
 from experiments.tasks.base import Recipe, Task
 from experiments.tasks.metrics import CHUNK, METRICS, sum_chunks
-from experiments.training import input
+from experiments.training import pipeline
 from experiments.training.config import Sizes, size_of
 from ordering.trees import flat, tree_size
 
@@ -70,7 +70,7 @@ def scalars_of(task: Task, recipe: Recipe, *, halves: bool = False) -> Callable:
                     averages = built.averaged(state, step, total)
                     scalars |= averaged(lambda *of: measure(*of)(), averages, tests)
                 if bound is not None:
-                    scalars |= dict(zip(BOUNDS, input.on_host(bound).tolist(), strict=True))
+                    scalars |= dict(zip(BOUNDS, pipeline.on_host(bound).tolist(), strict=True))
                 return scalars | ({PART: part} if part < size else {})
 
             return finish
@@ -259,8 +259,8 @@ def bounds_of(task, recipe, built, order, compiled: Callable) -> tuple[Callable 
     sizes, data = built.sizes, built.data
     over = built.sharding.mesh if built.sharding else sizes.workers
     if data is None:
-        parts = input.partition(task.train, sizes, built.source.units)
-        data = input.place(parts, built.sharding)
+        parts = pipeline.partition(task.train, sizes, built.source.units)
+        data = pipeline.place(parts, built.sharding)
     return compiled(over, num_units=sizes.num_units), data
 
 

@@ -14,7 +14,7 @@ import ordering
 from experiments.cluster import members
 from experiments.cluster.devices import replicated_sharding, worker_sharding
 from experiments.tasks.base import Recipe, Task
-from experiments.training import config, input, step
+from experiments.training import config, pipeline, step
 from experiments.training.config import Sizes, seed_of
 from experiments.training.step import TrainState, Worker
 from ordering.gradients import check_separable
@@ -35,7 +35,7 @@ class Program(NamedTuple):
     sync: Callable  # (state, rate, at) -> state, as of `optimizers.inner`
     epoch_end: Callable  # state -> state, of orders that observe gradients
     data: Any  # on the devices, instead of batches; None if batches are read
-    source: input.Source | None  # what is read; None if the data stay on the devices
+    source: pipeline.Source | None  # what is read; None if the data stay on the devices
     units: np.ndarray | None  # int32[W, M], of each worker; None: neighbouring, or all are dealt
     following: Callable | None  # orders -> the next epoch's, twice, if they observe no gradients
     sync_in_step: bool  # workers synchronise within every step
@@ -90,13 +90,13 @@ def build(
     data, source = None, None
     if reads is None:
         if row.deals:
-            data, where = input.pool(task.train, sizes), replicated_sharding(mesh)
+            data, where = pipeline.pool(task.train, sizes), replicated_sharding(mesh)
         else:
-            data, where = input.partition(task.train, sizes, units), worker_sharding(mesh)
-        data = input.place(data, where)
+            data, where = pipeline.partition(task.train, sizes, units), worker_sharding(mesh)
+        data = pipeline.place(data, where)
     else:
-        numbers = input.workers_here(mesh, sizes.workers)
-        source = input.Source(train, sizes, total, numbers, worker_sharding(mesh), reads, units)
+        numbers = pipeline.workers_here(mesh, sizes.workers)
+        source = pipeline.Source(train, sizes, total, numbers, worker_sharding(mesh), reads, units)
     same = 2 * ("replicated",)  # the rate, and the place
     sync = members.begin(sync, mesh) if survives else mapped(worker, over, sync, *same)
     return Program(
@@ -147,7 +147,7 @@ _of_all = functools.partial(local_opt.map_workers, in_specs="worker", out_specs=
 
 def steps_of(worker: Worker, over, *, reads: bool, in_turn=False) -> Callable:
     """(fresh, units) -> the compiled steps of a segment, all in one loop."""
-    take = (lambda batch, units: batch) if reads else input.take_units
+    take = (lambda batch, units: batch) if reads else pipeline.take_units
     of_batch = "replicated" if worker.row.deals and not reads else "worker"
 
     def compiled(fresh: bool, size: int):
@@ -253,7 +253,7 @@ def _initial(worker: Worker, mesh) -> Callable:
         params = jax.device_get(params_of(worker.model)(seed))
         if per_worker:
             params = jax.tree.map(lambda p: np.broadcast_to(p, (workers, *np.shape(p))), params)
-        params = input.place(
+        params = pipeline.place(
             params, worker_sharding(mesh) if per_worker else replicated_sharding(mesh)
         )
         state = started(params, seed)
@@ -269,9 +269,9 @@ def _readers(worker: Worker, mesh) -> dict[str, Callable]:
     mean = jax.jit(local_opt.mean_over_workers) if per_worker else None
 
     def model(tree):
-        tree = input.on_host(tree) if members.on() else tree
+        tree = pipeline.on_host(tree) if members.on() else tree
         tree = mean(tree) if mean else tree
-        return tree if mesh is None else input.on_host(tree)
+        return tree if mesh is None else pipeline.on_host(tree)
 
     return {
         "mean": mean,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from experiments.cluster import members, processes, strict
-from experiments.training import checkpoint, input, loop, measure
+from experiments.training import checkpoint, loop, measure, pipeline
 from experiments.training.checkpoint import Evaluation
 from experiments.training.config import Plans
 from experiments.training.loop import Progress
@@ -64,7 +64,7 @@ def train(
     seed: int,
     begun: checkpoint.Begun | None = None,
     saving: Saving | None = None,
-    slow: input.Slow = input.FAST,
+    slow: pipeline.Slow = pipeline.FAST,
 ) -> Outcome:
     """Trains to the end of the plans, or until it is stopped.
 
@@ -83,7 +83,7 @@ def train(
         prepare.append(functools.partial(importlib.import_module, "orbax.checkpoint"))
     start = functools.partial(program.init, seed)
     if begun is not None:
-        start = functools.partial(input.place_as, begun.state, program.shapes)
+        start = functools.partial(pipeline.place_as, begun.state, program.shapes)
     state = loop.warm_up(program, plans, start, prepare)
     compiled, total = time.perf_counter() - called, plans.total_steps
     at, seen = (Progress(), Evaluation()) if begun is None else (begun.at, begun.seen)
@@ -93,7 +93,7 @@ def train(
         ask = stack.enter_context(processes.interrupts())
         saver = _Saver(stack, saving, program, plans, seen.seconds)
         recorder = Recorder(program, watch, total, seen)
-        clock, passed, stopped = input.Clock(), seen.seconds, 0
+        clock, passed, stopped = pipeline.Clock(), seen.seconds, 0
 
         def begin(at, state):
             if at.step in evaluated:
@@ -109,7 +109,7 @@ def train(
                     state = recorder.record(at, state, seconds)
             if save or (stopped and not recorder.ended):
                 with clock.stopped(SAVING):
-                    _check_finite(input.on_host(state.stats), recorder.seen.batch_loss)
+                    _check_finite(pipeline.on_host(state.stats), recorder.seen.batch_loss)
                     saver.save(at, state, recorder.seen._replace(seconds=seconds))
             return state, bool(stopped or recorder.ended)
 
@@ -150,7 +150,7 @@ class Recorder:
 
     def record(self, at: Progress, state: TrainState, seconds: float) -> TrainState:
         """Writes a record at this step, and returns the state with its stats set to zero."""
-        stats = input.on_host(state.stats)
+        stats = pipeline.on_host(state.stats)
         _check_finite(stats, self.seen.batch_loss)
         scalars = {
             "step": at.step,

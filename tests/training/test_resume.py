@@ -17,7 +17,7 @@ import pytest
 import local_opt
 from experiments.cluster import processes
 from experiments.study.arms import TABLES, row_of
-from experiments.training import checkpoint, input, loop, run
+from experiments.training import checkpoint, loop, pipeline, run
 from ordering.echo import EchoPlan, adaptive
 from tests.little_run import (
     STEPS,
@@ -198,7 +198,7 @@ def test_where_loads_are_not_known_workers_meet_before_each(monkeypatch):
 
 def test_a_real_loader_decides_when_its_batches_are_ready():
     plans = plans_of(echo="measured")
-    outcome, records = trained(built(**STREAMED), plans, slow=input.Slow(0.002))
+    outcome, records = trained(built(**STREAMED), plans, slow=pipeline.Slow(0.002))
     loads = int(np.sum(outcome.decided))
     assert records[-1]["loads"] == loads and len(outcome.decided) == STEPS
     assert records[-1]["seconds"] >= 0.002 * loads

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.training import input, loop, timeline
+from experiments.training import loop, pipeline, timeline
 from experiments.training.config import Plans, Sizes
 from local_opt import SyncPlan
 from ordering.echo import EchoPlan
@@ -102,7 +102,7 @@ def test_segments_cover_the_run_and_the_host_stands_between_them(case, most):
 
 
 def test_the_clock_stands_still_and_so_does_who_sleeps_by_it():
-    begun, clock, woken, moment = time.perf_counter(), input.Clock(), threading.Event(), 1e-3
+    begun, clock, woken, moment = time.perf_counter(), pipeline.Clock(), threading.Event(), 1e-3
 
     def sleep():
         clock.sleep_until(moment)
@@ -118,8 +118,8 @@ def test_the_clock_stands_still_and_so_does_who_sleeps_by_it():
 
 
 def test_a_load_takes_its_delay_by_the_clock_whoever_reads_it():
-    clock = input.Clock()
-    begun, throttled = clock.now(), input.Throttle(0.01, clock)
+    clock = pipeline.Clock()
+    begun, throttled = clock.now(), pipeline.Throttle(0.01, clock)
     ending, following = throttled([1, 2, 3]), throttled([4, 5])
     assert list(zip(ending, following)) == [(1, 4), (2, 5)]  # noqa: B905
     assert clock.now() - begun >= 0.05
