@@ -89,7 +89,7 @@ def train(process, count, address, folder, long):
         if plan.syncs_after(t):
             (folder / f"at_{process}").write_text(str(t + 1))
             trees = elastic(t + 1, *trees)
-            row = {"step": t + 1, "living": elastic.members.processes, "plan": plan.digest()}
+            row = {"step": t + 1, "members": elastic.members.processes, "plan": plan.digest()}
             row |= {"params": np.asarray(trees[0])[0].tolist(), "time": time.time()}
             record.write(json.dumps(row | {"programs": len(programs)}) + "\n")
             np.savez(folder / f"{t + 1}_{process}_", *map(np.asarray, jax.tree.leaves(trees)))
@@ -166,13 +166,13 @@ def started(count, folder, long=0, size=0):
 
 
 def records_of(folder, processes):
-    """{step: record}, which all of these processes have alike."""
+    """{step: record}; raises AssertionError unless the processes have recorded the same."""
     each = [
         {r["step"]: r for r in map(json.loads, (folder / f"records_{n}").open())} for n in processes
     ]
     for step, record in each[0].items():
         for other in each[1:]:
-            if step in other and record["living"] == other[step]["living"]:
+            if step in other and record["members"] == other[step]["members"]:
                 assert other[step]["params"] == record["params"], (step, record, other[step])
     assert len({record["plan"] for record in each[0].values()}) == 1
     return each[0]
@@ -181,7 +181,7 @@ def records_of(folder, processes):
 def check(folder, left):
     """The largest relative difference to the simulation, and the sync that waited."""
     recorded = records_of(folder, left)
-    members = {step: tuple(record["living"]) for step, record in recorded.items()}
+    members = {step: tuple(record["members"]) for step, record in recorded.items()}
     wanted = simulated(members)
     assert max(recorded) == STEPS and members[STEPS] == tuple(left), members
     off = [np.max(np.abs(r["params"] - wanted[s]) / np.abs(wanted[s]).max()) for s, r in recorded.items()]  # noqa: E501  # fmt: skip

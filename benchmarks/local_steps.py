@@ -120,7 +120,7 @@ def installed(table: Table) -> list[tuple[str, str]]:
 
 
 def after_syncs(module: str, job: Job, folder: str) -> tuple[dict, np.ndarray]:
-    """(what the first process has found, the parameters [processes, syncs, n] after each sync)."""
+    """(bytes and memory of the first process, parameters [processes, syncs, n] after each sync)."""
     taken = run(module, job._replace(rounds=0), folder)[0]
     return taken, np.stack([np.load(f"{folder}/{rank}.npy") for rank in range(job.processes)])
 

@@ -156,7 +156,7 @@ def measured_sync(mesh, parameters: int) -> float:
 
 
 def machines_of(task, recipe, values) -> list:
-    """One machine per network, from what was measured here."""
+    """One machine per network, from the times measured here."""
     from experiments import timing
     from experiments.cluster import processes
 

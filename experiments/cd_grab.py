@@ -40,7 +40,7 @@ def define_flags(values: absl_flags.FlagValues) -> None:
 
 
 def is_short(values: absl_flags.FlagValues) -> bool:
-    """Whether nothing says what is compared."""
+    """Whether no flag chooses what is compared."""
     return values.task == "digits" and not values.long and not any(values[n].present for n in SHORT)
 
 
@@ -63,7 +63,7 @@ def chosen_rates(comparison) -> str:
 
 
 def fit(study, task, recipe, values):
-    """The columns and panels are those of the comparison that is asked for."""
+    """The study with the columns and panels of the chosen comparison."""
     del task, recipe
     if not is_short(values):
         return study

@@ -51,7 +51,7 @@ LEVELS = ("baseline", *TABLES)  # flags
 
 
 def arms_of(first: Arm, second: Arm) -> dict[str, Arm]:
-    """The eight arms of a factorial, of the decisions of two arms; those of the first one first."""
+    """The eight combinations of two arms' decisions; the first arm's own decisions come first."""
     levels = zip(first.words.values(), second.words.values(), strict=True)
     return {name: arm_of(name) for name in map("+".join, itertools.product(*levels))}
 

@@ -128,7 +128,7 @@ def main(values: flags.FlagValues) -> None:
 
 
 def measure(values: flags.FlagValues, arms: Iterable[str]) -> list[dict]:
-    """The bounds of these orders for every number of workers."""
+    """{order, workers, round, bound} of these orders, for every number of workers."""
     from experiments.cluster import progress
 
     rows = []

@@ -162,7 +162,7 @@ def for_others(what: str) -> contextlib.AbstractContextManager:
 
 
 def for_disk(what: str, path: str) -> contextlib.AbstractContextManager:
-    """`for_others` for what the disk takes part in: a single process does not wait for ever."""
+    """`for_others`, also for a single process: a disk may never answer."""
     alone = f"{what} has taken {timeout:g} s in {path!r}: look at that disk. Then give the command"
     advice = f"{alone} again, or pass a longer --timeout."
     return for_others(what) if several() else limited(timeout, lambda: advice)

@@ -152,7 +152,7 @@ def tell(kind: type, error: BaseException, trace) -> None:
 
 
 def ended(thread: threading.ExceptHookArgs) -> None:
-    """A `threading.excepthook` that ends a process of which memory's end has ended a thread."""
+    """A `threading.excepthook` that ends the process if a thread has run out of memory."""
     if issubclass(thread.exc_type, MemoryError) or _lacks_memory(thread.exc_value):
         end_without_memory()
     threading.__excepthook__(thread)

@@ -61,7 +61,7 @@ def write_whole(path: str, content: str | bytes) -> None:
 
 
 def created(path: str) -> IO[bytes]:
-    """A new file, opened to be written; what has its name is removed, and no link is followed."""
+    """Opens a new file for writing, after removing a file or link of its name."""
     with contextlib.suppress(FileNotFoundError):
         os.remove(path)
     return open(path, "xb")
@@ -85,7 +85,7 @@ def regular(path: str | os.PathLike, flags: int) -> int:
 
 
 def content(path: str | os.PathLike) -> bytes:
-    """What a file holds, which is refused if it is none."""
+    """The content of a regular file; anything else is refused."""
     with advised(str(path)), open(path, "rb", opener=regular) as file:
         return file.read()
 

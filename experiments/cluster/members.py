@@ -76,7 +76,7 @@ def gathered(rows: Sequence) -> list[np.ndarray]:
 
 @contextlib.contextmanager
 def left_together() -> Iterator[None]:
-    """Ends a run, of which JAX's own end would wait for the dead, unless an error ends it."""
+    """Ends a run without JAX's shutdown, which would wait for lost processes."""
 
     def leave():
         if on():
@@ -91,7 +91,7 @@ def left_together() -> Iterator[None]:
 
 
 def _together(elastic: ElasticSync, call: Callable):
-    """What a barrier or a sync returns; says who is gone, and who was lost in its middle."""
+    """The result of a barrier or a sync; prints which processes were lost before or during it."""
     global _members
     before = workers()
     try:

@@ -99,7 +99,7 @@ def _connect(address, count, number, **chosen):
 
 
 def _place_of(address: str) -> str | None:
-    """Where process 0 listens: at the address that its host is here; None: at all of this machine.
+    """The address at which process 0 listens; None: at all addresses of this machine.
 
     A port that is taken is refused: the coordinator itself would share it with another run's.
     """

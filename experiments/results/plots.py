@@ -20,7 +20,7 @@ from experiments.results.tables import LABELS, name_of
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 RED, PINK, BLUE, GREY = "#D55E00", "#CC79A7", "#0072B2", "#999999"
 COLOURS = BLACK, ORANGE, SKY, GREEN, RED, PINK, BLUE, GREY
-# Of a method in every picture: what a table starts from is black, of one idea is of one colour.
+# A method's colour and marker in every picture: baselines are black, one colour per idea.
 METHODS = {
     "rr": (BLACK, "o"), "blocks": (SKY, "P"), "unzip": (GREY, "D"), "id_mean": (PINK, "v"),
     "id_pair": (ORANGE, "^"), "cd_grab": (BLUE, "s"), "so": (GREEN, "X"), "herding": (RED, "*"),
@@ -122,7 +122,7 @@ def comparison(
 
 
 def groups(arms: Sequence[str]) -> list[list[str]]:
-    """Of a few arms all; else the first one with some others each, those of one method together."""
+    """Groups of arms for one panel each: one if they are few; else each has the first arm."""
     if len(arms) <= CURVES:
         return [[*arms]]
     most = math.ceil((len(arms) - 1) / math.ceil((len(arms) - 1) / (CURVES - 1)))
@@ -144,7 +144,7 @@ def _fastest(compared, chosen):
 
 
 def _lowest(scalar: str, fastest, best, styles) -> list[tuple]:
-    """(scalar, look, arm) of arms at their best rate, where another one is faster."""
+    """(scalar, style, arm) at the best rate of each arm whose fastest rate is another one."""
     curves = []
     for chosen in (one for one, first in zip(best, fastest, strict=True) if one.rate != first.rate):
         style = styles[chosen.arm] | {"markerfacecolor": "white", "linewidth": 0.8}
@@ -154,7 +154,7 @@ def _lowest(scalar: str, fastest, best, styles) -> list[tuple]:
 
 
 def _share(block, panel: Panel):
-    """Gives a panel's axes one scale per cost, and one of the scalar, told at the edges alone."""
+    """Shares a panel's axes: one scale per cost, one of the scalar; labels only at the edges."""
     for i, row in enumerate(block):
         for axis, top, x in zip(row, block[0], panel.x, strict=False):
             if axis is not block[0, 0]:
@@ -174,7 +174,7 @@ def _logarithmic(name: str) -> bool:
 
 
 def _averaged(compared, scalar: str, shown, styles) -> list[tuple]:
-    """(scalar, look, arm) of these arms' averaged weights, each at its best rate for these."""
+    """(scalar, style, arm) of the arms' averaged weights, each at its best rate for averages."""
     curves, other = [], compared.averaged
     for chosen in [other.chosen.get((one.arm, one.speed)) for one in shown] if other else []:
         if chosen and chosen.runs:  # of slow input: reported at this rate too
@@ -220,7 +220,7 @@ def _draw(axis, runs, cost: str, scalar: str, style) -> None:
 
 
 def _arrival(axis, taken: Mapping[int, float], target: float, style):
-    """Marks what all seeds take to the target, with its interval."""
+    """Marks the mean cost at which all seeds reach the target, with its interval."""
     mean, half = interval(taken.values())
     if math.isfinite(mean):
         axis.errorbar(

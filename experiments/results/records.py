@@ -115,7 +115,7 @@ def open_folder(folder: str, settings: Mapping, *, overwrite: bool = False) -> N
 
 
 def _forget(path):
-    """Deletes a folder; of a link to one the link alone, as what lies elsewhere is not ours."""
+    """Deletes a folder. A link is removed without the folder that it names."""
     with files.advised(path):
         if os.path.islink(path):
             os.unlink(path)

@@ -212,7 +212,7 @@ def timed(runs: Mapping[int, Run]) -> dict[int, Run]:
 
 
 def spent(comparison: Comparison, runs: Mapping[int, Run], name: str) -> dict[int, float]:
-    """{seed: what these runs take to the target}, on what is reported; inf: never.
+    """{seed: cost of its run up to the target, by the reported scalar}; inf: never reached.
 
     {} where there is no target. "seconds" are those of `timed` runs.
     """

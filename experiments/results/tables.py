@@ -79,7 +79,7 @@ def mean(head, form: str, values: Callable, word: str = "") -> Column:
 def end(head, scalar: str, form: str, word: str = "", rate: str = "best") -> Column:
     """The mean over seeds of a column of the `frame`; "-" where a value is not finite.
 
-    Those of "to NAME" that are infinite are counted: how many seeds reach the target.
+    For "to NAME" some may be infinite; then it says how many seeds reach the target.
     """
 
     def cell(comparison, chosen):

@@ -197,7 +197,7 @@ def _coins(config: RunConfig):
 
 
 def _switched(config: RunConfig, name: str, share: float, before: int, after: int):
-    """Rounds of one length until a share of the run, and of another from there on."""
+    """Rounds of length `before` for a share of the run, then of length `after`."""
     steps, until = config.total_steps, int(share * config.total_steps)
     rule = f"{name}, H = {before} to step {until}, then {after if after < steps else 'one round'}"
     return syncopate.local_opt.from_function(

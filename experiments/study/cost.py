@@ -112,7 +112,7 @@ def order_traffic(
 
 
 def _step_traffic(sizes: Sizes, num_params: int, size: int) -> float:
-    """The same of one fresh step of an exact order, with `size` units per worker.
+    """The all-reduces of an exact order in one fresh step, with `size` units per worker.
 
     An even number of units per step sends the differences of its pairs, an odd one all gradients.
     Pairs are signed in blocks of b, whose b (b + 1) products take one reduction.
@@ -178,7 +178,7 @@ class Shapes(NamedTuple):
     sync_in_step: bool  # workers meet in every step
 
     def bytes_of(self, field: str) -> float:
-        """Of a field of the state, on the device of one worker."""
+        """Bytes of a field of the state, on the device of one worker."""
         whole = tree_bytes(getattr(self.state, field))
         divided = self.per_worker[TrainState._fields.index(field)]
         return whole / (self.sizes.workers if divided else 1)
@@ -425,7 +425,7 @@ def compile_or_refuse(lowered: jax.stages.Lowered, chip: Chip) -> Compiled | Ref
 
 
 def buffer_bytes(program: jax.stages.Compiled) -> int:
-    """Of all buffers of a program on one device; what is donated counts once."""
+    """Bytes of all buffers of a program on one device; donated buffers count once."""
     stats = program.memory_analysis()
     outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
     return stats.argument_size_in_bytes + outputs + stats.temp_size_in_bytes
@@ -445,7 +445,7 @@ def uncached():
 
 
 def collectives_of(text: str) -> list[Collective]:
-    """The collectives of scheduled HLO (`as_text`), each once; of one in two halves, its end."""
+    """The collectives of scheduled HLO (`as_text`). A pair of start and done counts once."""
     instruction = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (.*?) ([a-z][\w\-]*)\(%?([\w.\-]*)")
     # CUDA splits every collective in two, and says where nothing runs between them.
     blocking = {m[1] for m in re.finditer(r'%?([\w.\-]+) = [^\n]*"is_sync":true', text)}
@@ -470,7 +470,7 @@ def collectives_of(text: str) -> list[Collective]:
 
 
 def result_bytes(result: str) -> int:
-    """Of the arrays of a type, such as `(f32[4,5]{1,0:T(4,128)}, u32[])`; tokens have none."""
+    """Bytes of an array type, such as `(f32[4,5]{1,0:T(4,128)}, u32[])`; tokens have none."""
     bits = 0
     for kind, width, shape in re.findall(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]", result):
         each = 8 if kind == "pred" else int(width)
@@ -577,7 +577,7 @@ def _details(listed, chip) -> list[str]:
 
 
 def _taken(shapes, chip) -> str:
-    """What takes the memory, and which flags reduce it."""
+    """The largest parts of memory, and which flags reduce them."""
     fields = {"parameters": "params", "the optimizer": "opt_state", "the order": "orders"}
     fields |= {"averages": "averages"} if shapes.state.averages else {}
     state = [f"{who} {show_bytes(shapes.bytes_of(field))}" for who, field in fields.items()]

@@ -156,7 +156,7 @@ def _train(task, recipe, arm, built, plans, values, folder, settings, begun, don
 
 
 def _finish(outcome, built, plans, folder, values, label):
-    """What is written beside the records; SystemExit where the run has not come to its end."""
+    """Writes the model and report of a run that has ended; raises SystemExit otherwise."""
     # What was decided online is a plan too, as far as the run has come.
     echo = EchoPlan(list(outcome.decided), "measured") if plans.echo.online else plans.echo
     for name, plan in {"sync_plan": plans.sync, "echo_plan": echo}.items():

@@ -333,7 +333,7 @@ class Trainer:
 
 
 def kept_records(folder: str, done: Sequence[dict]) -> list[dict]:
-    """The records of whole runs, and of other runs those up to their newest checkpoint.
+    """The records of whole runs, and records of other runs up to their newest checkpoint.
 
     Checkpoints of whole runs, which a crash may have left behind, are removed.
     """

@@ -53,7 +53,7 @@ def linear(recipe, steps, every):
 
 
 def staircase(recipe, steps, every):
-    """Falls are counted from the run's first step; those within the warmup count at its end."""
+    """Falls count from the run's first step; within the warmup they take effect at its end."""
     import optax
 
     warmup = recipe.warmup_steps

@@ -132,7 +132,7 @@ def _take_reports(reports: queue.SimpleQueue, tell: Callable) -> None:
 
 
 def _alone():
-    """Orbax's options of process 0, which meets no other."""
+    """Orbax's options for process 0 alone, without barriers."""
     import orbax.checkpoint as ocp
 
     return ocp.options.MultiprocessingOptions(primary_host=0, active_processes={0})
@@ -192,7 +192,7 @@ def save(
 
 
 def _with_lost(state: TrainState, workers: int) -> TrainState:
-    """The rows of all workers; of the lost those of the first that lives, with keys of their own.
+    """The rows of all workers. A lost worker gets the first member's rows, with its own keys.
 
     Both are the same where workers begin, and a sync makes them the same again.
     """
@@ -350,7 +350,7 @@ def read_state(path: str, shapes: TrainState, sharding=None) -> TrainState:
 
 
 def progress_of(metadata: Mapping, plans: Plans) -> Progress:
-    """The progress stored in a checkpoint, and a word on what was otherwise when it was written."""
+    """The progress stored in a checkpoint. Prints conditions that have changed since."""
     if changed := files.differences(metadata["conditions"], coordination.conditions()):
         processes.say(
             f"The checkpoint of step {metadata['step']} was written under other conditions "

@@ -191,7 +191,7 @@ def sets_of(task: Task, recipe: Recipe, *, halves: bool) -> tuple[dict, dict]:
 
 
 def train_size(task: Task, *, halves: bool) -> int:
-    """How many examples, the first ones, the training loss is measured on.
+    """The number of first examples on which the training loss is measured.
 
     With halves, and of a source, they are at most as many as the test set has.
     """

@@ -27,7 +27,7 @@ DEPTH = 2  # batches waiting in the queue
 
 
 def partition(train: dict, sizes: Sizes, units: np.ndarray | None = None):
-    """Arrays [W, M, S, ...]: in the whole run a worker owns its block of M units, or these."""
+    """Arrays [W, M, S, ...]: M fixed units per worker, neighbours or those of `units`."""
     shape = (sizes.workers, sizes.num_units, sizes.unit_size)
     if units is not None:
         return jax.tree.map(lambda x: x[units], pool(train, sizes))

@@ -125,7 +125,7 @@ def begun(
 
 
 def _changed(state: TrainState, worker: Worker, before: Sizes, visited: int, policy, units, seed):
-    """(the state of the workers that go on, on the host, and what each owns).
+    """(the state of the new workers, on the host, and the units of each).
 
     Keys of the steps' randomness are those of a run that began with as many workers.
     """

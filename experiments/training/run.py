@@ -43,7 +43,7 @@ class Saving(NamedTuple):
 
 
 class Watch(NamedTuple):
-    """What is asked of a run on its way, and who is told.
+    """Callbacks of a run: when it is evaluated, and what gets its records.
 
     A record has step, epoch, loads, rounds, allreduces, seconds, scalars, ended and diverged. Its
     seconds include training and waiting, without evaluation or compilation.

@@ -86,7 +86,7 @@ def kinds(line: Timeline) -> set[Kind]:
 
 
 def _kinds(line, last):
-    """Of segments with these last steps."""
+    """The kinds of segments that end with these steps."""
     rows = (x[last].tolist() for x in (line.fresh, line.units, line.meets, line.epoch_end))
     return itertools.starmap(Kind, zip(*rows, strict=True))
 
