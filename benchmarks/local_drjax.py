@@ -31,7 +31,7 @@ def sync(params, anchor, state):
 
 def diloco(job: Job, mesh=None) -> Worker:
     """On one device, or with one device for each worker."""
-    run, meet = jax.jit(step, donate_argnums=(0, 1)), jax.jit(sync, donate_argnums=(0, 1, 2))
+    run, synced = jax.jit(step, donate_argnums=(0, 1)), jax.jit(sync, donate_argnums=(0, 1, 2))
     sharding = None if mesh is None else NamedSharding(mesh, PartitionSpec("clients"))
     whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
     anchor = jax.device_put([jnp.asarray(x) for x in local_problem.start(job.widths)], whole)
@@ -49,7 +49,7 @@ def diloco(job: Job, mesh=None) -> Worker:
 
     def rest(last):
         if last:
-            clients[0], *server[:] = meet(clients[0], *server)
+            clients[0], *server[:] = synced(clients[0], *server)
 
     return Worker(
         place=place,
@@ -58,7 +58,7 @@ def diloco(job: Job, mesh=None) -> Worker:
         rest=rest,
         wait=lambda: jax.block_until_ready((clients, server, other)),
         params=lambda: [np.asarray(x) for x in server[0]],
-        compiled=lambda: bytes_of(meet.lower(clients[0], *server).compile()),
+        compiled=lambda: bytes_of(synced.lower(clients[0], *server).compile()),
     )
 
 

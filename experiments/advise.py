@@ -148,8 +148,8 @@ def measured_sync(mesh, parameters: int) -> float:
     from syncopate.workers import AXIS
 
     sharding = worker_sharding(mesh)
-    meet = lambda x: jax.lax.pmean(x, AXIS)  # noqa: E731
-    mean = jax.jit(local_opt.map_workers(meet, mesh, in_specs="worker", out_specs="worker"))
+    average = lambda x: jax.lax.pmean(x, AXIS)  # noqa: E731
+    mean = jax.jit(local_opt.map_workers(average, mesh, in_specs="worker", out_specs="worker"))
     shape = mesh.devices.size, parameters
     zeros = jax.jit(lambda: jnp.zeros(shape), out_shardings=sharding)()
     return timing.medians({"sync": lambda: mean(zeros)}, REPEATS)["sync"]

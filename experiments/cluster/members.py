@@ -54,7 +54,7 @@ def workers() -> list[int]:
     return [w for w, device in enumerate(jax.devices()) if device.process_index in _members]
 
 
-def meet() -> None:
+def barrier() -> None:
     _together(_gather, lambda: _gather.barrier(step))
 
 
@@ -63,7 +63,7 @@ def exchanged(numbers: Sequence[int]) -> list[list[int]]:
     place = f"exchanged/{next(_calls) % 2}"  # all have read what was there, a barrier ago
     text = strict.dumps(list(numbers))
     coordination.store().key_value_set(f"{place}/{jax.process_index()}", text, allow_overwrite=True)
-    meet()
+    barrier()
     entries = coordination.store().key_value_dir_get(place)
     texts = [text for key, text in entries if int(key.rpartition("/")[2]) in _members]
     return [strict.loads(text, "a process's numbers", list) for text in texts]

@@ -175,7 +175,7 @@ def wait(name: str) -> None:
     if several():
         with coordination.for_others(f"all processes to reach: {name}"):
             if members.on():
-                members.meet()
+                members.barrier()
             else:
                 multihost_utils.sync_global_devices(name)
 

@@ -307,8 +307,8 @@ class Trainer:
 
         begun = time.perf_counter()
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            looked = [True] + [False] * (len(first) - 1)  # evaluations are compiled once
-            list(pool.map(compiled, first, first.values(), looked))
+            evaluates = [True] + [False] * (len(first) - 1)  # evaluations are compiled once
+            list(pool.map(compiled, first, first.values(), evaluates))
         self.seconds["compilation"] += time.perf_counter() - begun
 
     def _key(self, arm, speed) -> tuple:

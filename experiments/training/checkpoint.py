@@ -81,7 +81,7 @@ def opened(folder: str) -> Iterator:
     written = ocp.AsyncOptions(
         timeout_secs=ORBAX_SECONDS, create_directories_asynchronously=False,
         post_finalization_callback=lambda: _write_digest(folder),
-        barrier_sync_fn=functools.partial(_meet, folder) if waits else None,
+        barrier_sync_fn=functools.partial(_barrier, folder) if waits else None,
     )  # fmt: skip
     options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, async_options=written, **alone)
     with coordination.for_disk("the folder of checkpoints", folder):
@@ -138,7 +138,7 @@ def _alone():
     return ocp.options.MultiprocessingOptions(primary_host=0, active_processes={0})
 
 
-def _meet(folder: str, *, key: str, timeout_ms: int) -> None:
+def _barrier(folder: str, *, key: str, timeout_ms: int) -> None:
     """Orbax's barrier of all processes, in the thread that writes.
 
     A process whose writing failed comes to another one than the others, which would wait for it:

@@ -112,7 +112,7 @@ def run(
             state, stop = hook(at, state)
             if stop:
                 return at, state
-            pace.looked(at.step)
+            pace.polled(at.step)
     return at, state
 
 
@@ -207,7 +207,7 @@ class Pace:
     def due(self, step: int) -> bool:
         return step >= self.limit
 
-    def looked(self, step: int) -> None:
+    def polled(self, step: int) -> None:
         now = time.perf_counter()
         if not self._fixed and self.due(step):
             each = (now - self._time) / (step - self._step)

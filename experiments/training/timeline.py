@@ -21,7 +21,7 @@ class Timeline(NamedTuple):
     load: np.ndarray  # int: of the batch that the step uses, counted from 0
     round_rate: np.ndarray  # float32: learning rate at the start of its round
     units: np.ndarray  # int: per worker, of the batch
-    meets: np.ndarray  # bool: the sync is an event on the host, not within the step
+    host_sync: np.ndarray  # bool: the sync is an event on the host, not within the step
     ends: np.ndarray  # int[n], increasing to T: one past the last steps of segments
 
 
@@ -60,8 +60,8 @@ def timeline(
     epoch_end = new & (following % sizes.loads_per_epoch == 0) & (following > 0)
     steps, rates = np.arange(plans.total_steps), np.asarray(plans.rates, np.float32)
     sync, units = plans.sync.syncs_after(steps), units_of(load, sizes)
-    meets = sync & (not sync_in_step)
-    cut = epoch_end | meets
+    host_sync = sync & (not sync_in_step)
+    cut = epoch_end | host_sync
     for changes in (fresh, units):
         cut[:-1] |= changes[1:] != changes[:-1]
     if streams:
@@ -71,7 +71,7 @@ def timeline(
     cut[-1] = True
     round_rate = np.repeat(rates[plans.sync.starts], plans.sync.periods)
     ends = np.flatnonzero(cut) + 1
-    return Timeline(fresh, sync, epoch_end, load, round_rate, units, meets, ends)
+    return Timeline(fresh, sync, epoch_end, load, round_rate, units, host_sync, ends)
 
 
 def units_of(load, sizes: Sizes):
@@ -87,7 +87,7 @@ def kinds(line: Timeline) -> set[Kind]:
 
 def _kinds(line, last):
     """The kinds of segments that end with these steps."""
-    rows = (x[last].tolist() for x in (line.fresh, line.units, line.meets, line.epoch_end))
+    rows = (x[last].tolist() for x in (line.fresh, line.units, line.host_sync, line.epoch_end))
     return itertools.starmap(Kind, zip(*rows, strict=True))
 
 

@@ -9,6 +9,7 @@ import types
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 # Not in a name, alone or between underscores; in a sentence they are English. {word: what to say}.
 NAMES = {
+    "agree": "equal, coordination",
     "against": "baseline, difference",
     "alike": "equal, same",
     "apart": "distance, independent",
@@ -16,9 +17,11 @@ NAMES = {
     "found": "result, or what it is",
     "known": "choices, metadata, scalars",
     "living": "members",
+    "meet": "barrier, sync",
     "met": "members, products",
     "own": "what of it: the arm, the process, its state",
     "said": "output",
+    "settle": "converge",
     "settled": "reconciled",
     "told": "message, expected",
     "whose": "owner",

@@ -288,11 +288,11 @@ def test_a_run_goes_on_as_it_was_and_is_told_of_other_conditions(
     finished, tmp_path, capsys, monkeypatch
 ):
     folder, now = shutil.copytree(finished, tmp_path / "run"), coordination.conditions()
-    looked, real = [], checkpoint.damage
-    monkeypatch.setattr(checkpoint, "damage", lambda path: (looked.append(path), real(path))[1])
+    checked, real = [], checkpoint.damage
+    monkeypatch.setattr(checkpoint, "damage", lambda path: (checked.append(path), real(path))[1])
     train_run(SAVED, folder)
     assert "other conditions" not in capsys.readouterr().out
-    assert [pathlib.Path(path).name for path in looked] == ["24"], "all files were read once"
+    assert [pathlib.Path(path).name for path in checked] == ["24"], "all files were read once"
     monkeypatch.setattr(coordination, "conditions", lambda: now | {"cores": "1000", "jax": "9.9"})
     train_run(SAVED, folder)
     text = f"(cores: '{now['cores']}' there, '1000' here, jax: '{jax.__version__}' there, '9.9'"

@@ -121,7 +121,7 @@ def test_a_second_run_in_a_process_has_not_come_back(begun, monkeypatch):
         members.begin(lambda state: state, None)
         assert not members._gather.rejoined
         members.step = at
-        members.meet()
+        members.barrier()
         assert members.exchanged([at, 1]) == [[at, 1]] and members.workers() == [*range(8)]
         (rows,) = members.gathered([jnp.arange(8.0)])
         np.testing.assert_array_equal(rows, np.arange(8))
