@@ -3,7 +3,8 @@
     python -m docs.numbers  # what the pages must say; and fails if one does not
 
 A page of PHRASES says each of its phrases, with the numbers of `values` in their places: `{x}` is a
-mean, `{x:i}` a mean and its 95 % interval, `{x:s}` the same with its sign.
+mean, `{x:i}` a mean and its 95 % interval, `{x:s}` the same with its sign, `{x:e}` and a mark where
+a rate is at an edge of those tried.
 """
 
 import pathlib
@@ -25,11 +26,13 @@ class Effects(NamedTuple):
 
     values: Any
     digits: int | None = None  # None: ratios
+    edge: bool = False  # whether a rate is the least or largest of those tried
 
     def __format__(self, form: str) -> str:
         mean, half = statistics.interval(self.values)
         if self.digits is None:
-            return tables.times(self.values) if form == "i" else f"{np.exp(mean):{form or '.2f'}}"
+            interval = tables.times(self.values) + " *(edge)*" * (form == "e" and self.edge)
+            return interval if form else f"{np.exp(mean):.2f}"
         text = tables.rounded(mean, f"{{:+.{self.digits}f}}")
         text = text if form == "s" else text.lstrip("+-")
         return f"{text} ± {half:.{self.digits}f}" if form else text
@@ -38,7 +41,8 @@ class Effects(NamedTuple):
 def times(run, arm="cd_grab", base="rr", cost="epoch", **options) -> Effects:
     """How many times less an arm takes."""
     claim = claims.Claim(run, "", cost, arm=arm, base=base, **options)
-    return Effects(claims.effect_of(claim, {run: archive.load(run)}).values)
+    effect = claims.effect_of(claim, {run: archive.load(run)})
+    return Effects(effect.values, edge="(edge)" in effect.text)
 
 
 def points(run, arm="qsr", base="parallel") -> Effects:
@@ -63,7 +67,14 @@ def cell(table: str, row: str, head: str) -> str:
 
 def values() -> dict[str, Effects | str]:
     """The numbers by their names in PHRASES."""
-    return _of_orders() | _of_local_steps() | _of_echoing() | _of_all_three()
+    results = _of_orders() | _of_local_steps() | _of_echoing() | _of_all_three()
+    return results | _of_undecided()
+
+
+def _of_undecided():
+    page = (ROOT / "docs" / "results" / "papers.md").read_text(encoding="utf-8")
+    seeds = [int(n) for n in re.findall(r"about (\d+) seeds would", page.partition("## Ours")[0])]
+    return {"seeds_least": min(seeds), "seeds_most": max(seeds)}
 
 
 def _of_orders():
@@ -161,6 +172,7 @@ PHRASES = {
         "{mobilenet_r2} to {resnet_r2} times the loads at R = 2",
     ),
     "docs/results/index.md": (
+        "About {seeds_least} to {seeds_most} seeds would decide four of the undecided",
         "{hmda} times fewer on HMDA, {digits} on digits, at least {sst2} on SST-2", _WAY,
         "at least {hmda_averaged}, {digits_averaged} and {sst2_averaged} times fewer.",
         "{gpt_times:.4} times fewer on a small GPT",
@@ -174,8 +186,8 @@ PHRASES = {
         "{slowrun_exact:i} below NanoGPT Slowrun's loader; {slowrun_sketched:i} on sketches",
     ),
     "docs/results/found_orders.md": (
-        "| {digits:i} | {digits_averaged:i} |", "| {hmda:i} | at least {hmda_averaged:i} |",
-        "| at least {sst2:i} | {sst2_averaged:i} |",
+        "| {digits:e} | {digits_averaged:e} |", "| {hmda:e} | at least {hmda_averaged:e} |",
+        "| at least {sst2:e} | {sst2_averaged:e} |",
         "CD-GraB needs {digits_pair}, {sst2_pair} and {hmda_pair} times fewer",
         "{hmda_published:i} times fewer epochs at the published rate",
         "{closer_averaged:i} times closer", "{closer:i} times with last weights",

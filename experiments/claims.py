@@ -227,6 +227,18 @@ def effect_of(claim: Claim, recorded: Mapping[str, Comparison]) -> Effect:
     return Effect(values, text, ", ".join(also), late)
 
 
+def undecided(claim: Claim, effect: Effect) -> str:
+    """What would decide a claim that is not: longer runs where a seed never arrives, else seeds.
+
+    So many that the interval is half of the published size to each side, or as wide as the effect.
+    """
+    if any(effect.late):
+        return "longer runs would decide"
+    goal = claim.size / 2 or abs(np.mean(effect.values))
+    seeds = math.ceil((1.96 * np.std(effect.values, ddof=1) / goal) ** 2)
+    return f"about {max(seeds, len(effect.values) + 1):,} seeds would decide"
+
+
 def looked(claim: Claim, effect: Effect, looks: int) -> str:
     """How often a run was looked at before its seeds were enough, and the interval that allows it.
 
@@ -258,12 +270,13 @@ def page(folder=None) -> str:
         for claim in claims:
             effect = effect_of(claim, recorded)
             words.append(verdict(claim.size, effect))
-            note = f"; {effect.note}" if effect.note else ""
+            more = undecided(claim, effect) if words[-1] == "undecided" else ""
+            notes = words[-1], effect.note, more
             at = f", lr {claim.rate:g}" if claim.rate else ""
             rows.append({
                 "claim": f"[{RUNS[claim.run]}](#{claim.run}): {claim.text}{at}",
                 **({"published": claim.paper} if claim.paper else {}), "ours": effect.text,
-                "verdict": words[-1] + note, "seeds": len(effect.values) or "-",
+                "verdict": "; ".join(filter(None, notes)), "seeds": len(effect.values) or "-",
                 "looks": looked(claim, effect, archive.looks(claim.run, folder)),
             })  # fmt: skip
         verdicts = [word for word in words if not word.startswith("not run")]

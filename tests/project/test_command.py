@@ -4,6 +4,7 @@ pytest -m slow -n 0 tests/project/test_command.py    # in an environment of its 
 """
 
 import configparser
+import json
 import pathlib
 import re
 import runpy
@@ -244,7 +245,9 @@ def test_a_wheel_trains_launches_and_advises(wheel, core, elsewhere):
     assert "CD-GraB" in ran([command, "cd_grab", "--task=digits", *flags], elsewhere)
     launch = [command, "launch", "--processes=2", "--", "experiments.train", "--run=mesh"]
     ran([*launch, "--workers=2", "--total_steps=20", "--output_dir=two"], elsewhere, XLA_FLAGS="")
-    assert (elsewhere / "two" / "metrics.jsonl").is_file()
+    assert (elsewhere / "two" / "report.html").is_file()
+    versions = json.loads((elsewhere / "two" / "versions.json").read_text())
+    assert versions["syncopate"] == syncopate.__version__ and versions["commit"] is None
     # The recommendation rests on the recorded runs.
     assert "times as fast as none" in ran([command, "advise", "--task=digits"], elsewhere)
 

@@ -206,6 +206,17 @@ def test_verdicts_follow_records_of_echoing(steps, expected):
     assert judged(claim, records, criterion)[0] == expected
 
 
+def test_more_seeds_or_longer_runs_decide_what_is_undecided():
+    claim, values = Claim("hmda", "", LOSS, "x", 1.0), np.array([-1.0, 0.0, 1.0, 2.0])
+    deviation = np.std(values, ddof=1)
+    words = claims.undecided(claim, Effect(values))
+    assert words == f"about {math.ceil((1.96 * deviation / 0.5) ** 2)} seeds would decide"
+    assert (
+        claims.undecided(claim._replace(size=99.0), Effect(values)) == "about 5 seeds would decide"
+    )
+    assert claims.undecided(claim, Effect(values, late=(0, 1))) == "longer runs would decide"
+
+
 ROOT = pathlib.Path(claims.__file__).parents[1]
 PAGE = ROOT / "docs" / "results" / "papers.md"
 

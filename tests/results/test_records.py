@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import syncopate
 from experiments.cluster import processes
 from experiments.results import records, trackers
 
@@ -162,3 +163,13 @@ def test_unknown_and_missing_trackers_are_named(tmp_path, monkeypatch):
     ):
         write_all(tmp_path, RECORDS, trackers=["wandb"])
     assert not list(tmp_path.iterdir())
+
+
+def test_versions_name_ours_and_no_commit_of_an_installed_copy(tmp_path, monkeypatch):
+    """Whose sources lie in no repository of theirs, even in an environment inside of another."""
+    (tmp_path / ".git").mkdir()
+    monkeypatch.setattr(
+        records, "__file__", str(tmp_path / "venv" / "a" / "results" / "records.py")
+    )
+    versions = records.versions()
+    assert versions["commit"] is None and versions["syncopate"] == syncopate.__version__
