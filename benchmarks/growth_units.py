@@ -29,7 +29,7 @@ from ordering import echo
 
 GRADIENT, PER_STEP, SKETCH = 64, 64, 8  # entries, units per worker and step, numbers of a sketch
 STEPS = 50  # between two looks at the clock
-GLOBAL = ordering.global_orders.DealtState | ordering.global_orders.DealtShuffleState
+GLOBAL = ordering.global_orders.GlobalState | ordering.global_orders.GlobalShuffleState
 
 
 def global_pairs(m):

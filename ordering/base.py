@@ -224,13 +224,14 @@ def checked(
     """
 
     def check(state, called):
-        own = type(state) is kind and state.current.shape == (num_units,)
-        own = own and all(bool(jax.tree.leaves(getattr(state, name))) == has[name] for name in has)
-        if own and rule is not None:
+        fits = type(state) is kind and state.current.shape == (num_units,)
+        for name in has if fits else ():
+            fits = fits and bool(jax.tree.leaves(getattr(state, name))) == has[name]
+        if fits and rule is not None:
             init_rule = rule.init
             coins = jax.eval_shape(lambda: init_rule(jax.random.key(0)))
-            own = jax.tree.structure(state.rule) == jax.tree.structure(coins)
-        if not own:
+            fits = jax.tree.structure(state.rule) == jax.tree.structure(coins)
+        if not fits:
             shape = getattr(getattr(state, "current", None), "shape", "none")
             raise ValueError(
                 f"{called} got a {type(state).__name__} with an order of shape {shape}, and this "

@@ -81,16 +81,16 @@ def gathered_pairs(
         base.check_equal(axis_name, units)
         base.check_shapes(units, state.running_sum, "flattened gradients")
         first = state.position // 2
-        found, end, pending = complete_pairs(state, units)
+        pairs_now, end, pending = complete_pairs(state, units)
         state = state._replace(position=end, pending=pending)
-        if not found.shape[0]:
+        if not pairs_now.shape[0]:
             return state
-        number = first + jnp.arange(found.shape[0])
-        known = (number < pairs) & (2 * number + 1 < end)
+        number = first + jnp.arange(pairs_now.shape[0])
+        valid = (number < pairs) & (2 * number + 1 < end)
         if waits:
-            at = jnp.where(known, number, pairs)  # out of range: dropped
-            return state._replace(waiting=state.waiting.at[at].set(found, mode="drop"))
-        return place(state, found, first, known)
+            at = jnp.where(valid, number, pairs)  # out of range: dropped
+            return state._replace(waiting=state.waiting.at[at].set(pairs_now, mode="drop"))
+        return place(state, pairs_now, first, valid)
 
     def complete_pairs(state, units):
         """(differences [n, k] of the pairs that are complete now, new position, pending)."""
@@ -111,26 +111,26 @@ def gathered_pairs(
             )
         return size
 
-    def place(state, own, first, known):
+    def place(state, differences, first, valid):
         """Signs the pairs of all workers, from number `first` on, and places this worker's."""
-        count, size = own.shape[0], size_of_teams()
+        count, size = differences.shape[0], size_of_teams()
 
-        def of_team(everyone, rule_state, running_sum, known):
+        def of_team(everyone, rule_state, running_sum, is_valid):
             stream = everyone.swapaxes(0, 1).reshape(count * size, -1)
-            *found, sign, _ = balance_blocks(
-                rule, rule_state, running_sum, stream, valid=jnp.repeat(known, size)
+            *new, sign, _ = balance_blocks(
+                rule, rule_state, running_sum, stream, valid=jnp.repeat(is_valid, size)
             )
-            return *found, sign.reshape(count, size)
+            return *new, sign.reshape(count, size)
 
-        shared = (state.rule, state.running_sum, known)
-        rule_state, running_sum, sign = in_teams(of_team, own, shared, size, axis_name)
+        shared = (state.rule, state.running_sum, valid)
+        rule_state, running_sum, sign = in_teams(of_team, differences, shared, size, axis_name)
         if size < mesh.axis_size(axis_name):
             running_sum = mesh.varying(jax.lax.pmean(running_sum, axis_name), running_sum)
         sign = sign[:, jax.lax.axis_index(axis_name) % size]
         number = first + jnp.arange(count)
         return state._replace(
-            next=base.place_pairs(state, number, known, sign > 0),
-            left=state.left + jnp.sum(known, dtype=jnp.int32),
+            next=base.place_pairs(state, number, valid, sign > 0),
+            left=state.left + jnp.sum(valid, dtype=jnp.int32),
             running_sum=running_sum,
             rule=rule_state,
         )
@@ -145,9 +145,9 @@ def gathered_pairs(
             # The last window may begin with pairs that are signed already.
             first = jnp.minimum(state.left, pairs - size)
             number = first + jnp.arange(size)
-            known = (number >= state.left) & (number < observed)
-            own = jax.lax.dynamic_slice_in_dim(state.waiting, first, size)
-            return place(state, own, first, known)
+            valid = (number >= state.left) & (number < observed)
+            differences = jax.lax.dynamic_slice_in_dim(state.waiting, first, size)
+            return place(state, differences, first, valid)
 
         state = mesh.varying(state)
         workers = mesh.axis_size(axis_name)
@@ -175,17 +175,17 @@ def gathered_pairs(
     return base.checked(order, num_units, GatheredState, rule=rule, **fields)
 
 
-def in_teams(function: Callable, own: Array, shared: tuple, size: int, axis_name: str) -> PyTree:
+def in_teams(function: Callable, local: Array, shared: tuple, size: int, axis_name: str) -> PyTree:
     """`function([W', *own.shape] of the worker's team, *shared)`; `shared` is equal in a team.
 
     Where workers are simulated it runs once for a team, not once for each of its workers.
     """
     workers = mesh.axis_size(axis_name)
     if size == workers:
-        return function(jax.lax.all_gather(own, axis_name), *equal_once(shared, axis_name))
+        return function(jax.lax.all_gather(local, axis_name), *equal_once(shared, axis_name))
     if not simulated(axis_name):
         teams = np.arange(workers).reshape(-1, size).tolist()
-        return function(jax.lax.all_gather(own, axis_name, axis_index_groups=teams), *shared)
+        return function(jax.lax.all_gather(local, axis_name, axis_index_groups=teams), *shared)
 
     def once(x):
         if mesh.is_key(x):
@@ -193,7 +193,7 @@ def in_teams(function: Callable, own: Array, shared: tuple, size: int, axis_name
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
         return jax.lax.all_gather(x, axis_name)[::size]
 
-    everyone = jax.lax.all_gather(own, axis_name).reshape(-1, size, *own.shape)
-    found = jax.vmap(function)(everyone, *jax.tree.map(once, shared))
+    everyone = jax.lax.all_gather(local, axis_name).reshape(-1, size, *local.shape)
+    of_teams = jax.vmap(function)(everyone, *jax.tree.map(once, shared))
     team = jax.lax.axis_index(axis_name) // size
-    return jax.tree.map(lambda x: x[team], found)
+    return jax.tree.map(lambda x: x[team], of_teams)

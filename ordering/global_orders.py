@@ -1,4 +1,4 @@
-"""Orders over the units of all workers, which are dealt to the workers anew in every epoch."""
+"""Orders over the units of all workers, which every epoch assigns to the workers anew."""
 
 import math
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from ordering.shuffles import ShuffleState, shuffled
 from syncopate import mesh, plans
 
 
-class DealtState(NamedTuple):
+class GlobalState(NamedTuple):
     """State of one worker; `everyone` and `waiting` are equal on all workers."""
 
     pairs: PyTree  # state of the pair order, whose units are numbers in [0, total)
@@ -43,7 +43,7 @@ class DealtState(NamedTuple):
         return self.pairs.position
 
 
-class DealtShuffleState(ShuffleState):
+class GlobalShuffleState(ShuffleState):
     """State of one worker of `global_reshuffling`, whose units are numbers in [0, total)."""
 
 
@@ -55,11 +55,11 @@ def global_order(
     total: int | None = None,
     axis_name: str | None = "worker",
 ) -> base.Ordering:
-    """A balanced order over the units of all workers, dealt to the workers anew in every epoch.
+    """A balanced order over the units of all workers, assigned to them anew in every epoch.
 
     All pairs are placed in one common order, from both ends, in the sequence in which they were
     signed: the k-th pair (a, b) of worker w takes the places p = k W + w and W M - 1 - p, with a at
-    the front if its sign is +. The unit in place q is dealt to worker q mod W, as its unit q // W.
+    the front if its sign is +. Worker q mod W gets the unit in place q, as its unit q // W.
 
     If workers average gradients in every step, each step visits the same units as with fixed
     shards: the next W B of the common order. With local steps all workers draw from the same
@@ -80,7 +80,7 @@ def global_order(
       axis_name: as of `cd_grab`.
 
     Returns:
-      An `Ordering` with `DealtState`, whose `current` holds units in [0, total). The first order is
+      An `Ordering` with `GlobalState`, whose `current` holds units in [0, total). The first is
       a random order of the first W M units, from worker 0's key.
 
     Raises:
@@ -101,7 +101,7 @@ def global_order(
       2023, https://arxiv.org/abs/2302.00845, whose units stay where they are.
     """
     if axis_name is None:
-        make = lambda own: global_order(order, num_units, total=total, axis_name=own)  # noqa: E731
+        make = lambda axis: global_order(order, num_units, total=total, axis_name=axis)  # noqa: E731
         return base.of_only_axis(make)
     num_units, _ = base.check_units(num_units)
     if not isinstance(order, base.Ordering):
@@ -134,7 +134,7 @@ def global_order(
         everyone = mesh.varying(everyone, key)  # typed as what the end of an epoch gathers
         waiting = mesh.varying(waiting, key) if waiting.size else ()
         pairs = base.with_order(pairs, everyone[jax.lax.axis_index(axis_name)])
-        return DealtState(pairs, everyone, waiting)
+        return GlobalState(pairs, everyone, waiting)
 
     def observe(state, gradients):
         return state._replace(pairs=order.observe(state.pairs, gradients))
@@ -143,31 +143,31 @@ def global_order(
         return state._replace(pairs=order.sync(state.pairs))
 
     def next_epoch(state):
-        check_dealt(state)
+        check_workers(state)
         before, after = state.pairs, order.next_epoch(state.pairs)
         count = num_units // 2
         bits = jax.lax.all_gather(jnp.packbits(base.signs_of(before, after.current)), axis_name)
         signs = jax.vmap(lambda bits: jnp.unpackbits(bits, count=count) > 0)(bits)
         placed = jnp.minimum(before.position, num_units) // 2
-        everyone = deal(jax.vmap(_placed, (0, 0, None))(state.everyone, signs, placed))
+        everyone = assigned(jax.vmap(_placed, (0, 0, None))(state.everyone, signs, placed))
         everyone = jax.vmap(_swapped, (0, None))(everyone, state)
         pairs = base.with_order(after, everyone[jax.lax.axis_index(axis_name)])
-        return DealtState(pairs, everyone, _following(state))
+        return GlobalState(pairs, everyone, _following(state))
 
-    def check_dealt(state):
+    def check_workers(state):
         """Raises ValueError outside of the axis, and for the state of other workers or units."""
-        found = len(state.everyone), state.everyone.size + trees.tree_size(state.waiting)
+        given = len(state.everyone), state.everyone.size + trees.tree_size(state.waiting)
         here = mesh.axis_size(axis_name), _all_units(num_units, total, axis_name)
-        if found != here:
+        if given != here:
             raise ValueError(
-                f"next_epoch got a state in which {found[0]} workers share {found[1]} units; here "
+                f"next_epoch got a state in which {given[0]} workers share {given[1]} units; here "
                 f"{here[0]} share {here[1]}. Pass a state of this order, or of ordering.resize."
             )
 
     of_all = base.Ordering(
         init, observe, next_epoch, sync, order.units_per_step, is_global=True, total=total
     )
-    return base.checked(of_all, num_units, DealtState, observes=False)
+    return base.checked(of_all, num_units, GlobalState, observes=False)
 
 
 @base.made_once
@@ -178,7 +178,7 @@ def global_reshuffling(
     total: int | None = None,
     axis_name: str | None = "worker",
 ) -> base.Ordering:
-    """Random reshuffling over the units of all workers, dealt to the workers in every epoch.
+    """Random reshuffling over the units of all workers, assigned to them anew in every epoch.
 
     Args:
       num_units: M >= 1, units per worker and epoch.
@@ -215,17 +215,17 @@ def global_reshuffling(
         )
     num_units, units_per_step = base.check_units(num_units, units_per_step)
 
-    def own(key, epoch):
+    def row_of_worker(key, epoch):
         shared = shared_key(jax.random.fold_in(key, epoch), axis_name)
         return _shuffled(shared, num_units, axis_name, total)[jax.lax.axis_index(axis_name)]
 
-    draws = lambda key, epoch, _: own(key, epoch), lambda key: own(key, 0)  # noqa: E731
+    draws = lambda key, epoch, _: row_of_worker(key, epoch), lambda key: row_of_worker(key, 0)  # noqa: E731
     fields = {"units_per_step": units_per_step, "is_global": True, "total": total}
-    return shuffled(num_units, *draws, DealtShuffleState, **fields)
+    return shuffled(num_units, *draws, GlobalShuffleState, **fields)
 
 
-def deal(placed: Int[Array, "W M"]) -> Int[Array, "W M"]:
-    """The units dealt to every worker, from the orders in which each worker placed its pairs.
+def assigned(placed: Int[Array, "W M"]) -> Int[Array, "W M"]:
+    """The units assigned to every worker, from the orders in which each worker placed its pairs.
 
     Place m of row w of `placed` is place m W + w of the common order in the first half of the row,
     and m W + (W - 1 - w) in the second.
@@ -234,7 +234,7 @@ def deal(placed: Int[Array, "W M"]) -> Int[Array, "W M"]:
     return jnp.concatenate([placed[:, :half], placed[::-1, half:]], axis=1)
 
 
-def _following(state: DealtState) -> PyTree:
+def _following(state: GlobalState) -> PyTree:
     """The units that the next epoch leaves out: those after the ones that wait now, cyclically."""
     if isinstance(state.waiting, tuple):
         return state.waiting
@@ -244,7 +244,7 @@ def _following(state: DealtState) -> PyTree:
     return jnp.where(state.waiting >= visited, state.waiting - visited, state.waiting + count)
 
 
-def _swapped(units, state: DealtState):
+def _swapped(units, state: GlobalState):
     """`units` with those that wait now in place of those that the next epoch leaves out."""
     if isinstance(state.waiting, tuple):
         return units

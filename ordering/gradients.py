@@ -93,8 +93,9 @@ def per_example_grads(
         of_part = split_safe(jax.value_and_grad(part, has_aux=True))
 
         def one(unit):
-            (_, found), gradient = of_part(params, unit)
-            return found, jax.tree.map(lambda g: g * seed, gradient) if has_rule else gradient
+            (_, loss_and_aux), gradient = of_part(params, unit)
+            gradient = jax.tree.map(lambda g: g * seed, gradient) if has_rule else gradient
+            return loss_and_aux, gradient
 
         def add(total, unit):
             (value, aux), gradient = one(unit)
@@ -191,14 +192,14 @@ def checked_loss(loss: Callable, has_aux: bool) -> Callable:
 
     def run(params, batch, key):
         _check_takes(loss, len(batch), key is not None)
-        found = loss(params, *batch) if key is None else loss(params, *batch, key=key)
+        result = loss(params, *batch) if key is None else loss(params, *batch, key=key)
         if not has_aux:
-            losses, aux = found, None
-        elif isinstance(found, tuple | list) and len(found) == 2:
-            losses, aux = found
+            losses, aux = result, None
+        elif isinstance(result, tuple | list) and len(result) == 2:
+            losses, aux = result
         else:
             raise ValueError(
-                f"the loss returned a {type(found).__name__}: with has_aux=True return a tuple "
+                f"the loss returned a {type(result).__name__}: with has_aux=True return a tuple "
                 "(losses, aux)."
             )
         is_array = isinstance(losses, jax.Array | np.ndarray | np.generic | float)
@@ -388,8 +389,8 @@ def check_separable(
     for i, within in enumerate(together):
         alone = jax.tree.map(lambda x: x[i : i + 1], batch)  # noqa: B023
         copies = jax.tree.map(lambda x: np.repeat(x, size, axis=0), alone)
-        (found,), others = (np.asarray(of_batch(x), np.float64) for x in (alone, copies))
-        for other in (found, others[i]):
+        (by_itself,), others = (np.asarray(of_batch(x), np.float64) for x in (alone, copies))
+        for other in (by_itself, others[i]):
             if not _near(other, within):
                 why = _mixes(of_batch, batch, not _near(others, others[0]))
                 raise ValueError(

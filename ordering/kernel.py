@@ -80,15 +80,13 @@ def balance_blocks(
     def of_block(carry, block):
         (rule_state, total), (elements, block_valid) = carry, block
         vectors = jax.vmap(derive)(elements)
-        *found, signs, taken = balance(
-            rule, rule_state, total, vectors, valid=block_valid, axes=axes
-        )
-        return mesh.alike(tuple(found), carry), (signs, taken)
+        *new, signs, taken = balance(rule, rule_state, total, vectors, valid=block_valid, axes=axes)
+        return mesh.alike(tuple(new), carry), (signs, taken)
 
     def of_one(carry, vector):
         (rule_state, total), (element, is_valid) = carry, vector
-        found, out = _balance_one(rule, rule_state, total, derive(element), is_valid, axes)
-        return mesh.alike(found, carry), out
+        new, out = _balance_one(rule, rule_state, total, derive(element), is_valid, axes)
+        return mesh.alike(new, carry), out
 
     def cut(leaf):
         return leaf[:whole].reshape((whole // block_size, block_size, *leaf.shape[1:]))

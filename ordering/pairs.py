@@ -146,7 +146,7 @@ def cd_grab(
     if axis_name is None:
         options = {"units_per_step": units_per_step, "gathers": gathers, "team_size": team_size}
         return base.of_only_axis(
-            lambda own: cd_grab(num_units, axis_name=own, rule=rule, **options)
+            lambda axis: cd_grab(num_units, axis_name=axis, rule=rule, **options)
         )
     if gathers is not None:
         return gathered_pairs(num_units, units_per_step, rule, axis_name, gathers, team_size)
@@ -196,10 +196,10 @@ def _pair_balance(num_units, units_per_step, rule, axis_name, *, coordinated) ->
         whole = state._replace(
             position=position, running_sum=running_sum, pending=pending, rule=rule_state
         )
-        found = observe_held(whole, gradients, ())
-        of_sums = found.running_sum, found.pending
-        running_sum, pending = jax.tree.map(lambda x: own_slice(x, size, axis_name), of_sums)
-        return found._replace(running_sum=running_sum, pending=pending)
+        new = observe_held(whole, gradients, ())
+        of_sums = new.running_sum, new.pending
+        running_sum, pending = jax.tree.map(lambda x: slice_of_worker(x, size, axis_name), of_sums)
+        return new._replace(running_sum=running_sum, pending=pending)
 
     def observe_held(state, gradients, summed):
         """`observe`, with products summed over these axes."""
@@ -243,8 +243,8 @@ def _pair_balance(num_units, units_per_step, rule, axis_name, *, coordinated) ->
         units = jax.tree.map(align, state.pending, units)
 
         def differences(g):
-            found = trees.subtract_pairs(trees.split_pairs(g, num_pairs))
-            return found.reshape((num_pairs * workers, *g.shape[2:]))
+            rows = trees.subtract_pairs(trees.split_pairs(g, num_pairs))
+            return rows.reshape((num_pairs * workers, *g.shape[2:]))
 
         return pending, jax.tree.map(differences, units)
 
@@ -272,7 +272,7 @@ def joined(slices: Array, entries: int, axis_name: str) -> Array:
     return jax.lax.all_gather(slices, axis_name, axis=slices.ndim - 1, tiled=True)[..., :entries]
 
 
-def own_slice(array: Array, size: int, axis_name: str) -> Array:
+def slice_of_worker(array: Array, size: int, axis_name: str) -> Array:
     """This worker's slice of what `joined` put together."""
     missing = size * mesh.axis_size(axis_name) - array.shape[-1]
     padded = jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, missing)])

@@ -13,7 +13,7 @@ from ordering.base import Ordering, State
 from ordering.baselines.herding import GreedyHerdingState
 from ordering.centred import GrabState
 from ordering.gathered import GatheredState
-from ordering.global_orders import DealtState
+from ordering.global_orders import GlobalState
 from ordering.pairs import PairBalanceState
 from ordering.shuffles import ShuffleState
 from syncopate import mesh, plans
@@ -29,8 +29,8 @@ def resize(
     them, worker 1 the next B', and so on. Orders that use no gradients draw their next order for W'
     workers. Between epochs the others lose nothing but greedy herding its gradients, which the next
     epoch brings again. In the middle of an epoch they drop what they have observed of it, repeat
-    the current order in the next epoch and observe it from the start; there, dealt pairs keep their
-    order. Greedy herding already observes the rest of this epoch. The mean of `grab` and the
+    the current order in the next epoch and observe it from the start; there, global pairs keep
+    their order. Greedy herding already observes the rest of this epoch. The mean of `grab` and the
     counters of a sign rule are kept in any case: those of the workers whose units one takes over.
     The keys are those of `fresh`.
 
@@ -69,25 +69,26 @@ def resize(
             raise ValueError(
                 f"{name} is a {type(value).__name__}: pass a state of an order, of all workers."
             )
-    current, owned = np.asarray(state.current), None
+    current, new_units = np.asarray(state.current), None
     _check(state, fresh, units, units_per_step, visited)
     if units is not None:
         current = np.take_along_axis(units, current, axis=1)
     if len(np.unique(current)) < current.size:
         raise ValueError(
             "some units belong to several workers: pass as units which ones each worker owns, each "
-            "once, or None for the state of a dealt order."
+            "once, or None for the state of a global order."
         )
-    current = dealt_to(current, len(fresh.current), units_per_step)
+    current = redistributed(current, len(fresh.current), units_per_step)
     if units is not None:
-        owned = np.sort(current, axis=1).astype(np.int32)
-        current = np.stack([np.searchsorted(*rows) for rows in zip(owned, current, strict=True)])
+        new_units = np.sort(current, axis=1).astype(np.int32)
+        pairs = zip(new_units, current, strict=True)
+        current = np.stack([np.searchsorted(*rows) for rows in pairs])
     new = begun(fresh, state, current.astype(np.int32), visited)
     if isinstance(new, ShuffleState):  # its next order is drawn an epoch ahead
         if not isinstance(order, Ordering):
             raise ValueError(f"order is {order!r}: pass the Ordering of which fresh is a state.")
         new = jax.vmap(order.next_epoch, axis_name=axis_name)(new)
-    return new, owned
+    return new, new_units
 
 
 def _check(state, fresh, units, units_per_step, visited):
@@ -110,7 +111,7 @@ def _check(state, fresh, units, units_per_step, visited):
         )
 
 
-def dealt_to(rows: np.ndarray, workers: int, units_per_step: int) -> np.ndarray:
+def redistributed(rows: np.ndarray, workers: int, units_per_step: int) -> np.ndarray:
     """The orders of W' workers, [W', M'], from those of W, [W, M]: each step keeps its units."""
     whole = rows.shape[1] // units_per_step * units_per_step
 
@@ -199,11 +200,11 @@ def _(fresh: GreedyHerdingState, state, current, visited):
 
 
 @begun.register
-def _(fresh: DealtState, state, current, visited):
+def _(fresh: GlobalState, state, current, visited):
     everywhere = lambda x: np.broadcast_to(x, (len(current), *np.shape(x))).copy()  # noqa: E731
     paired = current.shape[1] // 2 * 2
     front, back = current[:, :paired:2], current[:, 1:paired:2]
-    # Every pair is dealt as if its sign were +, so that input can be read ahead.
+    # Every pair is assigned as if its sign were +, so that input can be read ahead.
     following = np.concatenate([front, current[:, paired:], back[:, ::-1]], axis=1)
     return fresh._replace(
         pairs=begun(fresh.pairs, state.pairs, current, visited)._replace(next=following),

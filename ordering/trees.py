@@ -54,12 +54,12 @@ def combine(gradients: PyTree, weights: Float32[Array, "n"]) -> PyTree:
 
 def mean_of(gradients: Float[Array, "n ..."]) -> Float[Array, "..."]:
     """The mean over the leading axis, added up in float32."""
-    found = as_float32(gradients)
+    floats = as_float32(gradients)
     # On a CPU additions are fused with what forms the gradients. A reduction is not, and takes
     # longer than forming them.
-    few = len(found) <= FEW
-    total = functools.reduce(jnp.add, found) if few else jnp.sum(found, axis=0)
-    return (total / len(found)).astype(gradients.dtype)
+    few = len(floats) <= FEW
+    total = functools.reduce(jnp.add, floats) if few else jnp.sum(floats, axis=0)
+    return (total / len(floats)).astype(gradients.dtype)
 
 
 def leading_size(tree: PyTree, what: str, act: str) -> int:

@@ -255,8 +255,8 @@ CALLS |= {
         opt_state=Arg(ADAM.init(X), [None, 3, "text", {}, THING, X, optax.sgd(0.1).init(X),
                                      ADAM.init({"w": jnp.ones(4)}), ADAM.init({"v": jnp.ones(3)}),
                                      [ADAM.init(X)] * 2]),
-        leaves=Arg(None, [3, "text", [], [3], THING, {}, LEAVES * 2]), params=X, floor=0.1,
-        power=Arg(0.25, [0, 0.6, *KINDS["floor"]]),
+        leaves=Arg(None, [3, "text", [], [3], THING, {}, LEAVES * 2]), params=X, eps=0.1,
+        power=Arg(0.25, [0, 0.6, *KINDS["eps"]]),
         axis_name=AXIS),
     "sketched, scale": call(
         lambda scale: gradients(lambda loss: functools.partial(

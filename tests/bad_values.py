@@ -143,7 +143,7 @@ KINDS = {
         ("timeout", [v for v in real(0) if v is not None and v is not INF]),
         ("key", KEYS), ("axis_name", AXES), ("params", PARAMS), ("lr", SCHEDULES),
         ("p", [2.0, 0.0, lambda t: 0.0, *SCHEDULES]),
-        ("floor", [2.0, 0.0, lambda t: 0.0, *but_none(SCHEDULES)]), ("rule", RULES),
+        ("eps", [2.0, 0.0, lambda t: 0.0, *but_none(SCHEDULES)]), ("rule", RULES),
         ("inner", [None, *OPTIMIZERS]), ("outer", OPTIMIZERS), ("compress", COMPRESSORS),
         ("specs", SPECS), ("correction", CORRECTIONS), ("grads update_params", LIKE_PARAMS),
         ("how", word()), ("gathers keys", but_none(word())), ("fresh", NOT_FRESH),

@@ -1,4 +1,4 @@
-"""Herding: how large the partial sums along an order become, and the greedy order against it."""
+"""Herding: how large the partial sums along an order become, and the greedy order."""
 
 import contextlib
 from typing import NamedTuple

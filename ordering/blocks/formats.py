@@ -89,8 +89,8 @@ def _sums_of_lengths(lengths):
 
 def _check_sums(sums, saved, first, what):
     """Raises ValueError for the first of the records that has not the checksum that was saved."""
-    found = np.array(sums, np.uint32)
-    masked = (found >> 15 | found << 17) + np.uint32(0xA282EAD8)  # as TFRecord stores them
+    computed = np.array(sums, np.uint32)
+    masked = (computed >> 15 | computed << 17) + np.uint32(0xA282EAD8)  # as TFRecord stores them
     wrong = masked != np.ascontiguousarray(saved).view("<u4").ravel()
     if wrong.any():
         number = first + int(np.argmax(wrong))
@@ -209,9 +209,9 @@ def files(
 
     def opened(path):
         name = os.path.basename(path).lower() if kind is None else f".{kind}"
-        for ending, own in ENDINGS.items():
+        for ending, kind_of in ENDINGS.items():
             if name.endswith(ending) or f"{ending}-" in name:
-                return own(path, columns)
+                return kind_of(path, columns)
         raise ValueError(
             f"{path} is of no known kind: pass files named {', '.join(ENDINGS)}, or kind=, one of "
             f"{', '.join(KINDS)}; files of tokens go to tokens."

@@ -53,8 +53,8 @@ class Parquet(File):
             )
         flat = [i for i in range(data.num_columns) if file.schema.column(i).path in chosen]
         for i, group in enumerate(groups):
-            known = [group.column(j).statistics for j in flat]
-            if any(found is not None and found.null_count for found in known):
+            statistics = [group.column(j).statistics for j in flat]
+            if any(stats is not None and stats.null_count for stats in statistics):
                 self.incomplete = int(self.starts[i]), int(self.starts[i + 1])
                 break
         return data.num_rows
@@ -108,17 +108,17 @@ class Parquet(File):
         if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
             sizes = pyarrow.compute.call_function("list_value_length", [column]).to_numpy()
             values = self._array(column.flatten(), name, np.repeat(numbers, sizes))
-            if len(found := np.unique(sizes)) > 1:
+            if len(lengths := np.unique(sizes)) > 1:
                 raise ValueError(
                     f"{self.name}, records {numbers[0]} to {numbers[-1]}: the lists of {name} have "
-                    f"several lengths, as {found[:3].tolist()}. Make them equal, or leave some out "
-                    "by split(keep=)."
+                    f"several lengths, as {lengths[:3].tolist()}. Make them equal, or leave some "
+                    "out by split(keep=)."
                 )
-            return values.reshape(len(column), *found, *values.shape[1:])
+            return values.reshape(len(column), *lengths, *values.shape[1:])
         if types.is_map(kind) or types.is_struct(kind):  # of which to_numpy would make floats
-            found = np.empty(len(column), object)
-            found[:] = column.to_pylist()
-            return found
+            objects = np.empty(len(column), object)
+            objects[:] = column.to_pylist()
+            return objects
         if types.is_fixed_size_binary(kind) and len(column):
             size = kind.byte_width
             data = np.frombuffer(column.buffers()[1], np.uint8, offset=column.offset * size)

@@ -9,7 +9,7 @@ from jaxtyping import Int, PyTree
 from ordering.base import Ordering, State
 from ordering.blocks.units import Blocks
 from ordering.data.place import Count, part_of
-from ordering.global_orders import DealtShuffleState, DealtState
+from ordering.global_orders import GlobalShuffleState, GlobalState
 from ordering.resizing import resize as resize_order
 from syncopate import plans
 
@@ -34,52 +34,52 @@ class BlockState(NamedTuple):
     files: Int[ArrayLike, "F 3"]  # number of records and digest of each
 
 
-def check(saved: Any, own: BlockState, blocks: Blocks) -> dict[str, Any]:
+def check(saved: Any, fresh: BlockState, blocks: Blocks) -> dict[str, Any]:
     """The parts of a saved state; ValueError if it is not one of these blocks and sizes."""
     try:
-        found = {name: part_of(saved, name) for name in BlockState._fields}
+        parts = {name: part_of(saved, name) for name in BlockState._fields}
     except (KeyError, IndexError, AttributeError, TypeError):
         raise ValueError(
             f"state is a {type(saved).__name__}: pass what BlockEpochs.state gave."
         ) from None
     for name in BlockState._fields[1:]:
         if name != "sums":
-            array, kind = plans.as_array(found[name])
+            array, kind = plans.as_array(parts[name])
             fits = array.shape[1:] == (3,) if name == "files" else array.ndim == 0
             if not fits or array.dtype.kind not in "iu" or (array < 0).any():
                 raise ValueError(f"state has {kind} as {name!r}: pass it as it was saved.")
-            found[name] = array
-    _check_files(found["files"], own.files, blocks)
-    if found["filter"] != own.filter:
-        was, now = ("with a filter" if x else "without" for x in (found["filter"], own.filter))
-        now = "with another" if found["filter"] and own.filter else now
+            parts[name] = array
+    _check_files(parts["files"], fresh.files, blocks)
+    if parts["filter"] != fresh.filter:
+        was, now = ("with a filter" if x else "without" for x in (parts["filter"], fresh.filter))
+        now = "with another" if parts["filter"] and fresh.filter else now
         raise ValueError(
             f"the state was saved {was} keep= of split, and these blocks are {now}: pass the same "
             "keep."
         )
     names = {"unit_size": "records in a block", "seed": "the seed"}
-    inside = found["batch"] or found["summed"] or found["uses"]
+    inside = parts["batch"] or parts["summed"] or parts["uses"]
     if inside:  # of a window
         names |= {"window": "blocks in a window", "batch_size": "records in a batch"}
     for name, what in names.items():
-        if found[name] != getattr(own, name):
+        if parts[name] != getattr(fresh, name):
             where = ", inside a window" if name in ("window", "batch_size") else ""
             raise ValueError(
-                f"{what}: the state was saved with {found[name]}{where}, now it is "
-                f"{getattr(own, name)}."
+                f"{what}: the state was saved with {parts[name]}{where}, now it is "
+                f"{getattr(fresh, name)}."
             )
     if not inside:
-        found["sums"] = own.sums  # zeros
-    return found
+        parts["sums"] = fresh.sums  # zeros
+    return parts
 
 
-def _check_files(files, own, blocks):
-    if len(files) != len(own):
+def _check_files(files, expected, blocks):
+    if len(files) != len(expected):
         raise ValueError(
-            f"the state was saved with {len(files)} files, now there are {len(own)}: pass the same "
-            "files in the same sequence."
+            f"the state was saved with {len(files)} files, now there are {len(expected)}: pass the "
+            "same files in the same sequence."
         )
-    for part, saved, given in zip(blocks.parts, files, own, strict=True):
+    for part, saved, given in zip(blocks.parts, files, expected, strict=True):
         if (saved != given).any():
             raise ValueError(
                 f"{part.name} is not the file with which the state was saved: it has {given[0]} "
@@ -98,7 +98,7 @@ def resize(
     of a shuffle; from then on it observes as before.
 
     Args:
-      state: of all W workers, saved where `window_ended`, with an order that deals blocks
+      state: of all W workers, saved where `window_ended`, with an order over all units
         (`global_order`, `global_reshuffling`).
       fresh: a first state of `order` for W' workers with M' = W M / W' units each.
       order: the order for W' workers, with windows of K' = W K / W' blocks.
@@ -132,10 +132,10 @@ def resize(
     if not isinstance(state, BlockState):
         raise ValueError(f"state is a {type(state).__name__}: pass what BlockEpochs.state gave.")
     orders = state.order
-    if not isinstance(orders, DealtState | DealtShuffleState) or np.ndim(orders.current) != 2:
+    if not isinstance(orders, GlobalState | GlobalShuffleState) or np.ndim(orders.current) != 2:
         raise ValueError(
             f"the state's order is a {type(orders).__name__}: pass that of all workers, of an "
-            "order that deals blocks, as global_order or global_reshuffling."
+            "order over all units, as global_order or global_reshuffling."
         )
     if type(fresh) is not type(orders) or np.ndim(fresh.current) != 2:
         raise ValueError(

@@ -36,12 +36,12 @@ class BlockEpochs(Epochs):
     """
 
     def __init__(self, load: Any, sizes: Sizes, order: Ordering, scope: base.Scope,
-                 own: BlockState, num_epochs: int | None):  # fmt: skip
-        place = ReadState(*own[:6])
+                 start: BlockState, num_epochs: int | None):  # fmt: skip
+        place = ReadState(*start[:6])
         super().__init__(
-            load, sizes, order, scope, place, num_epochs, sizes.batches, int(own.batch)
+            load, sizes, order, scope, place, num_epochs, sizes.batches, int(start.batch)
         )
-        self._own, self._sums, self._summed = own, own.sums, int(own.summed)
+        self._start, self._sums, self._summed = start, start.sums, int(start.summed)
         self._sums_rows = self._summed > 0  # whether `observe` is called
         self._add = _adding(scope)
         self._places, self._last = None, self._place()
@@ -112,7 +112,7 @@ class BlockEpochs(Epochs):
 
         Returns:
           A tree of arrays of its own: the order's state, the place, the sums of the window's
-          blocks, the sizes, and what tells files and filters apart.
+          blocks, the sizes, and what identifies files and filters.
         """
         return self.state_at(self.steps - self._is_left(), 0)
 
@@ -126,7 +126,7 @@ class BlockEpochs(Epochs):
         names = BlockState._fields[1:8]
         counts = map(np.asarray, (epoch, units, loads, steps, uses, batch, self._summed))
         counts = dict(zip(names, counts, strict=True))
-        return self._own._replace(order=order, sums=sums, **counts)
+        return self._start._replace(order=order, sums=sums, **counts)
 
     def _is_left(self):
         """Whether the last batch is still to be observed, so that it is read again."""
@@ -237,16 +237,16 @@ def read_blocks(
         shape = (*first.current.shape[:-1], window)
         sums = jax.tree.map(lambda x: jnp.zeros((*shape, *jnp.shape(x)), jnp.float32), like)
         zero = np.asarray(0)
-        own = BlockState(
+        start = BlockState(
             first, zero, zero, zero, zero, zero, zero, zero, sums, np.asarray(window),
             np.asarray(batch_size), np.asarray(seed), np.asarray(blocks.unit_size),
             np.asarray(blocks.filter_digest), blocks.digests,
         )  # fmt: skip
         if state is not None:
-            found = restored(own, position.check(state, own, blocks))
-            check_place(found, num_units, scope.workers or 1, window)
-            own = own._replace(**dict(zip(BlockState._fields[:9], found, strict=False)))
-        load = _loading(blocks, order, scope, own, num_units, batches, _reading(readers))
+            saved = restored(start, position.check(state, start, blocks))
+            check_place(saved, num_units, scope.workers or 1, window)
+            start = start._replace(**dict(zip(BlockState._fields[:9], saved, strict=False)))
+        load = _loading(blocks, order, scope, start, num_units, batches, _reading(readers))
         if scope.mesh is not None and sharding is None:
             sharding = NamedSharding(scope.mesh, PartitionSpec(scope.axis_name))
     options = {"sharding": sharding, "depth": depth, "timeout": timeout}
@@ -255,7 +255,7 @@ def read_blocks(
         return on_devices(load(orders, first_step, epoch), first_load=number, **options)
 
     sizes = Sizes(num_units, window, batches, last)
-    return BlockEpochs(on_device, sizes, order, scope, own, num_epochs)
+    return BlockEpochs(on_device, sizes, order, scope, start, num_epochs)
 
 
 def _check_units(blocks, order, scope, num_units):
@@ -279,11 +279,11 @@ def _window_of(order, first, window, num_units):
     return window
 
 
-def _loading(blocks, order, scope, own, num_units, batches, read):
+def _loading(blocks, order, scope, start, num_units, batches, read):
     """`(orders, first step, epoch) -> batches` of this process's workers."""
     total = len(blocks)
     first = 0 if order.is_global else num_units * workers_of_process(scope)[:, None]
-    sizes = int(own.window), int(own.batch_size)
+    sizes = int(start.window), int(start.batch_size)
 
     def load(orders, first_step, epoch):
         if order.is_global:
@@ -291,8 +291,8 @@ def _loading(blocks, order, scope, own, num_units, batches, read):
         else:
             check_units_of(orders, num_units)
         units, axes = np.atleast_2d(orders) + first, (*orders.shape[:-1], sizes[1])
-        found = read(Windows(blocks, units, sizes, (int(own.seed), epoch), axes))
-        return batches_of(found, first_step % batches)
+        windows = read(Windows(blocks, units, sizes, (int(start.seed), epoch), axes))
+        return batches_of(windows, first_step % batches)
 
     return load
 
@@ -318,9 +318,9 @@ def _reading(readers: int | Callable) -> Callable[[Windows], Iterable]:
             wait, finish = begin(0)
             for number in range(1, len(epoch) + 1):
                 wait()
-                found = finish()
+                window = finish()
                 if number < len(epoch):
                     wait, finish = begin(number)
-                yield found
+                yield window
 
     return read

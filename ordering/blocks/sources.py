@@ -135,12 +135,12 @@ class File(Source):
         return records
 
     def raw(self, start: int, stop: int) -> Any:
-        whose = self.state, os.getpid(), threading.get_ident()
+        handle = self.state, os.getpid(), threading.get_ident()
         try:
-            records = self.records(_opened(type(self), self.name, *whose), start, stop)
-            found = jax.tree.leaves(records)[0] if isinstance(records, dict) else records
-            if len(found) != stop - start:
-                raise ValueError(f"it gave {len(found)} records")
+            records = self.records(_opened(type(self), self.name, *handle), start, stop)
+            column = jax.tree.leaves(records)[0] if isinstance(records, dict) else records
+            if len(column) != stop - start:
+                raise ValueError(f"it gave {len(column)} records")
             return records
         except Exception as error:
             _opened.cache_clear()  # a handle may have failed for good
@@ -193,7 +193,7 @@ def files_of(paths: Any, opened: Callable[[str], File]) -> tuple[File, ...]:
     is_list = isinstance(given, Sequence)
     if not is_list or not all(isinstance(path, str | os.PathLike) for path in given):
         raise ValueError(f"paths is {paths!r}: pass a path, a pattern, or a list of them.")
-    found = {}
+    opened_files = {}
     for path in map(os.fspath, given):
         matches = _matches(path)
         for match in matches or [path]:
@@ -204,29 +204,29 @@ def files_of(paths: Any, opened: Callable[[str], File]) -> tuple[File, ...]:
                     f"there is no file {match}: pass paths of files on a disk; copy those of a "
                     "bucket, or mount it."
                 )
-            if (real := os.path.realpath(match)) not in found:
-                found[real] = opened(match)
-            if not matches and not len(found[real]):
+            if (real := os.path.realpath(match)) not in opened_files:
+                opened_files[real] = opened(match)
+            if not matches and not len(opened_files[real]):
                 raise ValueError(f"{path} holds no records: leave it out.")
-    if not any(map(len, found.values())):
+    if not any(map(len, opened_files.values())):
         raise ValueError(f"paths is {paths!r}: no file holds a record. Pass one that does.")
-    return tuple(file for file in found.values() if len(file))
+    return tuple(file for file in opened_files.values() if len(file))
 
 
 def _matches(path: str) -> list[str]:
     """What a pattern matches; nothing for a path, as a path is whose folders or file exist."""
-    known = path
-    while known and not os.path.exists(known):
-        known = os.path.dirname(known)
-    rest = path[len(known) :]
-    pattern = glob.escape(known) + rest
+    existing = path
+    while existing and not os.path.exists(existing):
+        existing = os.path.dirname(existing)
+    rest = path[len(existing) :]
+    pattern = glob.escape(existing) + rest
     return sorted(glob.glob(pattern, recursive=True)) if glob.has_magic(rest) else []
 
 
 def _state(path: str) -> tuple[int, int]:
     """The size of a file and the time of its last change."""
-    found = os.stat(path)
-    return found.st_size, found.st_mtime_ns
+    stat = os.stat(path)
+    return stat.st_size, stat.st_mtime_ns
 
 
 def _is_packed(path):

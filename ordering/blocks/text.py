@@ -38,7 +38,7 @@ def tokens(
         llm.c's files, and `.npy`, are known, and so is the type that the `.idx` beside a `.bin` of
         Megatron names.
       length: L >= 1, tokens that a window predicts.
-      separator: the token between documents. With it, records tell the documents apart.
+      separator: the token between documents. With it, records say where documents begin.
       separator_at: "end" if a document ends with it, as in nanoGPT's files and Megatron's; "start"
         if it begins with it, as in those of llm.c for FineWeb.
       dtype: the type of the tokens in the files; None for what a file says, else uint16.
@@ -96,12 +96,12 @@ class Tokens(File):
         super().__init__(path)
 
     def index(self) -> int:
-        known = count = None
+        header_dtype = count = None
         if self.header is None:
-            self.header, known, count = _header(self.name)
-        if self.dtype is not None and known is not None and self.dtype != known:
-            raise Unfit(f"dtype is {self.dtype}, and the file says {known}: leave dtype out")
-        kinds = (known, self.dtype, np.dtype(np.uint16))
+            self.header, header_dtype, count = _header(self.name)
+        if self.dtype is not None and header_dtype is not None and self.dtype != header_dtype:
+            raise Unfit(f"dtype is {self.dtype}, and the file says {header_dtype}: leave dtype out")
+        kinds = (header_dtype, self.dtype, np.dtype(np.uint16))
         self.dtype = dtype = next(kind for kind in kinds if kind is not None)
         if dtype.kind not in "iu":
             raise Unfit(f"it holds {dtype}, and tokens are whole numbers: write it anew")
@@ -112,16 +112,16 @@ class Tokens(File):
                 "pass the dtype of the file, or the separator that it has"
             )
         size = max(0, os.path.getsize(self.name) - self.header)
-        found, rest = divmod(size, dtype.itemsize)
-        if count is not None and found != count:
-            raise ValueError(f"it has {found} tokens, and its header says {count}")
-        if rest or 0 < found <= self.length:
+        num_tokens, rest = divmod(size, dtype.itemsize)
+        if count is not None and num_tokens != count:
+            raise ValueError(f"it has {num_tokens} tokens, and its header says {count}")
+        if rest or 0 < num_tokens <= self.length:
             raise Unfit(
-                f"after header_bytes={self.header} it has {found} tokens of {dtype} and {rest} "
-                f"bytes more, and a window of length {self.length} takes {self.length + 1}: pass "
-                "the dtype and the header of the file, or another length"
+                f"after header_bytes={self.header} it has {num_tokens} tokens of {dtype} and "
+                f"{rest} bytes more, and a window of length {self.length} takes {self.length + 1}: "
+                "pass the dtype and the header of the file, or another length"
             )
-        return max(0, found - 1) // self.length
+        return max(0, num_tokens - 1) // self.length
 
     def records(self, handle: Ranges, start: int, stop: int) -> dict[str, np.ndarray]:
         length, size = self.length, self.dtype.itemsize

@@ -69,14 +69,16 @@ class Blocks(Sequence):
     def read(self, units: Sequence[int]) -> PyTree[np.ndarray]:
         """The records of units that have some, in one request each; valid if `check` passes
         afterwards. May be views of the source."""
-        found = [self._records(unit) for unit in units]
-        if all(isinstance(records, list) for records in found):  # in one copy
-            records = [record for unit in found for record in unit]
-            found = [stacked(records)]
-        found = [stacked(x) if isinstance(x, list) else x for x in found]
-        for unit, records in zip(units, found, strict=False):
+        blocks = [self._records(unit) for unit in units]
+        if all(isinstance(records, list) for records in blocks):  # in one copy
+            records = [record for unit in blocks for record in unit]
+            blocks = [stacked(records)]
+        blocks = [stacked(x) if isinstance(x, list) else x for x in blocks]
+        for unit, records in zip(units, blocks, strict=False):
             self._check_types(unit, records)
-        return found[0] if len(found) == 1 else jax.tree.map(lambda *x: np.concatenate(x), *found)
+        if len(blocks) == 1:
+            return blocks[0]
+        return jax.tree.map(lambda *x: np.concatenate(x), *blocks)
 
     def check(self, units: Sequence[int]) -> None:
         """Raises ValueError if a source of these units has changed."""
@@ -214,9 +216,9 @@ def _source(part: Any) -> Source:
     def read(start, stop):
         records = part.read(start, stop)
         columns = [records] if isinstance(records, list) else jax.tree.leaves(records)
-        found = {len(x) if isinstance(x, list) or np.ndim(x) else 0 for x in columns}
-        if found != {stop - start}:
-            what = f"a {type(records).__name__} of {sorted(found)} records"
+        lengths = {len(x) if isinstance(x, list) or np.ndim(x) else 0 for x in columns}
+        if lengths != {stop - start}:
+            what = f"a {type(records).__name__} of {sorted(lengths)} records"
             raise ValueError(f"{name}.read({start}, {stop}) gave {what}: return {stop - start}.")
         return records
 
@@ -228,8 +230,8 @@ def _of_data(data: Any) -> Part:
     source = as_source(data, name="parts")
     of_arrays = isinstance(data, ARRAYS)
     samples = np.linspace(0, len(source) - 1, SAMPLE if of_arrays else SAMPLES).astype(np.int64)
-    found = [np.ascontiguousarray(x) for x in jax.tree.leaves(source[np.unique(samples)])]
-    digest = digest_of(len(source), (repr(x.tolist()).encode() for x in found))
+    leaves = [np.ascontiguousarray(x) for x in jax.tree.leaves(source[np.unique(samples)])]
+    digest = digest_of(len(source), (repr(x.tolist()).encode() for x in leaves))
     name = "the arrays" if of_arrays else "the examples"
     return Part(name, len(source), digest, lambda start, stop: source[start:stop], False)
 

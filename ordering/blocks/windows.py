@@ -52,13 +52,13 @@ class Windows(Sequence):
         ranks = np.arange(batches * len(units) * self.batch_size)
         ranks = ranks.reshape(batches, len(units), -1).swapaxes(0, 1).reshape(len(units), -1)
         places, jobs, rest = np.full(ranks.size, -1, np.int32), [], []
-        for own, to in zip(units, ranks, strict=True):
-            sizes = self._blocks.sizes[own]
+        for of_worker, to in zip(units, ranks, strict=True):
+            sizes = self._blocks.sizes[of_worker]
             count = int(sizes.sum())
             if count:
-                first = self._shuffled(to[:count], int(own[0]))
-                places[first] = np.repeat(np.arange(len(own), dtype=np.int32), sizes)
-                jobs += self._jobs(own, sizes, first)
+                first = self._shuffled(to[:count], int(of_worker[0]))
+                places[first] = np.repeat(np.arange(len(of_worker), dtype=np.int32), sizes)
+                jobs += self._jobs(of_worker, sizes, first)
             else:  # units without records still need batches
                 first = to[:1]
                 jobs.append(([int(np.argmax(self._blocks.sizes))], first))
@@ -89,9 +89,9 @@ class Windows(Sequence):
 
     def _shuffled(self, to: np.ndarray, unit: int) -> np.ndarray:
         """Where the records of blocks that were read one after the other belong."""
-        found = np.empty_like(to)
-        found[permutation((*self._seeds, unit), len(to))] = to
-        return found
+        shuffled = np.empty_like(to)
+        shuffled[permutation((*self._seeds, unit), len(to))] = to
+        return shuffled
 
 
 class _Records:

@@ -67,10 +67,10 @@ class EpochBatches:
         whole = self._unit + windows * self._sizes.window
         return self._sizes.num_units if step == self.steps else whole
 
-    def open(self, orders: np.ndarray, known: int) -> None:
-        """Begins to load what has not begun, of the first `known` units of each order."""
-        windows = (known - self._unit) // self._sizes.window
-        whole = known >= self._sizes.num_units
+    def open(self, orders: np.ndarray, num_final: int) -> None:
+        """Begins to load what has not begun, of the first `num_final` units of each order."""
+        windows = (num_final - self._unit) // self._sizes.window
+        whole = num_final >= self._sizes.num_units
         stop = self.steps if whole else self._first + windows * self._sizes.batches
         if stop > self.opened:
             part = orders[..., self._unit_of(self.opened) : self._unit_of(stop)]
@@ -128,7 +128,7 @@ class Reader(Iterator, contextlib.AbstractContextManager):
         self._early: Any = None  # and of what is known of the next one
         self._due = True  # the order is still to be loaded
 
-    def live(self) -> State:
+    def newest_state(self) -> State:
         """The newest state of the orders of all workers."""
         raise NotImplementedError
 
@@ -193,7 +193,7 @@ class Reader(Iterator, contextlib.AbstractContextManager):
 
     def _begin_step(self):
         if self._due and self._order is None:
-            state = self.live()
+            state = self.newest_state()
             self._order = _copies(state.current, *epoch_of(state))
         # With two loads begun, wait for the order only when the device has the first to do.
         if self._due and (self._batches.step or self._batches.opened < 2):
@@ -203,7 +203,7 @@ class Reader(Iterator, contextlib.AbstractContextManager):
             self._due = False
         self._look_ahead()
 
-    def check_order(self, *found: np.ndarray) -> None:
+    def check_order(self, *epochs_of_workers: np.ndarray) -> None:
         """Raises ValueError if the orders, which were `found` in an epoch, are not in this one."""
 
     def _look_ahead(self):
@@ -211,7 +211,7 @@ class Reader(Iterator, contextlib.AbstractContextManager):
         now, units = self._batches, self._sizes.num_units
         if self._early is None:
             if now.step >= now.steps - 1 - self._ahead:
-                state = self.live()
+                state = self.newest_state()
                 self._early = _copies(state.left, state.next)
         elif self._following is None and now.opened == now.steps:
             if self._num_epochs is None or now.epoch + 1 < self._num_epochs:

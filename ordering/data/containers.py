@@ -79,14 +79,14 @@ def check_container(name: str, x: Any) -> None:
         return
     for package, kind in _kinds(x):
         if (package, kind) in LINES:
-            _refuse_known(name, x, package, kind)
+            _refuse_container(name, x, package, kind)
     if isinstance(x, Mapping) and type(x) not in TREES:
         refuse(name, f"a mapping, {type(x).__name__}", f"dict({name})")
     if isinstance(x, tuple) and type(x) is not tuple and not hasattr(x, "_fields"):
         refuse(name, f"a {type(x).__name__}", f"tuple({name})")
 
 
-def _refuse_known(name: str, x: Any, package: str, kind: str) -> NoReturn:
+def _refuse_container(name: str, x: Any, package: str, kind: str) -> NoReturn:
     """Raises the ValueError for a container of `LINES`."""
     line, what, more = LINES[package, kind], _described(package, x), ""
     words: dict[str, Any] = {"x": name}

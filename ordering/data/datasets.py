@@ -16,7 +16,7 @@ import jax
 from jax.typing import ArrayLike
 from jaxtyping import Int, PyTree
 
-from ordering.data.loader import carried_settings, said
+from ordering.data.loader import carried_settings, describe_error
 from ordering.data.sources import as_source, check_indices
 from syncopate import install
 
@@ -75,14 +75,14 @@ def tf_dataset(
     def load(first):
         part = indices[first:][:READ_AT_ONCE]
         try:
-            leaves, found = jax.tree.flatten(_reads.wait_for(lambda: examples[part], settings))
-            if found != structure or list(map(kind, leaves)) != kinds:
+            leaves, other = jax.tree.flatten(_reads.wait_for(lambda: examples[part], settings))
+            if other != structure or list(map(kind, leaves)) != kinds:
                 raise ValueError(
                     "they have not the shapes of example 0: pad or cut them, or decode in map, "
                     "as images that the source leaves encoded."
                 )
         except Exception as error:  # of which TensorFlow keeps only the text
-            raise RuntimeError(f"examples {part}: {said(error)}") from error
+            raise RuntimeError(f"examples {part}: {describe_error(error)}") from error
         return [x.astype(x.dtype.newbyteorder("="), copy=False) for x in leaves]
 
     def make(first):
@@ -151,8 +151,8 @@ def reordered(
         parts = parts.map(
             tf.autograph.experimental.do_not_convert(rows), tf.data.AUTOTUNE, deterministic=True
         )
-        known = tf.data.experimental.assert_cardinality(indices.size)
-        return parts.unbatch().apply(known)
+        sized = tf.data.experimental.assert_cardinality(indices.size)
+        return parts.unbatch().apply(sized)
 
 
 def _check_finite(tf: Any, dataset: Any) -> int:
@@ -248,11 +248,11 @@ class _Reads:
 def _run(future, read, settings):
     try:
         with settings():
-            found = read()
+            result = read()
     except BaseException as error:  # raised where the read is waited for
         _settle(future, future.set_exception, error)
     else:
-        _settle(future, future.set_result, found)
+        _settle(future, future.set_result, result)
 
 
 def _settle(future, settle, value):

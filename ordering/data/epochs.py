@@ -82,8 +82,8 @@ class Epochs(Reader):
         Raises:
           ValueError: for a state of another order.
         """
-        own = jax.tree.structure(self.order_state)
-        if jax.tree.structure(order_state) != own:
+        expected = jax.tree.structure(self.order_state)
+        if jax.tree.structure(order_state) != expected:
             raise ValueError(
                 f"advance got a {type(order_state).__name__}: pass what order.observe made of "
                 "reads.order_state."
@@ -123,14 +123,14 @@ class Epochs(Reader):
         self.observed, self._again = self._again or not self._observes, False
         return batch
 
-    def live(self) -> State:
+    def newest_state(self) -> State:
         return self.order_state
 
     def end_epoch(self) -> None:
         self.order_state = self._order_of_all.next_epoch(self.order_state)
 
-    def check_order(self, *found: np.ndarray) -> None:
-        for epochs in found:
+    def check_order(self, *epochs_of_workers: np.ndarray) -> None:
+        for epochs in epochs_of_workers:
             if (np.asarray(epochs) != self._shift + self.epoch).any():
                 raise ValueError(
                     f"epoch {self.epoch} begins, and the order is in epoch {np.max(epochs)}: "

@@ -34,7 +34,7 @@ class LoadError(RuntimeError):
         self.load = load
 
 
-def said(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """The type and the text of an error, also of one that cannot tell its text."""
     try:
         text = str(error)
@@ -81,7 +81,7 @@ class Prefetch(Iterator, contextlib.AbstractContextManager):
             raise StopIteration
         if not isinstance(item, tuple):
             raise LoadError(
-                self._load, f"failed: {said(item)}. Resume the run from this load."
+                self._load, f"failed: {describe_error(item)}. Resume the run from this load."
             ) from item
 
     def __next__(self) -> PyTree[jax.Array]:
@@ -318,14 +318,15 @@ def _representable(path, value):
     target = jax.dtypes.canonicalize_dtype(dtype)
     if target != array.dtype:
         with np.errstate(over="ignore"):
-            found = array.astype(target)
-        lost = found != array if target.kind in "iu" else np.isinf(found) & ~np.isinf(array)
-        if lost.any():
+            cast = array.astype(target)
+        changed = cast != array if target.kind in "iu" else np.isinf(cast) & ~np.isinf(array)
+        if changed.any():
             raise ValueError(
-                f"{name} has {array[lost][0]}, and JAX makes {target} of {dtype}, which does not "
-                "hold it: leave it out of the batches, scale or split it, or set JAX_ENABLE_X64=1."
+                f"{name} has {array[changed][0]}, and JAX makes {target} of {dtype}, which does "
+                "not hold it: leave it out of the batches, scale or split it, or set "
+                "JAX_ENABLE_X64=1."
             )
-        array = found
+        array = cast
     # Python's numbers keep their weak types.
     return value if isinstance(value, bool | int | float | complex) else array
 

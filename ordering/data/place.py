@@ -58,27 +58,27 @@ def restored(like: Any, saved: PyTree) -> Any:
     advice = "pass what Epochs.state gave of an order with the same arguments, units and workers."
 
     def pick(path, leaf):
-        found = saved
+        value = saved
         for part in path:
             name = getattr(part, "name", getattr(part, "key", getattr(part, "idx", None)))
             try:
-                found = part_of(found, name)
+                value = part_of(value, name)
             except (KeyError, IndexError, AttributeError, TypeError):
                 where = jax.tree_util.keystr(path)
                 raise ValueError(f"state has no {where}: {advice}") from None
-        data, found = key_data(leaf), key_data(found)
-        if np.shape(found) != np.shape(data):
+        data, value = key_data(leaf), key_data(value)
+        if np.shape(value) != np.shape(data):
             where = jax.tree_util.keystr(path)
             raise ValueError(
-                f"state{where} has the shape {np.shape(found)}, and the order's {np.shape(data)}: "
+                f"state{where} has the shape {np.shape(value)}, and the order's {np.shape(data)}: "
                 f"{advice}"
             )
-        return _placed(found, leaf)
+        return _placed(value, leaf)
 
-    found = jax.tree_util.tree_map_with_path(pick, like)
+    restored_state = jax.tree_util.tree_map_with_path(pick, like)
     if len(jax.tree.leaves(saved)) != len(jax.tree.leaves(like)):
         raise ValueError(f"state has arrays that this order does not have: {advice}")
-    return found
+    return restored_state
 
 
 def part_of(tree, name):

@@ -21,8 +21,8 @@ def reading(
     unit_size = plans.check_whole("unit_size", unit_size, 1)
     workers, window = scope.workers or 1, order.units_per_step
     total = order.total if order.is_global and order.total else workers * num_units
-    owned = workers_of_process(scope)
-    first = 0 if order.is_global else num_units * owned[:, None]  # of each worker's own units
+    here = workers_of_process(scope)
+    first = 0 if order.is_global else num_units * here[:, None]  # of each worker's own units
 
     def pipeline(orders, first_step, epoch):
         orders = np.atleast_2d(orders) + first
@@ -30,9 +30,9 @@ def reading(
             orders, num_units=num_units, units_per_step=window, unit_size=unit_size, total=total
         )
         sizes = [min(size, indices.size - i) for i in range(0, indices.size, size)]
-        found = source(indices, first_step, epoch)
-        check_batches("batches", found)
-        return _in_full(found, sizes)
+        given = source(indices, first_step, epoch)
+        check_batches("batches", given)
+        return _in_full(given, sizes)
 
     if callable(source):
         plans.check_function("source", source, "indices", "first_step", "epoch")

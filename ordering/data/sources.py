@@ -92,7 +92,7 @@ def as_source(source: PyTree[ArrayLike] | Sequence | Source, *, name: str = "sou
     size = len(source)
     _check_size(name, size)
     (first,) = _read(source, [0])
-    if hasattr(source, "with_format") and _is_known(first):
+    if hasattr(source, "with_format") and _is_container(first):
         what = "a data set whose rows are tables"
         containers.refuse(name, what, f'{name}.with_format("numpy")')
     return Source(source, size, like_of(first, name))
@@ -195,9 +195,9 @@ class Like(NamedTuple):
         try:
             values = self.structure.flatten_up_to(example)
         except ValueError:
-            found = jax.tree.structure(example, is_leaf=_is_leaf)
+            other = jax.tree.structure(example, is_leaf=_is_leaf)
             raise ValueError(
-                f"{name} has the structure {_text(found)}, and example 0 {_text(self.structure)}: "
+                f"{name} has the structure {_text(other)}, and example 0 {_text(self.structure)}: "
                 "give all examples the same keys, and leave out those that have no value."
             ) from None
         arrays = []
@@ -225,11 +225,11 @@ class Like(NamedTuple):
 
 def like_of(example: PyTree, name: str = "source") -> Like:
     """What all examples of a source have to be like; ValueError for what no batch can hold."""
-    found, structure = jax.tree_util.tree_flatten_with_path(example, is_leaf=_is_leaf)
-    if not found:
+    with_paths, structure = jax.tree_util.tree_flatten_with_path(example, is_leaf=_is_leaf)
+    if not with_paths:
         raise ValueError(f"{name}[0] is {example!r}, without arrays: give examples with values.")
-    paths = [jax.tree_util.keystr(path) for path, _ in found]
-    arrays = [_array(f"{name}[0]{path}", x) for path, (_, x) in zip(paths, found, strict=True)]
+    paths = [jax.tree_util.keystr(path) for path, _ in with_paths]
+    arrays = [_array(f"{name}[0]{path}", x) for path, (_, x) in zip(paths, with_paths, strict=True)]
     return Like(structure, paths, [array.dtype for array in arrays])
 
 
@@ -257,12 +257,12 @@ def _stack(path: str, column: Sequence, dtype: np.dtype) -> np.ndarray:
         )
     if shapes and shapes != {()}:
         return np.stack(column)
-    found = np.empty(len(column), dtype)
+    array = np.empty(len(column), dtype)
     try:
-        found[:] = column
+        array[:] = column
     except OverflowError as error:
         raise ValueError(f"the examples' {path or 'numbers'} are of {dtype}: {error}.") from None
-    return found
+    return array
 
 
 def _text(structure: Any) -> str:
@@ -277,10 +277,10 @@ def _is_leaf(value: Any) -> bool:
     """Whether it is to become one array, or to be refused; JAX makes a tree of some of these."""
     if isinstance(value, list):
         return _is_column(value)
-    return value is None or not isinstance(value, dict | tuple) and _is_known(value)
+    return value is None or not isinstance(value, dict | tuple) and _is_container(value)
 
 
-def _is_known(value: Any) -> bool:
+def _is_container(value: Any) -> bool:
     try:
         containers.check_container("", value)
     except ValueError:
@@ -325,9 +325,9 @@ def _array(name: str, value: Any) -> np.ndarray:
 
 
 def _objects(value: Any) -> np.ndarray:
-    found = np.empty((), object)
-    found[()] = value
-    return found
+    array = np.empty((), object)
+    array[()] = value
+    return array
 
 
 def _of_list(name: str, value: Any) -> np.ndarray:
@@ -383,7 +383,7 @@ def step_indices(
       units_per_step: B in [1, M], units per worker and step.
       unit_size: S >= 1, consecutive examples per unit.
       num_units: M, if `orders` is a slice.
-      total: number of units in the source, if they are dealt to the workers
+      total: number of units in the source, if they are assigned to the workers anew
         (`ordering.global_order`); orders then name units in [0, total), each at most once.
 
     Returns:
@@ -403,18 +403,18 @@ def step_indices(
     """
     orders = np.atleast_2d(whole_numbers("orders", orders))
     workers, length = orders.shape
-    owned = length if num_units is None else num_units
-    owned, units_per_step = base.check_units(owned, units_per_step)
+    per_worker = length if num_units is None else num_units
+    per_worker, units_per_step = base.check_units(per_worker, units_per_step)
     unit_size = plans.check_whole("unit_size", unit_size, 1)
     total = None if total is None else plans.check_whole("total", total, 1)
-    if length > owned:
+    if length > per_worker:
         raise ValueError(
-            f"orders of shape {orders.shape} name a unit twice, or more than {owned} units: pass "
-            "each worker's order of its own units; for a slice of an order also num_units."
+            f"orders of shape {orders.shape} name a unit twice, or more than {per_worker} units: "
+            "pass each worker's order of its own units; for a slice of an order also num_units."
         )
-    check_units_of(orders if total is None else orders.reshape(-1), total or owned)
+    check_units_of(orders if total is None else orders.reshape(-1), total or per_worker)
     if total is None:
-        np.add(orders, owned * np.arange(workers)[:, None], out=orders)  # our own copy
+        np.add(orders, per_worker * np.arange(workers)[:, None], out=orders)  # our own copy
     whole, units = length - length % units_per_step, np.empty(orders.size, np.int64)
     steps = orders[:, :whole].reshape(workers, -1, units_per_step).swapaxes(0, 1)
     units[: workers * whole].reshape(steps.shape)[:] = steps

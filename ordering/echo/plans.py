@@ -119,9 +119,9 @@ class EchoPlan(plans.Plan):
         uses = f"{self.uses.min()} to {self.uses.max()}"
         lines = ["  from step   loads per step"]
         edges = np.unique(np.linspace(0, self.total_steps, 11).astype(int))
-        shares = np.diff(self.loads_before(edges)) / np.diff(edges)
-        lines += [f"{at:>11}{share:>17.4f}" for at, share in zip(edges, shares, strict=False)]
-        return f"share {self.loads_per_step:.3%}, batches used {uses} times", lines
+        fractions = np.diff(self.loads_before(edges)) / np.diff(edges)
+        lines += [f"{at:>11}{x:>17.4f}" for at, x in zip(edges, fractions, strict=False)]
+        return f"{self.loads_per_step:.3%} of the steps load, batches used {uses} times", lines
 
 
 class Factor(NamedTuple):
@@ -245,11 +245,11 @@ def error_diffusion(p: optax.Schedule | float | np.ndarray, *, total_steps: int)
       >>> ordering.echo.error_diffusion(0.4, total_steps=10).uses.tolist()
       [3, 2, 3, 2]
     """
-    shares = schedules.probabilities(p, total_steps, "p")
+    rates = schedules.probabilities(p, total_steps, "p")
     fresh = np.empty(total_steps, bool)
-    acc = 1.0 - shares[0]
-    for t, share in enumerate(shares.tolist()):
-        acc += share
+    acc = 1.0 - rates[0]
+    for t, rate in enumerate(rates.tolist()):
+        acc += rate
         # Ten tenths add up to a little less than one.
         fresh[t] = acc >= 1 - 1e-9
         acc -= fresh[t]
@@ -328,11 +328,12 @@ def adaptive(
     if total_steps is not None:
         total_steps = int(plans.check_total_steps(total_steps))
     plans.check_whole("max_factor", max_factor, 1)
-    known, kind = plans.as_array(decided)
-    is_list = known.ndim == 1 and (not len(known) or (known.dtype == bool and known[0]))
-    if not is_list or total_steps is not None and len(known) > total_steps:
+    decisions, kind = plans.as_array(decided)
+    is_list = decisions.ndim == 1 and (decisions.dtype == bool or not len(decisions))
+    is_list = is_list and decisions[:1].all()
+    if not is_list or total_steps is not None and len(decisions) > total_steps:
         raise ValueError(
             f"decided is {kind}, and the run has {total_steps} steps: pass [batches.fresh for _ in "
             "batches] of the run's first steps, a list of bools that begins with True."
         )
-    return Measured(total_steps, int(max_factor), known.astype(bool))
+    return Measured(total_steps, int(max_factor), decisions.astype(bool))

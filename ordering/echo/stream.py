@@ -9,7 +9,7 @@ from jaxtyping import PyTree
 
 from ordering.base import State
 from ordering.data.epochs import Epochs
-from ordering.data.loader import LoadError, check_batches, on_device, said
+from ordering.data.loader import LoadError, check_batches, describe_error, on_device
 from ordering.data.place import ReadState
 from ordering.echo.plans import EchoPlan, Factor, Measured
 from syncopate import plans
@@ -78,7 +78,7 @@ class Repeated(Iterator):
         except Exception as error:
             if isinstance(self._loads, Epochs):
                 raise
-            what = f"failed in step {step}: {said(error)}."
+            what = f"failed in step {step}: {describe_error(error)}."
             self._failed = LoadError(load, f"{what} Resume from this step.")
             raise self._failed from error
 

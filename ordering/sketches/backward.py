@@ -329,22 +329,20 @@ def gradients_of_numbers(plan: Plan, params: PyTree, units: int) -> list[dict[in
         return plan.numbers([part.get(n, leaf) for n, leaf in enumerate(leaves)])[i].sum() / units
 
     parts = [{n: leaves[n] for n in part} for part in plan.parts]
-    found = [jax.grad(value)(part, i) for i, part in enumerate(parts)]
-    return jax.tree.map(lambda g: units * g, found)
+    grads = [jax.grad(value)(part, i) for i, part in enumerate(parts)]
+    return jax.tree.map(lambda g: units * g, grads)
 
 
 class Zeros(NamedTuple):
     """What units do not depend on: the gradients with respect to it are their sketches."""
 
     sketch: Array  # float32[k] of one unit
-    small: list[
-        Array | None
-    ]  # float32[n] for the gradient of a `SketchLeaf.small`; None for others
+    small: list[Array | None]  # float32[n] for gradients that are `SketchLeaf.small`, or None
     numbers: Array  # float32[m], for the numbers that all units share
 
     def of(self, leaf: int) -> Array:
-        own = self.small[leaf]
-        return self.sketch if own is None else own
+        of_leaf = self.small[leaf]
+        return self.sketch if of_leaf is None else of_leaf
 
 
 def zeros_of(plan: Plan, units: int, size: int) -> Zeros:
@@ -376,8 +374,8 @@ def row_of(leaf: SketchLeaf, of: Map, gradient: Array, size: int) -> Float32[Arr
         return _row_of_slice(leaf, size, gradient, of)
     slices = gradient.reshape(-1, *leaf.shape[leaf.stack :])
 
-    def of_one(place, own):
-        return _row_of_slice(leaf, size, own, linear.of_slice(of, place))
+    def of_one(place, gradient_slice):
+        return _row_of_slice(leaf, size, gradient_slice, linear.of_slice(of, place))
 
     return jnp.sum(jax.vmap(of_one)(jnp.arange(len(slices)), slices), axis=0)
 
@@ -392,31 +390,31 @@ def _row_of_slice(leaf, size, gradient, of):
     axes += [i for i in range(gradient.ndim) if i not in axes]  # of size 1
     matrix = gradient.transpose(axes).reshape(of.left.size, of.right.size)
     signed = matrix * of.left.reshape(-1, 1) * of.right.reshape(1, -1)
-    found = linear.sums_of_matrix(signed, *leaf.sizes)
-    return jnp.pad(found.reshape(-1), (0, size - found.size))
+    sums = linear.sums_of_matrix(signed, *leaf.sizes)
+    return jnp.pad(sums.reshape(-1), (0, size - sums.size))
 
 
-def added_up(maps: list[Map], found: Zeros) -> Float32[Array, "B k"]:
+def added_up(maps: list[Map], sums: Zeros) -> Float32[Array, "B k"]:
     """All of the units' sketches."""
-    kept = [(of, g) for of, g in zip(maps, found.small, strict=True) if g is not None and g.size]
+    kept = [(of, g) for of, g in zip(maps, sums.small, strict=True) if g is not None and g.size]
     if not kept:
-        return found.sketch
+        return sums.sketch
     small = [jax.vmap(times, (0, None))(g, of.scale) for of, g in kept]
-    size = found.sketch.shape[1]
+    size = sums.sketch.shape[1]
     fold_all = functools.partial(fold_small, seed=kept[0][0].seed, size=size)
     if not automatic():
-        return found.sketch + jax.vmap(fold_all)(jnp.concatenate(small, 1))
+        return sums.sketch + jax.vmap(fold_all)(jnp.concatenate(small, 1))
     # The compiler may split these gradients over devices, and would move parts of them to put them
     # together. A product with the matrix of `fold_all` only adds up.
     ends = list(itertools.accumulate(g.shape[1] for g in small))
     fold_back = jax.linear_transpose(fold_all, jnp.zeros(ends[-1]))
-    known = jnp.ones(size), jnp.arange(size, dtype=jnp.float32)
+    markers = jnp.ones(size), jnp.arange(size, dtype=jnp.float32)
     on_all = functools.partial(jax.lax.with_sharding_constraint, shardings=P())
-    signs, places = (on_all(fold_back(x)[0]) for x in known)
-    rows = found.sketch
+    signs, places = (on_all(fold_back(x)[0]) for x in markers)
+    rows = sums.sketch
     for g, end in zip(small, ends, strict=True):
         sign, place = (on_all(x[end - g.shape[1] : end]) for x in (signs, places))
-        table = jnp.where(place[:, None] == sign[:, None] * known[1][None], sign[:, None], 0.0)
+        table = jnp.where(place[:, None] == sign[:, None] * markers[1][None], sign[:, None], 0.0)
         rows = rows + jnp.matmul(g, table, precision="highest")
     return rows
 

@@ -82,15 +82,15 @@ def interpret(
 
 def has_rule_of_parameters(closed: core.ClosedJaxpr, params: PyTree) -> bool:
     """Whether a `jax.custom_vjp` is used of parameters alone, without data."""
-    found = []
-    handler = Handler(rule=lambda: found.append(True), evaluates=False)
+    calls = []
+    handler = Handler(rule=lambda: calls.append(True), evaluates=False)
 
     def run(params):
         rest = [None] * (len(closed.jaxpr.invars) - len(jax.tree.leaves(params)))
         interpret(closed, params, rest, handler)
 
     jax.eval_shape(run, params)
-    return bool(found)
+    return bool(calls)
 
 
 def _walk(jaxpr, consts, args, handler, path):

@@ -81,10 +81,10 @@ def make_sketch(
         """The sum of the sketches of all parts; whole gradients of few entries side by side."""
         tree = parts(tree, specs, axes)
         count, mine = jax.lax.axis_size(axes), jax.lax.axis_index(axes)
-        found = mapped(tree, jax.random.fold_in(jax.random.clone(key), mine), count)
+        sketch = mapped(tree, jax.random.fold_in(jax.random.clone(key), mine), count)
         entries = trees.tree_size(tree)
-        found = jnp.roll(found, mine * entries) if entries * count <= size else found
-        return jax.lax.psum(found, axes)
+        sketch = jnp.roll(sketch, mine * entries) if entries * count <= size else sketch
+        return jax.lax.psum(sketch, axes)
 
     def mapped(tree, key, count=1):
         leaves = [trees.as_float32(leaf) for leaf in jax.tree.leaves(tree)]
@@ -136,15 +136,15 @@ def fold(leaf: Array, seed: UInt32[Array, ""], size: int) -> Float32[Array, "k"]
         slices = _add_blocks(slices, seed, in_block)
     flat = slices.reshape(-1)
     flat = flat * hash_signs(seed ^ jnp.uint32(0x5BD1E995), jnp.arange(flat.size))
-    found = jnp.sum(jnp.pad(flat, (0, -flat.size % size)).reshape(-1, size), axis=0)
+    sums = jnp.sum(jnp.pad(flat, (0, -flat.size % size)).reshape(-1, size), axis=0)
     # Small arrays begin anywhere, or all would share the first sums.
-    return jnp.roll(found, seed % size) if flat.size < size else found
+    return jnp.roll(sums, seed % size) if flat.size < size else sums
 
 
 def _slice_shape(shape, block) -> tuple[int, ...]:
     """As many of the last axes as fit a block, and at least one; of a vector, a vector unit's.
 
-    Axes that stay apart need no other layout: a TPU keeps the last two in tiles of 8 x 128.
+    Axes that are not merged need no other layout: a TPU keeps the last two in tiles of 8 x 128.
     """
     if len(shape) < 2 or math.prod(shape) == shape[-1]:
         return (LANES if math.prod(shape) % LANES == 0 else 1,)
@@ -217,8 +217,8 @@ def grouped_sums(
     def multiplied(x, signs):
         """An accelerator would write x, signed in float32 and in another layout."""
         table = table_of_sums(signs, sums, groups).astype(x.dtype)
-        found = jnp.matmul(x, table, precision=precision, preferred_element_type=jnp.float32)
-        return found.reshape(len(x), sums, groups)
+        products = jnp.matmul(x, table, precision=precision, preferred_element_type=jnp.float32)
+        return products.reshape(len(x), sums, groups)
 
     return jax.lax.platform_dependent(x, signs, cpu=added, default=multiplied)
 
@@ -234,8 +234,8 @@ def _added_up(x, signs, *, sums, groups, precision):
     inner = 1 << (groups.bit_length() - 1) // 2  # two small products cost less than a large one
     parted = x.reshape(len(x), -1, inner, sums)
     both = hadamard(groups // inner), hadamard(inner)
-    found = jnp.einsum("tabp,ac,bd->tpcd", parted, *both, precision=precision)
-    return found.reshape(len(x), sums, groups)
+    products = jnp.einsum("tabp,ac,bd->tpcd", parted, *both, precision=precision)
+    return products.reshape(len(x), sums, groups)
 
 
 def table_of_sums(signs: Float32[Array, "..."], sums: int, groups: int) -> Float32[Array, "K pm"]:
@@ -252,16 +252,17 @@ def sums_of_matrix(
     sums = _wrapped(_wrapped(matrix, p * groups).T, q * groups).T
     sums = sums.reshape(groups, p, groups, q)
     at = jnp.arange(groups)
-    met = sums.transpose(0, 2, 1, 3)[at[:, None], at[:, None] ^ at[None]]
-    sums = jnp.einsum("cpq,cm->pqm", jnp.sum(met, axis=0), hadamard(groups), precision="highest")
+    products = sums.transpose(0, 2, 1, 3)[at[:, None], at[:, None] ^ at[None]]
+    products = jnp.sum(products, axis=0)
+    sums = jnp.einsum("cpq,cm->pqm", products, hadamard(groups), precision="highest")
     return sums / math.sqrt(groups)
 
 
 def _wrapped(x, size):
     """[size, ...]: the sums of every size-th slice; no slice is padded before it is read."""
     whole = len(x) // size * size
-    found = jnp.sum(x[:whole].reshape(-1, size, *x.shape[1:]), axis=0)
-    return found.at[: len(x) - whole].add(x[whole:])
+    wrapped = jnp.sum(x[:whole].reshape(-1, size, *x.shape[1:]), axis=0)
+    return wrapped.at[: len(x) - whole].add(x[whole:])
 
 
 def hadamard(size: int) -> Float32[np.ndarray, "n n"]:

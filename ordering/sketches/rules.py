@@ -131,8 +131,8 @@ def precision_of(equation: core.JaxprEqn) -> Any:
     """The precision that a product has been given; the higher one of two."""
     given = equation.params.get("precision")
     given = given if isinstance(given, tuple) else (given,)
-    known = [p for p in given if isinstance(p, jax.lax.Precision)]
-    return max(known, key=lambda p: p.value) if known else None
+    precisions = [p for p in given if isinstance(p, jax.lax.Precision)]
+    return max(precisions, key=lambda p: p.value) if precisions else None
 
 
 def _gather(equation, values, handler):
@@ -144,14 +144,14 @@ def _gather(equation, values, handler):
         equation.params["dimension_numbers"], [v.aval.shape for v in equation.invars]
     )  # fmt: skip
     batch, width = len(shape) - 1, len(table_shape) - 1
-    known = (
+    is_look_up = (
         is_plain(indices)  # places may be constants
         and (how.collapsed_slice_dims, how.start_index_map) == ((0,), (0,))
         and not how.operand_batching_dims
         and how.offset_dims == tuple(range(batch, batch + width))
         and equation.params["slice_sizes"] == (1, *table_shape[1:])
     )
-    if not known:
+    if not is_look_up:
         return None
     rows, cols = _dims(table, (0,)), _dims(table, range(1, 1 + width))
 
@@ -166,12 +166,12 @@ def _gather(equation, values, handler):
 
         A look-up that promises its places to be there clamps them, and its gradient drops them.
         """
-        (found,) = bind(
+        (rows_of,) = bind(
             equation, [table, indices], dimension_numbers=how._replace(offset_dims=(batch,)),
             slice_sizes=(1, table.shape[1]), fill_value=0,
             mode=modes.CLIP if clips else modes.FILL_OR_DROP,
         )  # fmt: skip
-        return found.reshape(-1, table.shape[1])
+        return rows_of.reshape(-1, table.shape[1])
 
     def sums(signs, count, groups, indices):
         signed = _as_used(linear.table_of_sums(signs, count, groups), rows)
@@ -274,22 +274,22 @@ def _look_up(equation, values, handler):
         return bind_of_example(equation, values, handler)
     x, indices = (v.value if is_constant(v) else v for v in values)
     kept = [i for i in range(x.ndim) if i not in gone]
-    lost = [at[i] for i in gone]
+    dropped = [at[i] for i in gone]
 
     def number(axes):
         return tuple(kept.index(i) for i in axes)
 
     numbers = how._replace(
         offset_dims=tuple(
-            d - sum(other < d for other in lost) for d in how.offset_dims if d not in lost
+            d - sum(other < d for other in dropped) for d in how.offset_dims if d not in dropped
         ),
         collapsed_slice_dims=number(how.collapsed_slice_dims),
         start_index_map=number(how.start_index_map),
         operand_batching_dims=number(how.operand_batching_dims),
     )
     fewer = {"dimension_numbers": numbers, "slice_sizes": tuple(sizes[i] for i in kept)}
-    (found,) = bind(equation, [jnp.squeeze(x, gone), indices], **fewer)
-    return [jnp.expand_dims(found, lost)]
+    (rows_of,) = bind(equation, [jnp.squeeze(x, gone), indices], **fewer)
+    return [jnp.expand_dims(rows_of, dropped)]
 
 
 RULES: dict[str, Callable[[core.JaxprEqn, list, Handler], list | None]] = {

@@ -36,11 +36,11 @@ def second_moment_scale(
     leaves: Sequence[SketchLeaf] | None = None,
     axis_name: str | tuple[str, ...] | None = None,
     power: float = 0.5,
-    floor: float = 1e-3,
+    eps: float = 1e-3,
 ) -> PyTree:
     """What to multiply gradients with so that an order balances what the optimizer applies.
 
-    scale = 1 / ((v / mean(v))^power + floor)
+    scale = 1 / ((v / mean(v))^power + eps)
 
     v is the second moment in an optax state (Adam and its relatives, RMSProp), and mean(v) its mean
     over all parameters. Take the scale once per epoch or per sync, outside of the steps. It is one
@@ -64,7 +64,7 @@ def second_moment_scale(
       power: in (0, 1/2]: 1/2 for what the optimizer applies; 1/4 lies half way to the gradients,
         for losses whose curvature is large where gradients are, and for sketches of parameters with
         many small gradients, such as embeddings.
-      floor: in (0, 1]; the scale is at most 1 / floor, of factors each, so that entries that had no
+      eps: in (0, 1]; the scale is at most 1 / eps, of factors each, so that entries that had no
         gradient so far do not outweigh all others.
 
     Returns:
@@ -90,7 +90,7 @@ def second_moment_scale(
       Shazeer, Stern, Adafactor: Adaptive Learning Rates with Sublinear Memory Cost, 2018,
       https://arxiv.org/abs/1804.04235
     """
-    floor = plans.check_number("floor", floor, "(0, 1]")
+    eps = plans.check_number("eps", eps, "(0, 1]")
     power = plans.check_number("power", power, "(0, 0.5]")
     moments = _moments(opt_state, params)
     if not isinstance(optimizer, optax.GradientTransformation):
@@ -108,9 +108,9 @@ def second_moment_scale(
         means = jax.lax.pmean(means, axis_name)
     each = [(v.size, jax.tree.leaves(m)[0]) for v, m in zip(moments, means, strict=True) if v.size]
     common = sum(size * jnp.mean(m) for size, m in each) / trees.tree_size(params)
-    known = (common > 0) & jnp.isfinite(common)
-    scales = [_inverse(m, leaf, common, power, floor) for m, leaf in zip(means, plan, strict=True)]
-    scales = jax.tree.map(lambda s: jnp.where(known, s, 1.0), scales)
+    usable = (common > 0) & jnp.isfinite(common)
+    scales = [_inverse(m, leaf, common, power, eps) for m, leaf in zip(means, plan, strict=True)]
+    scales = jax.tree.map(lambda s: jnp.where(usable, s, 1.0), scales)
     return jax.tree.unflatten(jax.tree.structure(params), scales)
 
 
@@ -134,15 +134,15 @@ def scaled_maps(
 ) -> list[Map]:
     """The maps of gradients times a scale: signs of rows and columns are multiplied with it."""
     wholes = jax.tree.leaves(whole_scale(scale, params))
-    found = jax.tree.structure(params).flatten_up_to(scale)
-    return [_scaled_map(*each) for each in zip(plan, maps, found, wholes, strict=True)]
+    scales = jax.tree.structure(params).flatten_up_to(scale)
+    return [_scaled_map(*each) for each in zip(plan, maps, scales, wholes, strict=True)]
 
 
 def _scaled_map(leaf: SketchLeaf, of: Map, scale, whole) -> Map:
     slices = math.prod(leaf.shape[: leaf.stack])
     if leaf.how != "sketched":
-        own = (slices, *leaf.shape[leaf.stack :]) if leaf.stack else leaf.shape
-        return of._replace(scale=whole.reshape(own))
+        shape = (slices, *leaf.shape[leaf.stack :]) if leaf.stack else leaf.shape
+        return of._replace(scale=whole.reshape(shape))
     if not isinstance(scale, Factors):
         raise ValueError(
             f"the scale of params{leaf.name} is one array, and its sketches need factors: pass "
@@ -160,21 +160,21 @@ def _moments(opt_state, params) -> list[Array]:
     check_params(params)
     if not trees.tree_size(params):
         raise ValueError(f"params holds no numbers ({params!r}): pass the model's parameters.")
-    found, moments = {}, []
+    by_path, moments = {}, []
     of_states = lambda path, _: isinstance(path[-1], optax.tree_utils.NamedTupleKey)  # noqa: E731
     for _, moment in optax.tree_utils.tree_get_all_with_path(opt_state, "nu", of_states):
         for path, leaf in jax.tree_util.tree_leaves_with_path(moment):
-            found.setdefault(path, []).append(leaf)
+            by_path.setdefault(path, []).append(leaf)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        shapes = [jnp.shape(moment) for moment in found.get(path, ())]
+        shapes = [jnp.shape(moment) for moment in by_path.get(path, ())]
         if shapes != [jnp.shape(leaf)]:
-            told = f"second moments `nu` of the shapes {shapes}" if shapes else "no second moment"
+            holds = f"second moments `nu` of the shapes {shapes}" if shapes else "no second moment"
             raise ValueError(
-                f"opt_state has {told} for params{jax.tree_util.keystr(path)} of shape "
+                f"opt_state has {holds} for params{jax.tree_util.keystr(path)} of shape "
                 f"{jnp.shape(leaf)}: keep one beside the optimizer: moment = optax.scale_by_rms(), "
                 "in every step _, state = moment.update(mean_gradient, state), and pass both."
             )
-        moments.append(trees.as_float32(found[path][0]))
+        moments.append(trees.as_float32(by_path[path][0]))
     return moments
 
 
@@ -207,7 +207,7 @@ def _check_divides(optimizer, structure, shapes) -> None:
             _, state = update(tree(lambda s: 0.3 + random.normal(size=s)), state, params)
         larger = jax.tree_util.tree_map_with_path(raised, state)
         last = tree(lambda s: np.full(s, 1e-3))
-        both = [jax.tree.leaves(update(last, own, params)[0]) for own in (state, larger)]
+        both = [jax.tree.leaves(update(last, s, params)[0]) for s in (state, larger)]
     for path, factor, before, after in zip(paths, factors, *both, strict=True):
         ratio = np.asarray(after, np.float64) * factor / np.asarray(before, np.float64)
         if ratio.size and not np.allclose(ratio, ratio.mean(), rtol=0.05):
@@ -241,8 +241,8 @@ def _means(v, leaf: SketchLeaf | None):
     rows, cols = ((*range(leaf.stack), *side) for side in (leaf.rows, leaf.cols))
     means = Factors(_mean(v, rows), _mean(v, cols))
     if leaf.table:
-        alike = jnp.broadcast_to(_mean(v, range(leaf.stack)), means.rows.shape)
-        return means._replace(rows=alike)
+        equal_rows = jnp.broadcast_to(_mean(v, range(leaf.stack)), means.rows.shape)
+        return means._replace(rows=equal_rows)
     return means
 
 
@@ -250,15 +250,15 @@ def _mean(v, kept):
     return jnp.mean(v, [i for i in range(v.ndim) if i not in kept], keepdims=True)
 
 
-def _inverse(moment, leaf, common, power, floor):
+def _inverse(moment, leaf, common, power, eps):
     if not isinstance(moment, Factors):
-        return _over(moment, common, power, floor)
-    own = _mean(moment.rows, range(leaf.stack))  # v_rc = rows_r cols_c / own
-    of_rows = _over(moment.rows, own, power, floor)
-    return Factors(of_rows, _over(moment.cols, common, power, floor))
+        return _over(moment, common, power, eps)
+    mean = _mean(moment.rows, range(leaf.stack))  # v_rc = rows_r cols_c / mean
+    of_rows = _over(moment.rows, mean, power, eps)
+    return Factors(of_rows, _over(moment.cols, common, power, eps))
 
 
-def _over(v, common, power, floor):
+def _over(v, common, power, eps):
     """One where nothing is known."""
     size = (v / jnp.where(common > 0, common, 1.0)) ** power
-    return jnp.where(common > 0, 1 / (size + floor), 1.0)
+    return jnp.where(common > 0, 1 / (size + eps), 1.0)

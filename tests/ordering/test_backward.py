@@ -167,8 +167,8 @@ def test_gradients_of_unsupported_uses_are_formed_and_listed():
     params, batch = layered_params(), layered_batch(N)
     plan = ordering.sketch_plan(layered, params, batch, key=KEY, size=64)
     how = {leaf.name[2:-2]: (leaf.how, leaf.why) for leaf in plan}
-    known = {"first", "heads", "project", "remat", "jit", "recurrent", "table"}
-    assert {name for name, (kind, _) in how.items() if kind == "sketched"} == known
+    names = {"first", "heads", "project", "remat", "jit", "recurrent", "table"}
+    assert {name for name, (kind, _) in how.items() if kind == "sketched"} == names
     assert how["squared"] == ("copied", "integer_pow")
     assert how["branch"][1] == "cond" and how["sliced"][0] == "copied"
     assert how["unused"] == ("shared", "unused")
@@ -192,9 +192,9 @@ def test_under_vmap_over_workers_and_with_a_large_sketch():
     """Small parameters are formed; workers may share the model or have their own."""
     params, batch = layered_params(), layered_batch(2, N)
     run = parts_of(ordering.sketched_grads(layered, SKETCH_KEY, size=1024))
-    own = jax.tree.map(lambda p: jnp.stack([p, p]), params)
+    stacked = jax.tree.map(lambda p: jnp.stack([p, p]), params)
     shared = jax.jit(jax.vmap(run, (None, 0)))(params, batch)
-    close(jax.jit(jax.vmap(run))(own, batch), shared)
+    close(jax.jit(jax.vmap(run))(stacked, batch), shared)
     first = jax.tree.map(lambda x: x[0], (batch, shared))
     close(assert_sketched(layered, params, first[0], size=1024), first[1])
 
@@ -202,7 +202,7 @@ def test_under_vmap_over_workers_and_with_a_large_sketch():
 @pytest.mark.parametrize("in_turn", [False, True])
 def test_under_shard_map_with_and_without_checked_types(in_turn):
     model, batch = MODELS["mlp"][0](), MODELS["mlp"][1]
-    params, found, own = model.init(jax.random.key(0)), [], jax.P("worker")
+    params, results, spec = model.init(jax.random.key(0)), [], jax.P("worker")
     mesh = jax.make_mesh(
         (N,), ("worker",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:N]
     )
@@ -220,12 +220,12 @@ def test_under_shard_map_with_and_without_checked_types(in_turn):
             return losses, jax.lax.pmean(mean, "worker"), rows
 
         mapped = jax.shard_map(
-            run, mesh=mesh, in_specs=(jax.P(), own), out_specs=(own, jax.P(), own),
+            run, mesh=mesh, in_specs=(jax.P(), spec), out_specs=(spec, jax.P(), spec),
             check_vma=checked,
         )  # fmt: skip
-        found.append(jax.jit(mapped)(params, batch))
-    close(*found)
-    close(found[0][1], jax.jit(of_one)(params, batch)[1])
+        results.append(jax.jit(mapped)(params, batch))
+    close(*results)
+    close(results[0][1], jax.jit(of_one)(params, batch)[1])
 
 
 def test_bfloat16_products_have_float32_sketches():

@@ -63,11 +63,11 @@ def test_rows_of_parquet_over_the_borders_of_groups(tmp_path):
     (two,) = files(tmp_path / "*.parquet", columns=["image", "id"])
     for start in range(11):
         for stop in range(start + 1, 12):
-            found = part.read(start, stop)
-            assert list(found) == list(columns)
+            records = part.read(start, stop)
+            assert list(records) == list(columns)
             for name, column in columns.items():
-                assert found[name].dtype == column.dtype
-                np.testing.assert_array_equal(found[name], column[start:stop])
+                assert records[name].dtype == column.dtype
+                np.testing.assert_array_equal(records[name], column[start:stop])
             assert set(two.read(start, stop)) == {"image", "id"}
 
 
@@ -80,9 +80,9 @@ def test_arrays_are_read_with_any_type_shape_and_order(dtype, shape, order, tmp_
     np.save(tmp_path / "x.npy", array)
     (part,) = files(tmp_path / "x.npy")
     for start, stop in [(0, 7), (0, 1), (2, 6), (6, 7)]:
-        found = part.read(start, stop)
-        assert found.dtype == array.dtype
-        np.testing.assert_array_equal(found, array[start:stop])
+        records = part.read(start, stop)
+        assert records.dtype == array.dtype
+        np.testing.assert_array_equal(records, array[start:stop])
 
 
 @given(
@@ -105,12 +105,12 @@ def test_windows_of_tokens_equal_the_slow_loop(text, length, dtype, header, sepa
         assert len(part) == len(expected)
         for start in range(len(expected)):
             for stop in {start + 1, len(expected)}:
-                found = part.read(start, stop)
-                assert all(x.dtype == np.int32 for x in found.values())
-                assert found["tokens"].tolist() == [w for w, _ in expected[start:stop]]
+                records = part.read(start, stop)
+                assert all(x.dtype == np.int32 for x in records.values())
+                assert records["tokens"].tolist() == [w for w, _ in expected[start:stop]]
                 if separator is not None:
-                    assert found["documents"].tolist() == [d for _, d in expected[start:stop]]
-                assert set(found) == {"tokens", "documents"} - {separator is None and "documents"}
+                    assert records["documents"].tolist() == [d for _, d in expected[start:stop]]
+                assert set(records) == {"tokens", "documents"} - {separator is None and "documents"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -145,8 +145,8 @@ def test_filters_and_other_readers(kind, tmp_path):
     kept = np.arange(11) % 4 != 1
     for keep in (kept, lambda example: record_files.ids(kind, example) % 4 != 1):
         blocks = split(parts, unit_size=3, decode=decode, keep=keep)
-        found = [record_files.ids(kind, block) for block in blocks]
-        assert found == [[0, 2], [3, 4], [6, 7, 8], [10]]
+        numbers = [record_files.ids(kind, block) for block in blocks]
+        assert numbers == [[0, 2], [3, 4], [6, 7, 8], [10]]
         assert blocks.sizes.tolist() == [2, 2, 3, 1]
     whole = split(parts, unit_size=1, decode=decode)
     source = as_source(whole)
@@ -158,8 +158,8 @@ def test_structured_arrays_are_dicts(tmp_path):
     array = np.zeros(5, [("id", ">i8"), ("of", [("a", "u1"), ("b", "f2", (2,))])])
     array["id"], array["of"]["b"][:, 1] = np.arange(5), np.arange(5)
     np.save(tmp_path / "x.npy", array)
-    found = split(files(tmp_path / "**" / "*.npy"), unit_size=3)[1]
-    assert found["id"].tolist() == [3, 4] and found["of"]["b"].tolist() == [[0, 3], [0, 4]]
+    records = split(files(tmp_path / "**" / "*.npy"), unit_size=3)[1]
+    assert records["id"].tolist() == [3, 4] and records["of"]["b"].tolist() == [[0, 3], [0, 4]]
 
 
 def test_patterns_are_read_in_the_sequence_of_the_list(tmp_path):
@@ -178,8 +178,8 @@ def test_a_part_is_sent_to_another_process(kind, tmp_path):
     (part,), decode = opened(kind, tmp_path / f"a.{kind}", 50)
     sent = pickle.loads(pickle.dumps(part))
     assert (sent.name, len(sent), sent.digest) == (part.name, len(part), part.digest)
-    found, wanted = (split([p], unit_size=50, decode=decode)[0] for p in (sent, part))
-    assert record_files.ids(kind, found) == record_files.ids(kind, wanted)
+    actual, wanted = (split([p], unit_size=50, decode=decode)[0] for p in (sent, part))
+    assert record_files.ids(kind, actual) == record_files.ids(kind, wanted)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*")
@@ -193,8 +193,8 @@ def test_a_forked_process_reads_with_a_handle_of_its_own(kind, tmp_path):
     ours, theirs = context.Pipe()
 
     def child():
-        found = record_files.ids(kind, blocks[1])
-        theirs.send((found, _opened.cache_info().misses == opened_here + 1))
+        numbers = record_files.ids(kind, blocks[1])
+        theirs.send((numbers, _opened.cache_info().misses == opened_here + 1))
 
     process = context.Process(target=child)
     process.start()

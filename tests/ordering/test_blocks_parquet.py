@@ -71,11 +71,11 @@ def test_a_dropped_record_changes_no_type_of_the_others(name, groups, tmp_path):
     for keep in (HOLE, lambda record: record["n"] != 1):
         for unit_size in (4, 3, 1):
             blocks = split(files(path), unit_size=unit_size, keep=keep)
-            found = [
+            columns = [
                 block["x"] for block in (blocks.read([u]) for u in np.flatnonzero(blocks.sizes))
             ]
-            assert {x.dtype for x in found} == {wanted.dtype}
-            np.testing.assert_array_equal(np.concatenate(found), wanted)
+            assert {x.dtype for x in columns} == {wanted.dtype}
+            np.testing.assert_array_equal(np.concatenate(columns), wanted)
     message = r"x.parquet, record 1: x has no value. Fill it in, or leave .* split\(keep=\)"
     if "longer" in name:
         message = "x.parquet, records 0 to 3: the lists of x have several lengths"
@@ -91,9 +91,9 @@ def test_a_filter_sees_none_where_a_value_is_missing(tmp_path):
     seen = []
     blocks = split(files(path), unit_size=4, keep=lambda r: seen.append(r) or r["y"] is not None)
     assert [r["id"] for r in seen] == IDS and [r["y"] for r in seen] == LABELS
-    found = blocks[0]
-    assert found["id"].dtype == np.int64 and found["id"].tolist() == [2**53 + 1, 2**53 + 3, 5]
-    assert found["y"].dtype == np.int8 and found["y"].tolist() == [3, 1, 2]
+    block = blocks[0]
+    assert block["id"].dtype == np.int64 and block["id"].tolist() == [2**53 + 1, 2**53 + 3, 5]
+    assert block["y"].dtype == np.int8 and block["y"].tolist() == [3, 1, 2]
     with pytest.raises(TypeError) as error:
         split(files(path), unit_size=4, keep=lambda r: r["y"] > 0)
     assert error.value.__notes__ == [
@@ -129,10 +129,10 @@ def test_lists_of_lists_and_tensors_are_arrays(tmp_path):
     fixed = pa.FixedShapeTensorArray.from_numpy_ndarray(tensor)
     columns = {"image": image.tolist(), "fixed": fixed, "words": [["a", "b"]] * 5}
     path = written(tmp_path / "x.parquet", columns)
-    found = split(files(path), unit_size=3)[1]
-    np.testing.assert_array_equal(found["image"], image[3:])
-    np.testing.assert_array_equal(found["fixed"], tensor[3:])
-    assert found["words"].tolist() == [["a", "b"]] * 2
+    block = split(files(path), unit_size=3)[1]
+    np.testing.assert_array_equal(block["image"], image[3:])
+    np.testing.assert_array_equal(block["fixed"], tensor[3:])
+    assert block["words"].tolist() == [["a", "b"]] * 2
 
 
 def test_files_of_other_types_are_not_joined(tmp_path):
@@ -146,7 +146,7 @@ def test_files_of_other_types_are_not_joined(tmp_path):
         blocks.read([0, 1])
 
 
-def test_columns_that_cannot_be_told_apart_and_files_without_any(tmp_path):
+def test_columns_that_have_one_name_and_files_without_any(tmp_path):
     table = pa.Table.from_arrays([pa.array([1]), pa.array([2]), pa.array([3])], ["a", "a", "b"])
     parquet.write_table(table, tmp_path / "x.parquet")
     with pytest.raises(ValueError, match="x.parquet cannot be read: it has 2 columns named 'a'"):
@@ -176,15 +176,15 @@ def test_a_group_larger_than_the_memory_is_refused_by_its_header(tmp_path, monke
 @pytest.fixture
 def decoded(monkeypatch):
     """[(file, row group) that is decoded], from an empty memory of them."""
-    found, read = [], parquet.ParquetFile.read_row_group
+    groups, read = [], parquet.ParquetFile.read_row_group
 
     def counted(self, i, *args, **options):
-        found.append(i)
+        groups.append(i)
         return read(self, i, *args, **options)
 
     monkeypatch.setattr(parquet.ParquetFile, "read_row_group", counted)
     monkeypatch.setattr("ordering.blocks.parquet.DECODED", parquet_rows.Decoded())
-    return found
+    return groups
 
 
 def epoch_of(blocks, window=4, readers=4):

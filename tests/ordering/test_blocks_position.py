@@ -26,12 +26,12 @@ def reads_of(name, state=None, blocks=BLOCKS, **options):
 
 def rest(reads):
     """The batches and the orders that follow, as gradients are observed."""
-    found = []
+    batches = []
     with reads:
         for records, places in reads:
-            found.append(as_lists((records, places)))
+            batches.append(as_lists((records, places)))
             reads.observe(np.stack([records, places], axis=-1).astype(np.float32))
-    return found, np.asarray(reads.order_state.current).tolist()
+    return batches, np.asarray(reads.order_state.current).tolist()
 
 
 @functools.cache
@@ -44,7 +44,7 @@ def begun(name):
     return reads.state(), rest(reads)
 
 
-@pytest.mark.parametrize("name", ["global_reshuffling", "dealt"])
+@pytest.mark.parametrize("name", ["global_reshuffling", "global"])
 def test_a_state_goes_through_orbax(name, tmp_path):
     """With a template, and without one; inside a window, whose sums go with it."""
     ocp = pytest.importorskip("orbax.checkpoint")
@@ -61,7 +61,7 @@ def test_a_state_goes_through_orbax(name, tmp_path):
 
 
 def test_a_batch_that_was_not_observed_is_read_again():
-    reads = reads_of("dealt")
+    reads = reads_of("global")
     for done in range(2):  # a window
         records, places = next(reads)
         rows = np.stack([records, places], axis=-1).astype(np.float32)
@@ -72,14 +72,14 @@ def test_a_batch_that_was_not_observed_is_read_again():
         reads.observe(rows)
     assert (int(state.batch), int(state.loads), int(state.summed)) == (1, 1, 1)
     expected = rest(reads)
-    again = reads_of("dealt", state)
+    again = reads_of("global", state)
     assert as_lists(next(again)) == as_lists((records, places))
     again.observe(rows)
     assert rest(again) == expected
 
 
 def test_a_batch_is_observed_once():
-    reads = reads_of("dealt", batch_size=2)
+    reads = reads_of("global", batch_size=2)
     with pytest.raises(ValueError, match="observe was called 0 times"):
         reads.observe(np.zeros((2, 2, 2)))
     next(reads), next(reads)  # as a step that adds gradients by itself

@@ -27,14 +27,14 @@ def cases(draw, workers=(None, 1, 2, 3, 4), epochs=2):
     kept = rng.random(sum(sizes)) < 0.7 if draw(st.booleans()) else None
     if kept is not None:
         kept[-1] = True
-    own = units // (workers or 1)
-    orders = [rng.permutation(units).reshape(workers or 1, own) for _ in range(epochs + 1)]
+    num_units = units // (workers or 1)
+    orders = [rng.permutation(units).reshape(workers or 1, num_units) for _ in range(epochs + 1)]
     orders = np.stack(orders) if workers else np.stack(orders)[:, 0]
     options = {
-        "window": draw(st.integers(1, own)), "batch_size": draw(st.integers(1, 7)),
+        "window": draw(st.integers(1, num_units)), "batch_size": draw(st.integers(1, 7)),
         "seed": draw(st.integers(0, 3)),
     }  # fmt: skip
-    return Case(sizes, unit_size, kept, orders, draw(st.integers(0, own)), options)
+    return Case(sizes, unit_size, kept, orders, draw(st.integers(0, num_units)), options)
 
 
 @settings(max_examples=times(30))
@@ -42,8 +42,8 @@ def cases(draw, workers=(None, 1, 2, 3, 4), epochs=2):
 def test_every_record_once_per_epoch_as_in_the_plain_loops(case, data):
     expected, places = case.expected(), []
     readers = data.draw(st.sampled_from([1, 2, 4]))
-    found = case.read(readers=readers, after=lambda reads: places.append(reads.state()))
-    assert found == expected
+    batches = case.read(readers=readers, after=lambda reads: places.append(reads.state()))
+    assert batches == expected
     steps = len(expected) // 2
     for epoch in (expected[:steps], expected[steps:]):
         assert records_of(epoch) == case.kept_records()
@@ -79,8 +79,8 @@ def test_where_a_window_ended_the_batches_may_have_another_size():
                 with pytest.raises(ValueError, match="was saved with [23], inside a window, n"):
                     FIXED.read(state, **options)
                 continue
-            found = before + FIXED.read(state, **options)
-            assert records_of(found) == sorted(2 * FIXED.kept_records())
+            batches = before + FIXED.read(state, **options)
+            assert records_of(batches) == sorted(2 * FIXED.kept_records())
 
 
 def test_a_host_reads_the_rows_of_its_own_workers():
@@ -89,8 +89,8 @@ def test_a_host_reads_the_rows_of_its_own_workers():
     of_all = Windows(FIXED.blocks(), orders, (3, 2), (1, 0), axes(4))
     for first, count in ((0, 1), (3, 1), (0, 2), (2, 2)):
         rows = orders[first : first + count]
-        own = Windows(FIXED.blocks(), rows, (3, 2), (1, 0), axes(count))
-        for (records, places), (some, their) in zip(of_all, own, strict=True):
+        windows = Windows(FIXED.blocks(), rows, (3, 2), (1, 0), axes(count))
+        for (records, places), (some, their) in zip(of_all, windows, strict=True):
             np.testing.assert_array_equal(some, records[:, first : first + count])
             np.testing.assert_array_equal(their, places[:, first : first + count])
 
@@ -146,19 +146,19 @@ def test_a_run_goes_on_from_the_load_that_failed():
     )
     order = block_cases.given_order(np.array([[0, 4, 1, 3, 2]] * 2), 0, 1)
     options = {"batch_size": 2, "num_epochs": 1}
-    found = []
+    batches = []
     with read_blocks(blocks, order, block_cases.KEY, **options) as reads:
         with pytest.raises(
             LoadError, match="load 2 failed: OSError: the disk is gone. Res"
         ) as info:
             for batch in reads:
-                found.append(as_lists(batch))
+                batches.append(as_lists(batch))
         state = reads.state()
-    assert (info.value.load, int(state.loads), len(found)) == (2, 2, 2)
+    assert (info.value.load, int(state.loads), len(batches)) == (2, 2, 2)
     fails.clear()
     with read_blocks(blocks, order, block_cases.KEY, state=state, **options) as reads:
-        found += [as_lists(batch) for batch in reads]
-    assert records_of(found) == list(range(20)) and len(found) == 10
+        batches += [as_lists(batch) for batch in reads]
+    assert records_of(batches) == list(range(20)) and len(batches) == 10
 
 
 def of(orders=FIXED.orders[0], **settings):

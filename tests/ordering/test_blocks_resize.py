@@ -28,14 +28,14 @@ def order_of(name, workers):
 
 def read(name, workers, state=None, *, most):
     """(batches, the state after them)."""
-    found, like = [], jnp.zeros(block_cases.ENTRIES)
+    batches, like = [], jnp.zeros(block_cases.ENTRIES)
     options = {"batch_size": BATCH // workers, "workers": workers, "like": like, "state": state}
     with read_blocks(BLOCKS, order_of(name, workers), KEY, **options) as reads:
-        while len(found) < most:
+        while len(batches) < most:
             records, places = next(reads)
-            found.append(as_lists((records, places)))
+            batches.append(as_lists((records, places)))
             reads.observe(jnp.asarray(VECTORS)[records])
-        return found, reads.state()
+        return batches, reads.state()
 
 
 def resized(name, state, workers):
@@ -47,23 +47,23 @@ def resized(name, state, workers):
 def check(name, *stages):
     """Workers and steps of each stage: every epoch that is read has every record once."""
     (workers, most), *others = stages
-    found, state = read(name, workers, most=most)
+    records, state = read(name, workers, most=most)
     for after, most in others:
         if after != workers:
             workers = after
             state = resized(name, state, workers)
         more, state = read(name, workers, state, most=most)
         assert all(len(batch) == workers for batch in more)
-        found += more
+        records += more
     alone = read(name, stages[0][0], most=STEPS)[0]
-    assert len(found) % STEPS == 0
-    for first in range(0, len(found), STEPS):
-        assert records_of(found[first : first + STEPS]) == RECORDS, (stages, first)
+    assert len(records) % STEPS == 0
+    for first in range(0, len(records), STEPS):
+        assert records_of(records[first : first + STEPS]) == RECORDS, (stages, first)
     for begin, end in ((0, 3), (3, 5)):
-        assert records_of(found[begin:end]) == records_of(alone[begin:end]), "windows are kept"
+        assert records_of(records[begin:end]) == records_of(alone[begin:end]), "windows are kept"
 
 
-@pytest.mark.parametrize("name", ["global_reshuffling", "dealt"])
+@pytest.mark.parametrize("name", ["global_reshuffling", "global"])
 def test_a_run_goes_on_with_any_number_of_workers(name):
     """After the first window of an epoch, between epochs, and once more in the same epoch."""
     more = [(1, 4), (8, 1)] if name == "global_reshuffling" else []
@@ -80,13 +80,13 @@ def test_the_axis_of_the_workers_may_have_another_name():
 
     options = {"axis_name": "dp", "num_epochs": 1}
     with read_blocks(BLOCKS, of(2), KEY, workers=2, batch_size=BATCH // 2, **options) as reads:
-        found = [as_lists(next(reads)) for _ in range(3)]
+        batches = [as_lists(next(reads)) for _ in range(3)]
         fresh = ordering.init_workers(of(4), KEY, workers=4, axis_name="dp")
         state = resize(reads.state(), fresh, of(4), axis_name="dp")
     options |= {"workers": 4, "batch_size": BATCH // 4, "state": state}
     with read_blocks(BLOCKS, of(4), KEY, **options) as reads:
-        found += map(as_lists, reads)
-    assert records_of(found) == RECORDS
+        batches += map(as_lists, reads)
+    assert records_of(batches) == RECORDS
 
 
 def restarted(workers=2, steps=3, **changes):
@@ -109,10 +109,10 @@ test_bad_input = refuses({
     ),
     "a fixed shard": (
         lambda: restarted(order=ordering.baselines.shuffle_once(4).init(KEY, None)),
-        "order is a ShuffleState: pass that of all workers, of an order that deals",
+        "order is a ShuffleState: pass that of all workers, of an order over all units",
     ),
     "one worker's": (
-        lambda: restarted(order=one_of(FIRST)), "a DealtShuffleState: pass that of all workers"
+        lambda: restarted(order=one_of(FIRST)), "a GlobalShuffleState: pass that of all workers"
     ),
     "a dict": (
         lambda: resized("global_reshuffling", {"epoch": 1}, 4), "state is a dict: pass what Block"

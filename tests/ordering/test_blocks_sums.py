@@ -45,18 +45,18 @@ def train(order, workers, end, *, epochs=2, batch_size=5, by_hand=False, state=N
     sums = empty
     with read_blocks(BLOCKS, order, KEY, **options) as reads:
         for records, places in reads:
-            found = rows(records)
-            sums, ended = add(sums, found, places), reads.window_ended
+            gradients = rows(records)
+            sums, ended = add(sums, gradients, places), reads.window_ended
             if ended:
                 stop = begin + reads.window_units
                 units = np.asarray(reads.order_state.current)[..., begin:stop]
-                own = sums[..., : reads.window_units, :]
-                end(units, own)
+                window_sums = sums[..., : reads.window_units, :]
+                end(units, window_sums)
                 begin, sums = 0 if reads.epoch_ended else stop, empty
             if not by_hand:
-                reads.observe(found)
+                reads.observe(gradients)
             elif ended:
-                reads.advance(observe(reads.order_state, own))
+                reads.advance(observe(reads.order_state, window_sums))
     return reads
 
 
@@ -64,8 +64,8 @@ def train(order, workers, end, *, epochs=2, batch_size=5, by_hand=False, state=N
 def test_sums_over_a_shuffled_window_are_those_of_its_blocks(batch_size):
     order, seen = ordering.random_reshuffling(COUNT, units_per_step=WINDOW), []
 
-    def end(units, found):
-        np.testing.assert_array_equal(found, block_sums(units))
+    def end(units, sums):
+        np.testing.assert_array_equal(sums, block_sums(units))
         seen.append(len(units))
 
     train(order, None, end, batch_size=batch_size)
@@ -74,14 +74,14 @@ def test_sums_over_a_shuffled_window_are_those_of_its_blocks(batch_size):
 
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_the_orders_of_workers_are_those_of_the_gradients_of_blocks(by_hand):
-    """CD-GraB with two workers, to whom the blocks are dealt anew in every epoch; by the reader,
+    """CD-GraB with two workers, to whom every epoch assigns the blocks anew; by the reader,
     and by a step that adds the gradients itself."""
-    order = block_cases.global_order_of("dealt", 2, COUNT // 2, WINDOW)
+    order = block_cases.global_order_of("global", 2, COUNT // 2, WINDOW)
     totals, orders = np.zeros((COUNT, ENTRIES)), []
 
     def end(units, sums):
-        for own in units:
-            totals[own] = block_sums(own)
+        for of_worker in units:
+            totals[of_worker] = block_sums(of_worker)
         orders.append(units)
 
     reads = train(order, 2, end, epochs=3, by_hand=by_hand)
@@ -102,11 +102,11 @@ def test_a_gradient_that_is_not_finite_is_in_the_sum_of_its_block_alone(at, wron
     gradients["w"][at, 1] = wrong
     empty = jax.tree.map(lambda x: jnp.zeros((4, *x.shape[1:])), gradients)
     rows = jax.tree.map(lambda x: jnp.asarray(x, dtype), gradients)
-    found = jax.jit(add_gradients)(empty, rows, jnp.asarray(places))
+    actual = jax.jit(add_gradients)(empty, rows, jnp.asarray(places))
     for name, g in gradients.items():
         expected = np.zeros((5, *g.shape[1:]), np.float32)
         np.add.at(expected, places, g)  # those of -1 are in the last
-        np.testing.assert_array_equal(found[name], expected[:4])
+        np.testing.assert_array_equal(actual[name], expected[:4])
 
 
 ROWS = jnp.ones((4, ENTRIES))

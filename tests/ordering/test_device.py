@@ -61,9 +61,9 @@ def test_no_reader_changes_a_value(read, source):
     ],
 )
 def test_what_fits_is_cast_and_what_does_not_is_named(fits, beyond, wanted):
-    found = arrived({"a": [fits]})["a"][0]
-    assert found.dtype == wanted
-    np.testing.assert_array_equal(found, fits.astype(wanted))
+    value = arrived({"a": [fits]})["a"][0]
+    assert value.dtype == wanted
+    np.testing.assert_array_equal(value, fits.astype(wanted))
     with pytest.raises(LoadError, match=r"batch\['a'\]\[0\] has .* which does not hold it"):
         arrived({"a": [beyond]})
 
@@ -74,9 +74,9 @@ def test_with_x64_values_stay_as_they_are():
     jax.config.update("jax_enable_x64", True)
     try:
         for array in (BIG, np.array([1e300])):
-            found = arrived(array)
-            assert found.dtype == array.dtype
-            np.testing.assert_array_equal(found, array)
+            value = arrived(array)
+            assert value.dtype == array.dtype
+            np.testing.assert_array_equal(value, array)
     finally:
         jax.config.update("jax_enable_x64", old)
 
@@ -86,9 +86,9 @@ def test_types_of_32_bits_and_fewer_arrive_as_they_are():
         np.uint32, np.int8, np.uint16, np.bool_, np.float16, ml_dtypes.bfloat16, ml_dtypes.int4,
         ml_dtypes.float8_e5m2)]  # fmt: skip
     arrays.append(np.array([2**32 - 1], np.uint32))
-    for found, array in zip(arrived(arrays), arrays, strict=True):
-        assert found.dtype == array.dtype
-        np.testing.assert_array_equal(np.asarray(found), array)
+    for value, array in zip(arrived(arrays), arrays, strict=True):
+        assert value.dtype == array.dtype
+        np.testing.assert_array_equal(np.asarray(value), array)
     on_device = jnp.arange(3)
     assert arrived([on_device])[0] is on_device
 
@@ -96,8 +96,8 @@ def test_types_of_32_bits_and_fewer_arrive_as_they_are():
 def test_other_byte_orders_are_turned():
     for kind in (">i4", ">u2", ">f4", ">i8", ">f8"):
         array = np.array([1, 2, 300]).astype(kind)
-        found = arrived(array)
-        assert found.dtype.isnative and found.tolist() == [1, 2, 300]
+        value = arrived(array)
+        assert value.dtype.isnative and value.tolist() == [1, 2, 300]
     with pytest.raises(LoadError, match="2147483648, and JAX makes int32"):
         arrived(np.array([2**31]).astype(">i8"))
 
@@ -155,8 +155,8 @@ def test_what_a_sharding_cannot_hold_is_named(batch, axes, message):
 def test_a_scalar_has_a_sharding_of_its_own():
     batch, places = {"x": np.arange(8), "n": 3}, {"x": cut("data"), "n": cut()}
     with prefetch_to_device([batch], sharding=places) as loader:
-        found = next(loader)
-    assert found["n"] == 3 and found["x"].sharding == places["x"]
+        result = next(loader)
+    assert result["n"] == 3 and result["x"].sharding == places["x"]
 
 
 def test_a_last_batch_that_a_sharding_cannot_hold_is_refused_before_the_first():
@@ -203,7 +203,7 @@ def by_tf(seen):
 def test_threads_have_the_settings_of_the_call(read):
     seen, device = [], jax.devices()[2]
     with jax.enable_x64(True), jax.default_device(device), jax.default_matmul_precision("highest"):
-        found = read(seen)
-    assert found.dtype == np.float64 and found.devices() == {device}
+        records = read(seen)
+    assert records.dtype == np.float64 and records.devices() == {device}
     assert set(seen) == {(True, "highest"), device}
     assert not jax.config.jax_enable_x64

@@ -22,11 +22,11 @@ def test_every_step_uses_the_batch_of_the_plain_loop(name):
         assert (use.step, use.load) == (steps, expected[steps])
         assert type(use.fresh) is bool and use.fresh == plan.fresh[steps]
         assert source.asked == plan.loads_before(steps + 1)  # none on an echoed step, none ahead
-        for found, loaded in zip(
+        for used, loaded in zip(
             jax.tree.leaves(use.batch), jax.tree.leaves(batch(use.load)), strict=True
         ):
-            assert isinstance(found, jax.Array) and found.dtype == loaded.dtype
-            np.testing.assert_array_equal(found, loaded)
+            assert isinstance(used, jax.Array) and used.dtype == loaded.dtype
+            np.testing.assert_array_equal(used, loaded)
         steps += 1
     assert steps == 41 and source.asked == plan.loads
 
@@ -61,8 +61,8 @@ def test_a_run_resumes_at_any_step_bitwise():
     assert [(use.step, use.fresh) for use in expected] == list(enumerate(PLAN.fresh))
     for step in range(PLAN.total_steps + 1):
         source = Source(99, first=PLAN.first_load(step))
-        found = list(Uses(source, PLAN, first_step=step))
-        assert_same(found, expected[step:])
+        actual = list(Uses(source, PLAN, first_step=step))
+        assert_same(actual, expected[step:])
         left = PLAN.total_steps - step  # without a step none is read, else not one more
         assert source.next == (PLAN.loads if left else PLAN.first_load(step))
 
@@ -74,8 +74,8 @@ def test_a_run_that_is_over_needs_no_batch(total_steps):
         yield
 
     plan = echo.fixed(2, total_steps=total_steps)
-    known = [use.fresh for use in Uses(Source(99), plan)]
-    policy = echo.adaptive(total_steps=total_steps, max_factor=3, decided=known)
+    decided = [use.fresh for use in Uses(Source(99), plan)]
+    policy = echo.adaptive(total_steps=total_steps, max_factor=3, decided=decided)
     assert list(Uses(nothing(), plan, first_step=total_steps)) == []
     loader = ordering.data.prefetch_to_device(iter([]))
     assert list(Uses(loader, policy, first_step=total_steps)) == []
@@ -107,16 +107,16 @@ def echoed_run(name, plan, stop, state=None, way="observe"):
     reads = ordering.data.read_epochs(
         (np.arange(13), rows), order, jax.random.key(0), like=jnp.zeros(4), state=state
     )
-    batches, found = echo.repeat(reads, plan), []
+    batches, uses = echo.repeat(reads, plan), []
     for numbers, gradients in batches:
-        found.append((batches.step, batches.load, batches.fresh, numbers.tolist()))
+        uses.append((batches.step, batches.load, batches.fresh, numbers.tolist()))
         if way == "observe":
             batches.observe(gradients)
         elif batches.fresh:
             batches.advance(jax.jit(order.observe)(batches.order_state, gradients))
         if batches.step + 1 == stop:
             break
-    return found, batches.state()
+    return uses, batches.state()
 
 
 PLANS = {
@@ -137,17 +137,17 @@ def test_a_run_with_an_order_resumes_between_any_two_uses(name, plan):
         loads = [use[3] for use in whole if use[2]][5 * epoch : 5 * epoch + 5]
         assert sorted(sum(loads, [])) == list(range(13))
     for stop in range(1, 36):
-        found, state = echoed_run(name, PLANS[plan], stop)
+        result, state = echoed_run(name, PLANS[plan], stop)
         saved = jax.tree.map(np.asarray, state)
-        assert found + echoed_run(name, PLANS[plan], 36, saved)[0] == whole, stop
+        assert result + echoed_run(name, PLANS[plan], 36, saved)[0] == whole, stop
 
 
 def test_adaptive_goes_on_with_the_batch_that_it_had():
     policy = echo.adaptive(max_factor=4)
     state, seen = None, []
     for stop in (2, 3, 7, 20):
-        found, state = echoed_run("grab", policy, stop, state)
-        seen += found
+        result, state = echoed_run("grab", policy, stop, state)
+        seen += result
     assert [use[0] for use in seen] == list(range(20))
     for before, after in zip(seen, seen[1:], strict=False):
         assert after[1] == before[1] + after[2]

@@ -55,7 +55,7 @@ def test_bernoulli_is_algorithm_1(name):
 
 
 LINE = [Fraction(50 - t, 50) for t in range(45)]  # hits whole sums and misses them by 1/50
-SHARES = {
+RATES = {
     "1/3": (1 / 3, [Fraction(1, 3)] * 1000),
     "0.1": (0.1, [Fraction(1, 10)] * 1000),
     "0.4": (0.4, [Fraction(2, 5)] * 1000),
@@ -65,9 +65,9 @@ SHARES = {
 }
 
 
-@pytest.mark.parametrize("name", SHARES)
+@pytest.mark.parametrize("name", RATES)
 def test_error_diffusion_equals_exact_arithmetic(name):
-    p, exact = SHARES[name]
+    p, exact = RATES[name]
     plan = echo.error_diffusion(p, total_steps=len(exact))
     assert plan.fresh.tolist() == reference.error_diffusion(exact)
 
@@ -75,10 +75,10 @@ def test_error_diffusion_equals_exact_arithmetic(name):
 @given(st.lists(st.floats(1e-3, 1.0), min_size=1, max_size=40))
 @example([0.1] * 40)
 @example([1e-3, 1.0, 1e-3])
-def test_error_diffusion_is_within_one_load_of_its_share_in_every_stretch(p):
+def test_error_diffusion_is_within_one_load_of_its_rate_in_every_stretch(p):
     plan = echo.error_diffusion(np.array(p), total_steps=len(p))
-    loads, shares = np.append(0, np.cumsum(plan.fresh)), np.append(0, np.cumsum(p))
-    surplus = loads - shares
+    loads, rates = np.append(0, np.cumsum(plan.fresh)), np.append(0, np.cumsum(p))
+    surplus = loads - rates
     # Less than one in exact arithmetic; these are sums of 40 floats.
     assert np.abs(surplus[:, None] - surplus[None]).max() < 1 + 1e-12
 

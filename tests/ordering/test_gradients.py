@@ -91,7 +91,7 @@ MIXED = {
 
 
 @pytest.mark.parametrize("name", MIXED)
-def test_losses_that_mix_examples_are_told(name, key):
+def test_losses_that_mix_examples_are_refused(name, key):
     """As batch normalisation does."""
     model, params, batch = problem("mlp", size=3)
     ordering.check_separable(model.loss, params, batch, key=key)
@@ -148,11 +148,11 @@ def test_mean_gradients_by_rules_that_are_not_linear_are_those_of_the_mean_loss(
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="sketched_grads copies")
-        expected, rows, found = run(w, x)
-    for maker, (mean, own) in found.items():
+        expected, rows, by_maker = run(w, x)
+    for maker, (mean, rows_of_maker) in by_maker.items():
         close(mean, expected)
         if maker != "sketched":
-            close(own.reshape(5, -1)[:, : w.size].reshape(rows.shape), rows)
+            close(rows_of_maker.reshape(5, -1)[:, : w.size].reshape(rows.shape), rows)
 
 
 def with_aux(model):
@@ -218,18 +218,18 @@ def test_a_loss_that_draws_nothing_takes_no_key(maker, key):
     if "groups" in maker:
         x, rows = x.reshape(-1, GROUP, 90), rows.reshape(-1, GROUP, 90, 8).mean(1)
     gradients, keyed = MAKERS[maker](one), MAKERS[maker](lambda w, x, key: one(w, x))
-    losses, mean, found = jax.jit(lambda w, x: gradients(w, x))(w, x)
-    same((losses, mean, found), jax.jit(lambda w, x, key: keyed(w, x, key=key))(w, x, key))
+    losses, mean, actual_rows = jax.jit(lambda w, x: gradients(w, x))(w, x)
+    same((losses, mean, actual_rows), jax.jit(lambda w, x, key: keyed(w, x, key=key))(w, x, key))
     close(mean, of_loss)
     if maker == "microbatch":
-        same(found[0], mean)
+        same(actual_rows[0], mean)
     elif maker == "in turn, to sketches":
-        close(found, jax.vmap(SMALL)(rows))
+        close(actual_rows, jax.vmap(SMALL)(rows))
     elif not maker.startswith("sketched") or maker == "sketched whole":
-        close(found.reshape(len(rows), -1)[:, : w.size].reshape(rows.shape), rows)
+        close(actual_rows.reshape(len(rows), -1)[:, : w.size].reshape(rows.shape), rows)
     if maker.startswith("sketched"):
         scale = Factors(jnp.full((90, 1), 2.0), jnp.ones((1, 8)))
-        close(jax.jit(lambda w, x: gradients(w, x, scale=scale))(w, x)[2], 2 * found)
+        close(jax.jit(lambda w, x: gradients(w, x, scale=scale))(w, x)[2], 2 * actual_rows)
     with pytest.raises(ValueError, match=f"^with a key, {TAKES_NONE}"):
         gradients(w, x, key=key)
     with pytest.raises(ValueError, match=f"^without a key, {TAKES_ONE}"):
@@ -262,7 +262,7 @@ def drawing_nothing():
     return w, x, loss, jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(w, x)
 
 
-APART = {
+SEPARABLE = {
     "x and y": lambda w, x, y: jnp.square(x @ w - y),
     "trees": lambda w, x, y: jnp.square(x["x"] @ w - y["y"][0]),
     "a key": lambda w, x, y, key: jnp.square(x @ w - y) * jax.random.uniform(key),
@@ -271,9 +271,9 @@ APART = {
 OF_BATCHES = [name for name in MAKERS if "groups" not in name]
 
 
-@pytest.mark.parametrize("name", APART)
+@pytest.mark.parametrize("name", SEPARABLE)
 def test_a_loss_may_take_any_number_of_arguments(name, key):
-    loss, rng = APART[name], np.random.default_rng(0)
+    loss, rng = SEPARABLE[name], np.random.default_rng(0)
     w, x, y = (rng.normal(size=shape).astype(np.float32) for shape in ((90,), (4, 90), (4,)))
     batch = ({"x": x}, {"y": (y,)}) if name == "trees" else (x, y)
     given = {"key": key} if "key" in name else {}

@@ -16,7 +16,7 @@ ORDERS = {
     "grab": lambda m: ordering.grab(m, units_per_step=PER_STEP),
     "cd_grab": lambda m: ordering.cd_grab(m, units_per_step=PER_STEP),
     "cd_grab, at syncs": lambda m: ordering.cd_grab(m, units_per_step=PER_STEP, gathers="sync"),
-    "dealt": lambda m: ordering.global_order(
+    "global": lambda m: ordering.global_order(
         ordering.cd_grab(m, units_per_step=PER_STEP, gathers="step"), m
     ),
 }

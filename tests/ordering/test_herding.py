@@ -17,11 +17,11 @@ def test_bounds_equal_the_reference(workers, units, norm):
     vectors = rng.normal(size=(workers, units, 5)).astype(np.float32)
     orders = np.stack([rng.permutation(units) for _ in range(workers)])
     expected = reference.parallel_herding_bound(vectors, orders, norm)
-    found = ordering.baselines.herding_bound(jnp.asarray(vectors), jnp.asarray(orders), norm=norm)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    actual = ordering.baselines.herding_bound(jnp.asarray(vectors), jnp.asarray(orders), norm=norm)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
     if workers == 1:
         alone = (jnp.asarray(x[0]) for x in (vectors, orders))
-        assert ordering.baselines.herding_bound(*alone, norm=norm) == found
+        assert ordering.baselines.herding_bound(*alone, norm=norm) == actual
 
 
 def test_the_bound_of_coordinated_orders_does_not_grow_with_the_workers():
@@ -58,6 +58,6 @@ def test_bound_of_the_training_metric_equals_the_function(monkeypatch):
         return jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(grad)])
 
     vectors = jax.jit(jax.vmap(jax.vmap(unit_gradient)))(data["x"], data["y"])
-    for found, norm in zip(measured(params, orders, data), (jnp.inf, 2), strict=True):
+    for actual, norm in zip(measured(params, orders, data), (jnp.inf, 2), strict=True):
         expected = ordering.baselines.herding_bound(vectors, orders, norm=norm)
-        np.testing.assert_allclose(found, expected, rtol=1e-4)
+        np.testing.assert_allclose(actual, expected, rtol=1e-4)

@@ -131,8 +131,8 @@ def test_mean_gradients_have_the_types_of_parameters(name, size):
     (losses, mean, rows), expected = jax.jit(run)(params, x)
     assert (losses.dtype, rows.dtype) == (jnp.float32, jnp.float32)
     assert mean["w"].dtype == HALF
-    found, expected = (np.asarray(g["w"], np.float32) for g in (mean, expected))
-    np.testing.assert_allclose(found, expected, atol=0.03 * np.abs(expected).max())
+    actual, expected = (np.asarray(g["w"], np.float32) for g in (mean, expected))
+    np.testing.assert_allclose(actual, expected, atol=0.03 * np.abs(expected).max())
 
 
 def conv(x, w, **how):

@@ -29,9 +29,9 @@ def test_blocks_equal_the_reference_exactly(block_size):
     vectors[[3, 5, 7], [0, 100, 1000]] = np.nan, np.inf, -np.inf
     valid = np.arange(12) != 9
     expected, total = reference.balance(vectors[valid], np.zeros(1001))
-    _, found, signs, taken = signs_of(vectors, block_size, valid=jnp.asarray(valid))
+    _, running_sum, signs, taken = signs_of(vectors, block_size, valid=jnp.asarray(valid))
     np.testing.assert_array_equal(np.asarray(signs)[valid], expected)
-    np.testing.assert_array_equal(found, total)
+    np.testing.assert_array_equal(running_sum, total)
     assert np.flatnonzero(~np.asarray(taken)).tolist() == [3, 5, 7, 9]
     assert (np.asarray(signs)[[3, 5, 7, 9]] == 1).all()
 
@@ -46,13 +46,13 @@ def test_any_structure_and_bfloat16(block_size):
     pairs = jax.tree.map(lambda g: split_pairs(g, 10), tree)
     run = functools.partial(balance_blocks, greedy(), block_size=block_size)
     derive = functools.partial(jax.tree.map, subtract)
-    _, found, signs, _ = jax.jit(functools.partial(run, derive=derive))((), total, pairs)
+    _, sums, signs, _ = jax.jit(functools.partial(run, derive=derive))((), total, pairs)
     expected, expected_total = reference.balance(flat[0::2] - flat[1::2], np.zeros(12))
     np.testing.assert_array_equal(signs, expected)
     np.testing.assert_array_equal(
-        np.concatenate([found["w"].ravel(), found["b"][0], [found["b"][1]]]), expected_total
+        np.concatenate([sums["w"].ravel(), sums["b"][0], [sums["b"][1]]]), expected_total
     )
-    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(found))
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(sums))
 
 
 @pytest.mark.parametrize("rule", ["walk", "halving"])
@@ -97,15 +97,15 @@ def test_a_norm_that_overflows_does_not_affect_later_vectors(key):
 
 def test_vectors_are_signed_in_blocks_if_products_are_summed_over_devices():
     """Simulated workers on a CPU use the plain scan; a mesh uses one sum for a whole block."""
-    found = []
+    totals = []
 
     def worker(x):
-        found.append(block_size_of(("worker",)))
+        totals.append(block_size_of(("worker",)))
         return x
 
     jax.vmap(worker, axis_name="worker")(jnp.zeros((2, 1)))
     tables.shard_map_workers(worker)(jnp.zeros((8, 1)))
-    assert found == [1, BLOCK]
+    assert totals == [1, BLOCK]
     order = ordering.cd_grab(8, units_per_step=4)
     keys = jax.random.split(jax.random.key(0), 8)
     state = tables.vmap_workers(lambda key: order.init(key, jnp.zeros(3)))(keys)

@@ -53,8 +53,8 @@ def test_a_grain_dataset_is_restored_at_every_step(size, count):
 def test_examples_of_a_grain_source_stay_as_they_are():
     """Also such as no batch could hold."""
     rows = [{"text": "a" * i, "tokens": [i] * i} for i in range(4)]
-    found = grain_dataset(grain.MapDataset.source(rows), jax.numpy.array([2, 0, 3]))
-    assert list(found) == [rows[2], rows[0], rows[3]]
+    dataset = grain_dataset(grain.MapDataset.source(rows), jax.numpy.array([2, 0, 3]))
+    assert list(dataset) == [rows[2], rows[0], rows[3]]
     x, y = np.arange(4), jax.numpy.arange(4) ** 2
     assert [int(a) + int(b) for a, b in grain_dataset((x, y), [3, 1])] == [12, 2]
     ends = grain_dataset(Examples(x, fail_at=1, error=StopIteration("gone")), [0, 1])

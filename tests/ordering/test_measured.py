@@ -66,8 +66,8 @@ def test_measured_resumes_at_any_step():
     for step in range(25):
         first = echo.EchoPlan(record[:step]).first_load(step) if step else 0
         loader = Scripted(ANSWERS, first)
-        found = loader.run(policy(decided=record[:step]), first_step=step)
-        assert_same(found, expected[step:])
+        actual = loader.run(policy(decided=record[:step]), first_step=step)
+        assert_same(actual, expected[step:])
     again = Scripted([True] * 24)  # other answers, but recorded decisions
     assert_same(again.run(policy(decided=record)), expected)
     assert again.asked_in == []
@@ -90,7 +90,7 @@ def test_a_step_loads_only_if_all_processes_are_ready(monkeypatch):
     assert heard == [(t, ANSWERS[t]) for t in asked]
     monkeypatch.setattr(jax, "process_count", lambda: 3)
     for others in ([1, 1], [1, 0], [0, 0]):
-        gather = lambda own, others=others: np.array([own, *others])  # noqa: E731
+        gather = lambda here, others=others: np.array([here, *others])  # noqa: E731
         monkeypatch.setattr(multihost_utils, "process_allgather", gather)
         assert stream.ready_everywhere(True) is (others == [1, 1])
         assert stream.ready_everywhere(False) is False

@@ -20,7 +20,7 @@ EXACT = (*tables.REFERENCES, "cd_grab", "cd_grab, gathered", "cd_grab, at syncs"
 
 
 # Pairs that two steps share, a single unit, and even steps, in which workers send differences; with
-# one unit per step in test_dealt.py and test_teams.py.
+# one unit per step in test_global_orders.py and test_teams.py.
 SHAPES = [(name, (7, 3)) for name in tables.ORDERS]
 SHAPES += [(name, (1, 1)) for name, row in tables.ORDERS.items() if row.observes]
 SHAPES += [(name, (9, 4)) for name in tables.ORDERS if name in EXACT and "cd" in name]
@@ -68,7 +68,7 @@ def test_the_mean_of_grab_is_that_of_the_finite_gradients(size, wrong):
     np.testing.assert_allclose(order.next_epoch(state).mean, expected, rtol=1e-6)
 
 
-def test_orders_run_outside_of_a_jit_without_transfers_and_begin_alike_under_one_key():
+def test_orders_run_outside_of_a_jit_without_transfers_and_begin_equal_under_one_key():
     key, params, rows = jax.random.key(3), jnp.zeros(3), jnp.ones((2, 3))
     firsts = []
     for name, row in tables.ORDERS.items():
@@ -121,8 +121,8 @@ def test_when_workers_sync_does_not_change_the_order(units_per_step):
             syncs = jnp.isin(state.position, units_per_step * jnp.array(steps, int))
             return jax.lax.cond(syncs, order.sync, lambda state: state, state)
 
-        found = tables.run_workers(order._replace(observe=observe), gradients, units_per_step)
-        np.testing.assert_array_equal(found, expected)
+        actual = tables.run_workers(order._replace(observe=observe), gradients, units_per_step)
+        np.testing.assert_array_equal(actual, expected)
 
 
 OBSERVING = [name for name, row in tables.ORDERS.items() if row.observes]
@@ -150,9 +150,9 @@ def test_front_of_the_next_order_is_final(name):
         state = sync(observe(state, gradients[workers, units]))
         fronts.append((np.broadcast_to(state.left, 2), np.asarray(state.next)))
     final = np.asarray(next_epoch(state).current)
-    for left, known in fronts:
+    for left, entries in fronts:
         for w in range(2):
-            np.testing.assert_array_equal(known[w, : left[w]], final[w, : left[w]])
+            np.testing.assert_array_equal(entries[w, : left[w]], final[w, : left[w]])
     assert sum(fronts[-1][0]) > 0 or name == "greedy_herding"
 
 
@@ -210,13 +210,13 @@ def test_a_random_order_is_the_permutation_that_jax_draws(size, key):
 MESHES = {"simulated": None, "a mesh": (4,), "auto": (4, 2), "explicit": (4, 2)}
 STARTS = {
     "coordinated": lambda: ordering.cd_grab(6, units_per_step=2),
-    "dealt": lambda: ordering.global_order(ordering.cd_grab(6, units_per_step=2), 6),
+    "global": lambda: ordering.global_order(ordering.cd_grab(6, units_per_step=2), 6),
     "of one": lambda: ordering.grab(6),
     "random": lambda: ordering.global_reshuffling(6),
 }
 
 
-WHERE = [("coordinated", "simulated"), ("coordinated", "explicit"), ("dealt", "auto")]
+WHERE = [("coordinated", "simulated"), ("coordinated", "explicit"), ("global", "auto")]
 WHERE += [("of one", "simulated"), ("of one", "explicit"), ("random", "a mesh")]
 
 
@@ -227,11 +227,11 @@ def test_all_workers_begin_as_each_would_by_itself(name, where):
         kinds = (AxisType.Explicit if where == "explicit" else AxisType.Auto,) * len(shape)
         workers = jax.make_mesh(shape, ("worker", "data")[: len(shape)], axis_types=kinds)
     like = jnp.zeros(8) if name != "random" else None
-    found = ordering.init_workers(order, key, like, workers)
+    actual = ordering.init_workers(order, key, like, workers)
     keys = jnp.stack([jax.random.fold_in(key, w) for w in range(4)])
     init = jax.vmap(order.init, (0, None), axis_name="worker")
     expected = init(keys, like)
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             x, y = map(jax.random.key_data, (x, y))
         np.testing.assert_array_equal(x, y)
@@ -242,9 +242,9 @@ def test_all_workers_begin_as_each_would_by_itself(name, where):
             scoped = ordering.init_workers(order, key, like, axis_name=axis)
             traced = jax.jit(lambda key: ordering.init_workers(order, key, like).current)(key)
         assert scoped.current.sharding.is_equivalent_to(rows, 2)
-        assert found.current.sharding.is_equivalent_to(rows, 2)
-        np.testing.assert_array_equal(scoped.current, found.current)
-        np.testing.assert_array_equal(traced, found.current)
+        assert actual.current.sharding.is_equivalent_to(rows, 2)
+        np.testing.assert_array_equal(scoped.current, actual.current)
+        np.testing.assert_array_equal(traced, actual.current)
     if name == "of one":
         alone = ordering.init_workers(order, key, jax.eval_shape(lambda: like))
         np.testing.assert_array_equal(alone.current, order.init(key, jnp.zeros(8)).current)
@@ -253,12 +253,12 @@ def test_all_workers_begin_as_each_would_by_itself(name, where):
 def test_the_only_axis_of_the_mesh_in_scope_is_the_workers_as_in_map_workers():
     order, key = ordering.random_reshuffling(6), jax.random.key(3)
     with jax.set_mesh(jax.make_mesh((4,), ("hosts",), devices=jax.devices()[:4])):
-        found = ordering.init_workers(order, key).current
+        orders = ordering.init_workers(order, key).current
         mapped = local_opt.map_workers(
             lambda key: order.init(key, None), in_specs="key", out_specs="worker"
         )(key)
-    np.testing.assert_array_equal(found, mapped.current)
-    assert found.shape == (4, 6) and found.sharding.spec[0] == "hosts"
+    np.testing.assert_array_equal(orders, mapped.current)
+    assert orders.shape == (4, 6) and orders.sharding.spec[0] == "hosts"
 
 
 def test_equal_calls_make_one_order_and_compile_once():
@@ -319,7 +319,7 @@ def test_an_order_is_the_same_in_64_bits(make):
     begin = lambda: ordering.init_workers(make(40), jax.random.key(0), jnp.zeros(3), 2)  # noqa: E731
     expected = begin()
     with jax.enable_x64(True):
-        found = begin()
-        following = jax.jit(jax.vmap(make(40).next_epoch))(found)
-    assert found.current.dtype == following.current.dtype == jnp.int32
-    np.testing.assert_array_equal(found.current, expected.current)
+        state = begin()
+        following = jax.jit(jax.vmap(make(40).next_epoch))(state)
+    assert state.current.dtype == following.current.dtype == jnp.int32
+    np.testing.assert_array_equal(state.current, expected.current)

@@ -107,6 +107,6 @@ def test_copies_of_large_parameters_are_warned_of():
 def test_a_term_that_all_units_share_cancels_in_differences_of_pairs():
     small = ordering.sketched_grads(with_key(LOSSES["L2"]), SKETCH_KEY, size=SIZE)
     plain = ordering.sketched_grads(with_key(LOSSES["no gradient"]), SKETCH_KEY, size=SIZE)
-    found, without = (jax.jit(parts_of(maker))(PARAMS, BATCH)[2] for maker in (small, plain))
-    close(found[0] - found[1], without[0] - without[1])
-    assert float(jnp.max(jnp.abs(found - without))) > 0.1
+    rows, without = (jax.jit(parts_of(maker))(PARAMS, BATCH)[2] for maker in (small, plain))
+    close(rows[0] - rows[1], without[0] - without[1])
+    assert float(jnp.max(jnp.abs(rows - without))) > 0.1

@@ -47,30 +47,30 @@ def train(name, num_units, size, *, epochs=3, state=None, ways="observe"):
     """`(batches, the reader's states before each)` of a user's loop."""
     reads = reads_of(name, num_units, size, num_epochs=epochs, state=state)
     step = tables.vmap_workers(order_of(name, num_units, size).observe)
-    found, states = [], [reads.state()]
+    batches, states = [], [reads.state()]
     for numbers, rows in reads:
-        found.append(np.asarray(numbers))
+        batches.append(np.asarray(numbers))
         if ways == "observe":
             reads.observe(rows)
         else:
             reads.advance(step(reads.order_state, rows))
         states.append(reads.state())
-        assert reads.loads == reads.state().loads == states[0].loads + len(found)
-    return found, states
+        assert reads.loads == reads.state().loads == states[0].loads + len(batches)
+    return batches, states
 
 
 def by_hand(name, num_units=13, size=3, epochs=3):
-    order, found = order_of(name, num_units, size), []
+    order, batches = order_of(name, num_units, size), []
     observe = tables.vmap_workers(order.observe)
     state = ordering.init_workers(order, KEY, jnp.zeros(4), 2)
     for _ in range(epochs):
         for start, stop in tables.steps(num_units, size):
             units = np.asarray(state.current)[:, start:stop]
-            found.append(source_of(num_units)[0][units + num_units * np.arange(2)[:, None]])
+            batches.append(source_of(num_units)[0][units + num_units * np.arange(2)[:, None]])
             rows = np.take_along_axis(vectors(num_units), units[..., None], 1)
             state = observe(state, rows)
         state = tables.vmap_workers(order.next_epoch)(state)
-    return found
+    return batches
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -79,15 +79,15 @@ def test_batches_follow_every_epochs_order_and_resume_at_every_step(name, num_un
     expected = by_hand(name, num_units, size)
     whole, states = train(name, num_units, size)
     for done, state in enumerate(states):
-        found, _ = train(name, num_units, size, state=state)
-        jax.tree.map(np.testing.assert_array_equal, found, expected[done:])
+        actual, _ = train(name, num_units, size, state=state)
+        jax.tree.map(np.testing.assert_array_equal, actual, expected[done:])
     jax.tree.map(np.testing.assert_array_equal, whole, expected)
 
 
 @pytest.mark.parametrize("name", ["cd_grab", "grab", "pair_balance", "random_reshuffling"])
 def test_a_step_that_observes_by_itself_gives_the_same_orders(name):
-    (found, states), (other, others) = (train(name, 13, 3, ways=w) for w in ("observe", "advance"))
-    jax.tree.map(np.testing.assert_array_equal, (found, states), (other, others))
+    (result, states), (other, others) = (train(name, 13, 3, ways=w) for w in ("observe", "advance"))
+    jax.tree.map(np.testing.assert_array_equal, (result, states), (other, others))
 
 
 def saved_by(how, state, folder):
@@ -106,8 +106,8 @@ def saved_by(how, state, folder):
 @pytest.mark.parametrize("name", ["random_reshuffling", "grab"])
 def test_a_state_goes_on_as_a_checkpoint_gives_it_back(name, how, tmp_path):
     whole, states = train(name, 13, 3, epochs=2)
-    found, _ = train(name, 13, 3, epochs=2, state=saved_by(how, states[4], tmp_path))
-    jax.tree.map(np.testing.assert_array_equal, found, whole[4:])
+    result, _ = train(name, 13, 3, epochs=2, state=saved_by(how, states[4], tmp_path))
+    jax.tree.map(np.testing.assert_array_equal, result, whole[4:])
 
 
 def test_a_state_is_not_what_the_next_steps_use_again():
@@ -117,16 +117,16 @@ def test_a_state_is_not_what_the_next_steps_use_again():
         reads.observe(next(reads)[1])
         states.append(reads.state())
     for state in states:
-        found, _ = train("grab", 13, 3, state=state)
-        jax.tree.map(np.testing.assert_array_equal, found, by_hand("grab")[int(state.loads) :])
+        result, _ = train("grab", 13, 3, state=state)
+        jax.tree.map(np.testing.assert_array_equal, result, by_hand("grab")[int(state.loads) :])
 
 
 def test_a_batch_that_was_not_observed_is_read_again():
     reads, expected = reads_of("grab"), by_hand("grab")
     for done in range(7):
         numbers, rows = next(reads)
-        found, _ = train("grab", 13, 3, state=reads.state())
-        jax.tree.map(np.testing.assert_array_equal, found, expected[done:])
+        actual, _ = train("grab", 13, 3, state=reads.state())
+        jax.tree.map(np.testing.assert_array_equal, actual, expected[done:])
         reads.observe(rows)
 
 
@@ -149,8 +149,8 @@ def test_the_next_epoch_is_read_ahead_as_far_as_it_is_known():
 
     def read(indices, first_step, epoch):
         steps = indices.reshape(-1, 2, 2)  # [step, worker, unit]
-        own = steps - 20 * np.arange(2)[:, None]
-        asked.append((epoch, first_step, np.concatenate(own, axis=-1)))
+        inside = steps - 20 * np.arange(2)[:, None]
+        asked.append((epoch, first_step, np.concatenate(inside, axis=-1)))
         return ((units, source_of(20)[1][units]) for units in steps)
 
     reads = reads_of("pair_balance", 20, 2, source=read, ahead=4)
@@ -158,14 +158,14 @@ def test_the_next_epoch_is_read_ahead_as_far_as_it_is_known():
         reads.observe(next(reads)[1])
     assert [(*place, orders.shape) for *place, orders in asked] == [(0, 0, (2, 20)), (1, 0, (2, 4))]
     assert reads.epoch_ended
-    found = [next(reads)]
+    batches = [next(reads)]
     np.testing.assert_array_equal(asked[1][-1], reads.order_state.current[:, :4])
     assert len(asked) == 2, "the host goes on without the new order"
     for _ in range(9):
-        reads.observe(found[-1][1])
-        found.append(next(reads))
+        reads.observe(batches[-1][1])
+        batches.append(next(reads))
     assert [tuple(place) for *place, _ in asked][:3] == [(0, 0), (1, 0), (1, 2)]
-    units = np.concatenate([x for x, _ in found], axis=-1) - 20 * np.arange(2)[:, None]
+    units = np.concatenate([x for x, _ in batches], axis=-1) - 20 * np.arange(2)[:, None]
     np.testing.assert_array_equal(units, reads.order_state.current)
 
 
@@ -184,17 +184,17 @@ def test_an_order_of_ones_own_that_counts_nothing_and_knows_nothing():
         return state._replace(current=state.current[::-1], next=jnp.copy(state.current))
 
     order = ordering.Ordering(init, lambda state, rows: state, turned, units_per_step=2)
-    found, states = [], []
+    batches, states = [], []
     with read_epochs(np.arange(5), order, KEY, num_epochs=3) as reads:
         for batch in reads:
-            found.append(batch.tolist())
+            batches.append(batch.tolist())
             states.append(reads.state())
-    assert found == [[0, 1], [2, 3], [4], [4, 3], [2, 1], [0], [0, 1], [2, 3], [4]]
+    assert batches == [[0, 1], [2, 3], [4], [4, 3], [2, 1], [0], [0, 1], [2, 3], [4]]
     for done, state in enumerate(states, 1):
         rest = [
             x.tolist() for x in read_epochs(np.arange(5), order, KEY, num_epochs=3, state=state)
         ]
-        assert rest == found[done:]
+        assert rest == batches[done:]
 
 
 def test_an_error_names_its_load():
@@ -300,7 +300,7 @@ def test_epochs_of_all_workers_simulated_and_on_a_mesh(name, axes):
     workers = 4 if axes is None else jax.make_mesh([n for _, n in axes], [n for n, _ in axes])
     key, like, rows = np.asarray(jax.random.PRNGKey(0)), jnp.zeros(3), jnp.eye(48, 3)
     state = ordering.init_workers(order, KEY, like, 4, axis_name=axis_name)
-    own = 0 if name == "global" else 12 * np.arange(4)[:, None]
+    first_units = 0 if name == "global" else 12 * np.arange(4)[:, None]
     observe, following = (
         jax.vmap(f, axis_name=axis_name) for f in (order.observe, order.next_epoch)
     )
@@ -311,7 +311,8 @@ def test_epochs_of_all_workers_simulated_and_on_a_mesh(name, axes):
             reads.observe(rows)
             with jax.transfer_guard("allow"):
                 first = 5 * ((reads.loads - 1) % 3)
-                np.testing.assert_array_equal(numbers, state.current[:, first : first + 5] + own)
+                units = state.current[:, first : first + 5] + first_units
+                np.testing.assert_array_equal(numbers, units)
                 state = observe(state, np.asarray(rows))
                 state = following(state) if reads.epoch_ended else state
             if axes is not None:
@@ -327,14 +328,14 @@ def test_a_global_order_that_leaves_out_units_reads_all_in_turn():
         order = ordering.global_reshuffling(
             num_units, units_per_step=2, total=9, axis_name=axis_name
         )
-        found, left_out = [], set()
+        batches, left_out = [], set()
         reads = read_epochs(np.arange(9), order, KEY, workers=workers, num_epochs=6)
         for batch in reads:
-            found += np.asarray(batch).ravel().tolist()
+            batches += np.asarray(batch).ravel().tolist()
             if reads.epoch_ended:
-                assert len(set(found)) == len(found) == 8
-                left_out |= {*range(9)} - {*found}
-                found = []
+                assert len(set(batches)) == len(batches) == 8
+                left_out |= {*range(9)} - {*batches}
+                batches = []
         assert len(left_out) > 1
 
 

@@ -118,15 +118,15 @@ def test_an_interrupt_while_next_waits_loses_no_batch(reader, depth, interrupt):
         with contextlib.suppress(IndexError):
             once.pop()()
 
-    found = []
+    batches = []
     with READERS[reader](act, depth=depth, timeout=60) as reads:
         once.append(INTERRUPTS[interrupt])  # of all but example 0 nothing is read before next
         with pytest.raises(KeyboardInterrupt):
             next(reads)
         assert reads.loads == 0
         for batch in reads:
-            found.append(numbers(batch))
-    assert found == expected
+            batches.append(numbers(batch))
+    assert batches == expected
 
 
 class Odd(Exception):
@@ -159,14 +159,14 @@ def test_whatever_a_source_raises_is_an_error_of_its_load(error, reader):
         if i == 8:
             raise make()
 
-    found = []
+    messages = []
     with READERS[reader](act, timeout=60) as reads:
         for _ in range(2):  # the error is repeated
             with pytest.raises(LoadError, match=message) as info:
                 for batch in reads:
-                    found += numbers(batch)
-        assert info.value.load == reads.loads == len(found) // 2
-    assert 8 not in found
+                    messages += numbers(batch)
+        assert info.value.load == reads.loads == len(messages) // 2
+    assert 8 not in messages
 
 
 HANGS = """
@@ -192,18 +192,18 @@ closed.close()
 
 
 def test_a_read_that_hangs_does_not_keep_the_process():
-    found = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=300
     )
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.count("the input hangs") == 2 and not found.stderr
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("the input hangs") == 2 and not done.stderr
 
 
 def test_a_wait_raises_what_next_would_and_takes_no_batch():
-    expected, found, late = [numbers(batch) for batch in of_blocks()], [], 0
+    expected, batches, late = [numbers(batch) for batch in of_blocks()], [], 0
     gate = threading.Event()
     with of_blocks(lambda i: i == 8 and gate.wait(60), timeout=0.2) as reads:
-        while len(found) < 6:
+        while len(batches) < 6:
             try:
                 reads.wait()
             except LoadError:
@@ -211,11 +211,11 @@ def test_a_wait_raises_what_next_would_and_takes_no_batch():
                 if late == 2:
                     gate.set()
             else:
-                found.append(numbers(next(reads)))
-            assert reads.loads == len(found)
+                batches.append(numbers(next(reads)))
+            assert reads.loads == len(batches)
         with pytest.raises(StopIteration):
             reads.wait()
-    assert late >= 2 and found == expected
+    assert late >= 2 and batches == expected
 
 
 def test_an_epoch_that_is_known_is_read_once():
@@ -252,16 +252,16 @@ KEY = jax.random.key(0)
 
 def goes_on(make, sizes, num_units=60):
     """Batches [(size of its step, units)] of one run, with so many steps of each size in turn."""
-    found, state = [], None
+    batches, state = [], None
     for size, most in sizes:
         order = make(num_units, units_per_step=size)
         with read_epochs(np.arange(num_units), order, KEY, like=jnp.zeros(2), state=state) as reads:
             for _ in range(most):
                 batch = next(reads)
-                found.append(numbers(batch))
+                batches.append(numbers(batch))
                 reads.observe(jnp.ones((len(batch), 2)) * batch[:, None])
             state = reads.state()
-    return found
+    return batches
 
 
 @pytest.mark.parametrize(
@@ -272,33 +272,33 @@ def goes_on(make, sizes, num_units=60):
 ])  # fmt: skip
 def test_another_step_size_goes_on_without_loss(make, sizes):
     """In an epoch, at its end, and into the next one: no unit is read twice or never."""
-    found = sum(goes_on(make, sizes), [])
-    for epoch in range(-(-len(found) // 60)):
-        units = found[60 * epoch :][:60]
+    visited = sum(goes_on(make, sizes), [])
+    for epoch in range(-(-len(visited) // 60)):
+        units = visited[60 * epoch :][:60]
         assert len({*units}) == len(units), epoch
 
 
 def test_an_order_without_gradients_goes_on_between_steps():
     """15 of 60 units in steps of 5, then steps of 10, of which the last has the rest."""
-    found = goes_on(ordering.random_reshuffling, ((5, 3), (10, 6)))
-    assert list(map(len, found)) == [5] * 3 + [10] * 4 + [5, 10]
-    assert sorted(sum(found[:-1], [])) == list(range(60))
+    units = goes_on(ordering.random_reshuffling, ((5, 3), (10, 6)))
+    assert list(map(len, units)) == [5] * 3 + [10] * 4 + [5, 10]
+    assert sorted(sum(units[:-1], [])) == list(range(60))
 
 
 def test_a_run_goes_on_with_another_number_of_workers():
     """16 of 2 x 24 units by two workers, the rest by four, each unit once."""
     orders = [ordering.global_reshuffling(m, units_per_step=m // 6) for m in (24, 12)]
-    data, found = np.arange(48), []
+    data, examples = np.arange(48), []
     reads = read_epochs(data, orders[0], KEY, workers=2)
     for _ in range(2):
-        found += numbers(next(reads))
+        examples += numbers(next(reads))
     state, fresh = reads.state(), ordering.init_workers(orders[1], KEY, None, 4)
     assert state.units == 16
     kept, _ = ordering.resize(state.order, fresh, orders[1], units_per_step=4, visited=4)
     reads = read_epochs(data, orders[1], KEY, workers=4, state=state._replace(order=kept))
     while not reads.epoch_ended:
-        found += numbers(next(reads))
-    assert sorted(found) == list(range(48)) and reads.epoch == 0
+        examples += numbers(next(reads))
+    assert sorted(examples) == list(range(48)) and reads.epoch == 0
     next(reads)
     assert reads.epoch == 1
 
@@ -316,18 +316,18 @@ def gone_on(size, source, **options):
 
 
 def test_less_than_a_step_may_be_left_over():
-    found = list(gone_on(5, 64, num_epochs=1))
-    assert sorted(sum(map(numbers, found), [])) == list(range(60))
+    batches = list(gone_on(5, 64, num_epochs=1))
+    assert sorted(sum(map(numbers, batches), [])) == list(range(60))
 
 
 def test_a_program_that_forbids_transfers_reads_and_goes_on():
     order = ordering.random_reshuffling(12, units_per_step=5)
     of_blocks = ordering.random_reshuffling(6, units_per_step=2)
-    found, state, blocks = [], None, blocks_of()
+    batches, state, blocks = [], None, blocks_of()
     with jax.transfer_guard("disallow"):
         for most in (4, 5):
             reads = read_epochs(np.arange(12), order, KEY, num_epochs=3, state=state)
-            found += [next(reads) for _ in range(most)]
+            batches += [next(reads) for _ in range(most)]
             state = reads.state()
         state = None
         for _ in range(2):
@@ -335,4 +335,4 @@ def test_a_program_that_forbids_transfers_reads_and_goes_on():
             with ordering.blocks.read_blocks(blocks, of_blocks, KEY, **options) as read:
                 next(read)
                 state = read.state()
-    assert len(found) == 9
+    assert len(batches) == 9

@@ -19,12 +19,12 @@ M, B, W, D = 6, 2, 2, 5
 ORDERS = {name: row.make(M, B) for name, row in tables.ORDERS.items()}
 
 
-DEALT = {
-    "dealt": ordering.global_order(ORDERS["cd_grab"], M),
-    "dealt at syncs": ordering.global_order(ORDERS["cd_grab, at syncs"], M),
+GLOBAL = {
+    "global": ordering.global_order(ORDERS["cd_grab"], M),
+    "global, at syncs": ordering.global_order(ORDERS["cd_grab, at syncs"], M),
     "global_reshuffling": ordering.global_reshuffling(M),
 }
-NEED_AXIS = {name: ORDERS[name] for name in ("cd_grab", "cd_grab, at syncs")} | DEALT
+NEED_AXIS = {name: ORDERS[name] for name in ("cd_grab", "cd_grab, at syncs")} | GLOBAL
 PARAMS, KEY = jnp.zeros(D), jax.random.key(0)
 
 
@@ -67,7 +67,7 @@ def test_calls_outside_of_the_axis_name_it(name):
     if name != "global_reshuffling":
         with pytest.raises(ValueError, match=needed):  # gathered rows may wait for a sync
             order.sync(order.observe(state, rows))
-    if name in DEALT:
+    if name in GLOBAL:
         with pytest.raises(ValueError, match=needed):
             order.next_epoch(state)
 
@@ -122,9 +122,9 @@ def walking(num_units, **sizes):
 
 def resized(state=None, fresh=(2, 9, 3), make=ordering.pair_balance, units=(3, 6)):
     state = state or pairs_state(3, 6, 2)[0]
-    owned = units and np.arange(18).reshape(units)
+    numbers = units and np.arange(18).reshape(units)
     new = pairs_state(*fresh, make=make)
-    return lambda: ordering.resize(state, *new, owned, units_per_step=2, visited=0)
+    return lambda: ordering.resize(state, *new, numbers, units_per_step=2, visited=0)
 
 
 def observed(name, rows, params=PARAMS):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ordering
-from ordering.resizing import dealt_to, resize
+from ordering.resizing import redistributed, resize
 from tests import reference
 from tests.problems import assert_bitwise_equal
 from tests.tables import ORDERS, Order, steps, vmap_workers, whole_numbers
@@ -28,22 +28,22 @@ def test_every_step_keeps_its_units_and_every_unit_has_one_worker(before, after,
     together = loads * step * lcm + min(tail, step - 1) * lcm  # units
     size, new_size = step * lcm // before, step * lcm // after
     rows = np.random.default_rng(together).permutation(together).reshape(before, -1)
-    new = dealt_to(rows, after, size)
+    new = redistributed(rows, after, size)
     assert new.tolist() == reference.redistributed(rows.tolist(), after, size)
     old_steps, new_steps = steps(rows.shape[1], size), steps(new.shape[1], new_size)
     for (a, b), (c, d) in zip(old_steps, new_steps, strict=True):
         np.testing.assert_array_equal(np.sort(rows[:, a:b], None), np.sort(new[:, c:d], None))
 
 
-DEALT = {  # 20 units, of which each epoch leaves out two
-    "dealt": lambda m, b: ordering.global_order(
+GLOBAL = {  # 20 units, of which each epoch leaves out two
+    "global": lambda m, b: ordering.global_order(
         ordering.cd_grab(m, units_per_step=b, gathers="step"), m, total=20
     ),
     "global_reshuffling": lambda m, b: ordering.global_reshuffling(m, total=20),
 }
 FIXED = ("block_reshuffling", "grab", "greedy_herding", "cd_grab_walk", "cd_grab, at syncs")
 NAMED = {name: ORDERS[name] for name in (*FIXED, "kh")}
-NAMED |= {name: Order(make, name != "global_reshuffling") for name, make in DEALT.items()}
+NAMED |= {name: Order(make, name != "global_reshuffling") for name, make in GLOBAL.items()}
 # 18 units, 6 in a step: 3 workers with 6 each, or 2 with 9 each, where one has no partner.
 SIZES, STEPS = {3: (6, 2), 2: (9, 3)}, 3
 
@@ -64,13 +64,13 @@ def compiled(name, workers):
 GRADIENTS = whole_numbers((20, ENTRIES), seed=5)
 
 
-def visit(name, state, owned, places, seen):
+def visit(name, state, units, places, seen):
     """The state after these steps of an epoch; `seen` gets their units."""
     observe, size = compiled(name, len(state.current))[2], SIZES[len(state.current)][1]
     for at in places:
         numbers = np.asarray(state.current)[:, at * size : (at + 1) * size]
-        if owned is not None:
-            numbers = np.take_along_axis(owned, numbers, axis=1)
+        if units is not None:
+            numbers = np.take_along_axis(units, numbers, axis=1)
         seen.extend(numbers.reshape(-1).tolist())
         if NAMED[name].observes:
             state = observe(state, GRADIENTS[numbers])
@@ -88,17 +88,17 @@ def mean_taken_over(before, after):
 def test_between_epochs_the_counters_of_rules_are_kept(name, counter):
     _, first, _, next_epoch = compiled(name, 3)
     order, fresh, _, following = compiled(name, 2)
-    owned = np.arange(18).reshape(3, -1)
-    state = next_epoch(visit(name, first, owned, range(STEPS), []))
-    new, _ = ordering.resize(state, fresh, order, owned, units_per_step=2, visited=0)
+    units = np.arange(18).reshape(3, -1)
+    state = next_epoch(visit(name, first, units, range(STEPS), []))
+    new, _ = ordering.resize(state, fresh, order, units, units_per_step=2, visited=0)
     counted = np.asarray(getattr(state.rule, counter))
     assert counted[0] and getattr(new.rule, counter).tolist() == [counted[0]] * 2
     assert new.epoch.tolist() == [1] * 2 and (new.rule.key == fresh.rule.key).all()
     following(jax.tree.map(jnp.asarray, new))
 
 
-BOTH_WAYS = ("grab", "cd_grab_walk", "dealt")
-CHANGES = [(name, 3, 2) for name in (*FIXED, *DEALT)] + [(name, 2, 3) for name in BOTH_WAYS]
+BOTH_WAYS = ("grab", "cd_grab_walk", "global")
+CHANGES = [(name, 3, 2) for name in (*FIXED, *GLOBAL)] + [(name, 2, 3) for name in BOTH_WAYS]
 
 
 @pytest.mark.parametrize("name,before,after", CHANGES)
@@ -107,25 +107,26 @@ def test_each_unit_is_visited_once_per_epoch_across_a_resize(name, before, after
     order, fresh, _, following = compiled(name, after)
     units, size = SIZES[after]
     for place in range(STEPS + 1):
-        owned = None if name in DEALT else np.arange(18).reshape(before, -1)
+        numbers = None if name in GLOBAL else np.arange(18).reshape(before, -1)
         # The second epoch is interrupted, whose order was made from gradients.
-        state = next_epoch(visit(name, first, owned, range(STEPS), []))
+        state = next_epoch(visit(name, first, numbers, range(STEPS), []))
         seen = []
-        state = visit(name, state, owned, range(place), seen)
-        state, owned = resize(
-            state, fresh, order, owned, units_per_step=SIZES[before][1], visited=place * size
+        state = visit(name, state, numbers, range(place), seen)
+        state, numbers = resize(
+            state, fresh, order, numbers, units_per_step=SIZES[before][1], visited=place * size
         )
         jax.tree.map(lambda x, y: np.testing.assert_equal(x.shape, y.shape), state, fresh)
         if name == "grab" and place == 0:
             np.testing.assert_allclose(state.mean, mean_taken_over(before, after), rtol=1e-6)
         state = jax.tree.map(jnp.asarray, state)
         current = np.asarray(state.current)
-        state = visit(name, state, owned, range(place, STEPS), seen)
-        known, ahead = int(state.left.min()), np.array(state.next)
+        state = visit(name, state, numbers, range(place, STEPS), seen)
+        num_final, ahead = int(state.left.min()), np.array(state.next)
         state = following(state)
-        np.testing.assert_array_equal(state.current[:, :known], ahead[:, :known])  # read ahead
+        read_ahead = ahead[:, :num_final]
+        np.testing.assert_array_equal(state.current[:, :num_final], read_ahead)
         assert len(set(seen)) == len(seen) == 18
-        if place and NAMED[name].observes and name not in (*DEALT, "greedy_herding"):
+        if place and NAMED[name].observes and name not in (*GLOBAL, "greedy_herding"):
             once_more = current.copy()
             if units % 2 and name != "grab":  # the unit without a partner
                 half = units // 2
@@ -139,9 +140,9 @@ def test_each_unit_is_visited_once_per_epoch_across_a_resize(name, before, after
         left = set(range(20)) - set(seen)
         for _ in range(2):
             seen = []
-            state = following(visit(name, state, owned, range(STEPS), seen))
+            state = following(visit(name, state, numbers, range(STEPS), seen))
             assert len(set(seen)) == len(seen) == 18
-        assert name not in DEALT or set(range(20)) - set(seen) != left  # others wait now
+        assert name not in GLOBAL or set(range(20)) - set(seen) != left  # others wait now
 
 
 def test_an_unknown_order_can_be_resized_only_between_epochs():
@@ -158,6 +159,6 @@ def test_an_unknown_order_can_be_resized_only_between_epochs():
     given = {"order": None, "units": np.arange(8).reshape(4, 2), "units_per_step": 1}
     with pytest.raises(ValueError, match="Mine is not registered .* at the end of"):
         resize(state, fresh, visited=1, **given)
-    new, owned = resize(state, fresh, visited=0, **given)
-    assert owned.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]] and new.gradients == "none"
+    new, units = resize(state, fresh, visited=0, **given)
+    assert units.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]] and new.gradients == "none"
     assert new.current.tolist() == new.next.tolist() == [[1, 3, 0, 2]] * 2

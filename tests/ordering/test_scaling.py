@@ -55,26 +55,24 @@ OPTIMIZERS = {
 def test_a_scale_equals_the_reference(name):
     state, moments = stepped(OPTIMIZERS[name])
     for power in (0.25, 0.5):
-        found = ordering.second_moment_scale(
-            OPTIMIZERS[name], state, PARAMS, floor=0.1, power=power
-        )
+        actual = ordering.second_moment_scale(OPTIMIZERS[name], state, PARAMS, eps=0.1, power=power)
         wanted = reference.scale(moments, 0.1, power)
-        for mine, expected in zip(jax.tree.leaves(found), wanted, strict=True):
+        for mine, expected in zip(jax.tree.leaves(actual), wanted, strict=True):
             np.testing.assert_allclose(mine, expected, rtol=1e-5)
     factored = whole_scale(
-        ordering.second_moment_scale(OPTIMIZERS[name], state, PARAMS, leaves=FACTORED, floor=0.1),
+        ordering.second_moment_scale(OPTIMIZERS[name], state, PARAMS, leaves=FACTORED, eps=0.1),
         PARAMS,
     )
     mean = sum(v.sum() for v in moments) / sum(v.size for v in moments)
-    np.testing.assert_allclose(factored["b"], found["b"], rtol=1e-6)
+    np.testing.assert_allclose(factored["b"], actual["b"], rtol=1e-6)
     expected = reference.factored_scale(moments[1], mean, 0.1)
     np.testing.assert_allclose(factored["w"], expected, rtol=1e-5)
 
 
 def test_a_scale_before_the_first_step_is_one():
     for leaves in (None, FACTORED):
-        found = ordering.second_moment_scale(ADAM, ADAM.init(PARAMS), PARAMS, leaves=leaves)
-        assert all((x == 1).all() for x in jax.tree.leaves(found))
+        scale = ordering.second_moment_scale(ADAM, ADAM.init(PARAMS), PARAMS, leaves=leaves)
+        assert all((x == 1).all() for x in jax.tree.leaves(scale))
 
 
 @pytest.mark.parametrize("value,leaves", [(np.nan, None), (np.inf, FACTORED)])
@@ -84,25 +82,25 @@ def test_a_scale_is_one_where_a_moment_is_not_finite(leaves, value):
     assert any(
         (x != 1).any() for x in jax.tree.leaves(ordering.second_moment_scale(ADAM, state, PARAMS))
     )
-    found = ordering.second_moment_scale(ADAM, broken, PARAMS, leaves=leaves)
-    assert all((x == 1).all() for x in jax.tree.leaves(found))
+    scale = ordering.second_moment_scale(ADAM, broken, PARAMS, leaves=leaves)
+    assert all((x == 1).all() for x in jax.tree.leaves(scale))
 
 
 def test_parameters_without_numbers_change_no_scale():
     alone = jnp.array([1.0, 4.0, 9.0])
     both = {"empty": jnp.ones((0, 2)), "w": alone}
-    found = ordering.second_moment_scale(RMS, optax.ScaleByRmsState(both), both)
-    assert_close(found["w"], ordering.second_moment_scale(RMS, optax.ScaleByRmsState(alone), alone))
+    scale = ordering.second_moment_scale(RMS, optax.ScaleByRmsState(both), both)
+    assert_close(scale["w"], ordering.second_moment_scale(RMS, optax.ScaleByRmsState(alone), alone))
 
 
 def test_parameters_may_be_called_like_the_moment():
     params = {"nu": {"w": jnp.ones(3)}, "w": jnp.ones(3)}
     state, moments = stepped(ADAM, params)
-    found = jax.tree.leaves(ordering.second_moment_scale(ADAM, state, params, floor=0.1))
-    jax.tree.map(assert_close, found, reference.scale(moments, 0.1))
+    result = jax.tree.leaves(ordering.second_moment_scale(ADAM, state, params, eps=0.1))
+    jax.tree.map(assert_close, result, reference.scale(moments, 0.1))
 
 
-def test_rows_of_a_look_up_table_are_scaled_alike():
+def test_rows_of_a_look_up_table_get_equal_scales():
     """As if all had its mean, also where it is used as the transposed table first."""
     table = jnp.ones((90, 70))
 
@@ -113,13 +111,13 @@ def test_rows_of_a_look_up_table_are_scaled_alike():
     leaves = ordering.sketch_plan(loss, table, batch, key=jax.random.clone(KEY), size=64)
     assert (leaves[0].why, leaves[0].rows) == ("product, look-up", (0,))
     v = RNG.uniform(0.01, 4, size=table.shape).astype(np.float32)
-    found = ordering.second_moment_scale(
-        RMS, optax.ScaleByRmsState(v), table, leaves=leaves, floor=0.1
+    actual = ordering.second_moment_scale(
+        RMS, optax.ScaleByRmsState(v), table, leaves=leaves, eps=0.1
     )
     expected = reference.factored_scale(np.tile(v.mean(0), (90, 1)), v.mean(), 0.1)
-    np.testing.assert_allclose(whole_scale(found, table), expected, rtol=1e-5)
+    np.testing.assert_allclose(whole_scale(actual, table), expected, rtol=1e-5)
     gradients = ordering.sketched_grads(loss, SKETCH_KEY, size=64)
-    rows = jax.eval_shape(gradients, table, batch, key=KEY, scale=found)[2]
+    rows = jax.eval_shape(gradients, table, batch, key=KEY, scale=actual)[2]
     assert rows.shape == (3, 64)
 
 
@@ -130,12 +128,12 @@ def test_workers_with_their_own_moments_get_one_scale(leaves):
     of = lambda nu, axis=None: ordering.second_moment_scale(  # noqa: E731
         RMS, optax.ScaleByRmsState(nu), PARAMS, leaves=leaves, axis_name=axis
     )
-    found = jax.vmap(lambda nu: of(nu, "worker"), axis_name="worker")(nu)
+    actual = jax.vmap(lambda nu: of(nu, "worker"), axis_name="worker")(nu)
     expected = of(jax.tree.map(lambda v: v.mean(0), nu))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, [b, b], rtol=1e-6), found, expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, [b, b], rtol=1e-6), actual, expected)
 
 
-def test_optimizers_without_a_second_moment_are_told_to_keep_one_beside():
+def test_optimizers_without_a_second_moment_must_keep_one_beside():
     with pytest.raises(ValueError, match="no second moment for params.* optax.scale_by_rms"):
         ordering.second_moment_scale(optax.lion(1e-3), optax.lion(1e-3).init(PARAMS), PARAMS)
 
@@ -187,7 +185,7 @@ def test_optimizers_that_divide_by_something_else_are_refused(optimizer):
 ])  # fmt: skip
 def test_optimizers_that_divide_by_the_root_are_taken(name):
     optimizer = getattr(optax, name)(optax.cosine_decay_schedule(0.1, 1000))
-    for own in (optimizer, optax.chain(optax.clip_by_global_norm(1.0), optimizer)):
-        state = stepped(own)[0]
-        found = ordering.second_moment_scale(own, state, PARAMS)
-        assert any((x != 1).any() for x in jax.tree.leaves(found))
+    for each in (optimizer, optax.chain(optax.clip_by_global_norm(1.0), optimizer)):
+        state = stepped(each)[0]
+        scale = ordering.second_moment_scale(each, state, PARAMS)
+        assert any((x != 1).any() for x in jax.tree.leaves(scale))

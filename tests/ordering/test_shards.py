@@ -37,10 +37,10 @@ CASES = [
 
 @pytest.mark.parametrize("kind,way,workers", CASES)
 def test_workers_of_several_devices_train_as_workers_of_one(kind, way, workers):
-    found = sharded(kind(WAYS[way](workers)), workers)
+    actual = sharded(kind(WAYS[way](workers)), workers)
     expected = on_one(kind, workers)
-    assert_same_run(found, expected)
-    _, _, params, state, orders = found
+    assert_same_run(actual, expected)
+    _, _, params, state, orders = actual
     assert_in_their_places(params, per_worker(SPECS))
     assert_in_their_places(state.inner[0].trace, per_worker(SPECS))
     assert_in_their_places(orders, jax.tree.map(lambda _: P("worker"), orders))
@@ -79,12 +79,12 @@ def test_sketches_of_shards_keep_inner_products(size):
 
     first, second = sketches(jax.random.split(jax.random.key(0), 400), trees)
     for a, b in ((0, 0), (0, 1)):
-        found = np.sum(np.asarray([first, second][a]) * np.asarray([first, second][b]), axis=1)
+        result = np.sum(np.asarray([first, second][a]) * np.asarray([first, second][b]), axis=1)
         exact = product(trees[a], trees[b])
         norms = [product(trees[i], trees[i]) ** 0.5 for i in (a, b)]
         spread = norms[0] * norms[1] * (0 if size == 512 else (2 / size) ** 0.5)
-        assert abs(found.mean() - exact) <= 4 * spread / 400**0.5 + 1e-4 * abs(exact) + 1e-3
-        assert found.std() <= 1.2 * spread + 1e-3
+        assert abs(result.mean() - exact) <= 4 * spread / 400**0.5 + 1e-4 * abs(exact) + 1e-3
+        assert result.std() <= 1.2 * spread + 1e-3
 
 
 def observed(mesh, order, tree, specs, **options):

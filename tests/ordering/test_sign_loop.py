@@ -58,8 +58,8 @@ def test_the_kernel_equals_the_scan(rule, size, seed):
     (dots, gram), valid = products(size, seed)
     state = RULES[rule].init(jax.random.key(seed))
     for _ in range(2):  # the state goes on
-        found = [compiled(loop, rule)[0](state, dots, gram, valid) for loop in LOOPS]
-        states, signs = zip(*found, strict=True)
+        results = [compiled(loop, rule)[0](state, dots, gram, valid) for loop in LOOPS]
+        states, signs = zip(*results, strict=True)
         for numbers in zip(*map(plain, states), strict=True):
             for other in numbers[1:]:
                 np.testing.assert_array_equal(numbers[0], other)
@@ -73,11 +73,11 @@ def test_the_kernel_equals_the_scan(rule, size, seed):
 @pytest.mark.parametrize("loop", ["kernel", "kernel of Triton"])
 @pytest.mark.parametrize("rule", RULES)
 def test_workers_on_one_device_are_a_batch(rule, loop):
-    found = [products(5, seed) for seed in range(3)]
-    dots, gram, valid = (jnp.stack(x) for x in zip(*[(*a, v) for a, v in found], strict=True))
+    rows = [products(5, seed) for seed in range(3)]
+    dots, gram, valid = (jnp.stack(x) for x in zip(*[(*a, v) for a, v in rows], strict=True))
     state = RULES[rule].init(jax.random.key(0))
     states, signs = compiled(loop, rule)[1](state, dots, gram, valid)
-    for i, ((one_dots, one_gram), one_valid) in enumerate(found):
+    for i, ((one_dots, one_gram), one_valid) in enumerate(rows):
         one, expected = compiled("scan", rule)[0](state, one_dots, one_gram, one_valid)
         np.testing.assert_array_equal(signs[i], expected)
         for batch, single in zip(plain(states), plain(one), strict=True):
@@ -113,8 +113,8 @@ def test_arrays_on_the_cpu_of_another_machine_are_signed_there(platform, jit, mo
     expected = sign_kernel.signs_by_scan(greedy(), *args)[1]
     monkeypatch.setattr(sign_kernel.mesh, "platform", lambda: platform)
     monkeypatch.setattr(sign_kernel, "_has_triton", lambda: True)
-    found = jit(lambda *args: sign_kernel.signs_of(greedy(), *args)[1])(*args)
-    np.testing.assert_array_equal(found, expected)
+    actual = jit(lambda *args: sign_kernel.signs_of(greedy(), *args)[1])(*args)
+    np.testing.assert_array_equal(actual, expected)
 
 
 def test_jax_default_device_decides_on_a_machine_with_a_gpu(monkeypatch):

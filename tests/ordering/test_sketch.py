@@ -73,8 +73,8 @@ def test_inner_products_are_unbiased_and_as_accurate_as_promised(kind):
 
 def test_gradients_smaller_than_a_sketch_are_kept_and_give_the_same_orders():
     g = {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(2)}
-    found = ordering.make_sketch(jax.random.key(0), size=10)(g)
-    assert found.tolist() == [1, 1, 0, 1, 2, 3, 4, 5, 0, 0]
+    result = ordering.make_sketch(jax.random.key(0), size=10)(g)
+    assert result.tolist() == [1, 1, 0, 1, 2, 3, 4, 5, 0, 0]
     vectors = jax.random.normal(jax.random.key(1), (8, 20))
     order = ordering.pair_balance(8, units_per_step=2)
     to_sketch = ordering.make_sketch(jax.random.key(2), size=32)
@@ -113,10 +113,10 @@ def test_inner_products_are_unbiased_whatever_the_rank_and_nearly_as_accurate(ra
         sketched = ordering.sketched_grads(outer_products, key, size=size)
         return sketched(w, batch, key=jax.random.key(0))[2]
 
-    found = jax.jit(jax.vmap(rows))(jax.random.split(SKETCH_KEY, keys))
+    products = jax.jit(jax.vmap(rows))(jax.random.split(SKETCH_KEY, keys))
     formed = np.einsum("nta,ntb->nab", batch["x"], y).reshape(2, -1)
     norms = np.linalg.norm(formed, axis=1)
-    error = np.einsum("kia,kja->kij", found, found) - formed @ formed.T
+    error = np.einsum("kia,kja->kij", products, products) - formed @ formed.T
     error = (error / np.outer(norms, norms)).reshape(keys, -1)
     assert np.all(np.abs(error.mean(0)) < 4 * error.std(0) / np.sqrt(keys))
     assert np.all(error.var(0) < 6 * 2 / size)
@@ -139,10 +139,10 @@ def test_sketches_of_a_table_keep_how_frequent_its_rows_are():
     def rows(key):
         return ordering.sketched_grads(loss, key, size=size)(table, batch, key=jax.random.key(0))[2]
 
-    found = jax.jit(jax.vmap(rows))(jax.random.split(SKETCH_KEY, keys))
+    products = jax.jit(jax.vmap(rows))(jax.random.split(SKETCH_KEY, keys))
     formed = np.einsum("nv,ntc->nvc", batch["errors"], batch["features"]).reshape(2, -1)
     exact, norms = formed @ formed.T, np.linalg.norm(formed, axis=1)
-    error = (np.einsum("kia,kja->kij", found, found) - exact) / np.outer(norms, norms)
+    error = (np.einsum("kia,kja->kij", products, products) - exact) / np.outer(norms, norms)
     assert np.mean(np.square(error[:, 0, 1])) < 6 / size
 
 
@@ -161,9 +161,9 @@ def test_sums_of_groups_equal_the_reference(length, sums, groups, monkeypatch):
         sums_of(jnp.eye(length), left, sums, groups),
     )
     of_y = sums_of(y, right, sums, groups)
-    found = np.einsum("tpm,tqm->pqm", of_x, of_y) / np.sqrt(groups)
-    met = reference.product_sketch(x.T @ y, left, right, (groups, sums, sums))
-    np.testing.assert_allclose(found, met, atol=1e-3)
+    actual = np.einsum("tpm,tqm->pqm", of_x, of_y) / np.sqrt(groups)
+    product = reference.product_sketch(x.T @ y, left, right, (groups, sums, sums))
+    np.testing.assert_allclose(actual, product, atol=1e-3)
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, cpu, default: default(*args))
     elsewhere = jax.jit(lambda x: grouped_sums(x, left, sums, groups))(x)
     np.testing.assert_allclose(elsewhere, of_x, atol=1e-4)

@@ -37,17 +37,17 @@ def test_step_indices_are_the_units_of_every_worker(workers, num_units, unit_siz
         for part in (orders[:, :cut], orders[:, cut:])
     ]
     np.testing.assert_array_equal(np.concatenate(parts), indices)
-    own = (orders + num_units * np.arange(workers)[:, None]).tolist()  # named like dealt units
-    dealt, _ = step_indices(own, total=workers * num_units, **sizes)
-    np.testing.assert_array_equal(dealt, indices)
+    by_worker = orders + num_units * np.arange(workers)[:, None]  # named as of a global order
+    of_all, _ = step_indices(by_worker.tolist(), total=workers * num_units, **sizes)
+    np.testing.assert_array_equal(of_all, indices)
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_the_steps_of_an_epoch(size):
     source, orders, sizes, wanted = epoch_of(size)
     for data in (source, jax.tree.map(jnp.asarray, source), Examples(source)):
-        found = [*reads_in(data, orders, num_epochs=1, **sizes)]
-        jax.tree.map(np.testing.assert_array_equal, found, wanted)
+        batches = [*reads_in(data, orders, num_epochs=1, **sizes)]
+        jax.tree.map(np.testing.assert_array_equal, batches, wanted)
 
 
 def read(source, *indices):
@@ -63,9 +63,9 @@ def test_tables_of_columns_are_refused():
 
 def objects(values):
     """An array of objects, in which data sets give nested lists as NumPy."""
-    found = np.empty(len(values), object)
-    found[:] = values
-    return found
+    array = np.empty(len(values), object)
+    array[:] = values
+    return array
 
 
 @pytest.mark.parametrize("make", [list, np.asarray, jnp.asarray])
@@ -151,7 +151,7 @@ def indices(orders, **sizes):
 test_bad_orders = refuses({
     "twice": (indices([0, 2, 2]), r"shape \(1, 3\) name a unit twice, or outside 0 .. 2"),
     "a slice too large": (indices([0, 1, 2], num_units=2), "or more .* also num_units"),
-    "a long dealt slice": (indices([0, 1, 2], num_units=2, total=9), "or more than 2 units"),
+    "a long global slice": (indices([0, 1, 2], num_units=2, total=9), "or more than 2 units"),
     "floats": (indices([0.0, 1.0]), r"orders is float64\[2\]"),
     "a state": (indices(STATE), "orders is a ShuffleState: .* such as state.current"),
     "an order": (indices(ordering.random_reshuffling(4)), "orders is a Ordering: .* state.current"),

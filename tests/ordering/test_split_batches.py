@@ -93,12 +93,12 @@ def alone(loss, params, batch):
     """The gradients of single examples, one after another, on one device."""
     gradient = jax.jit(jax.grad(lambda p, example: loss(p, example, KEY)[0]))
     units = range(len(jax.tree.leaves(batch)[0]))
-    found = [gradient(params, jax.tree.map(lambda x: x[i : i + 1], batch)) for i in units]  # noqa: B023
-    return jax.tree.map(lambda *g: np.stack(g), *found)
+    gradients = [gradient(params, jax.tree.map(lambda x: x[i : i + 1], batch)) for i in units]  # noqa: B023
+    return jax.tree.map(lambda *g: np.stack(g), *gradients)
 
 
-def close(found, expected, tolerance=1e-5):
-    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+def close(actual, expected, tolerance=1e-5):
+    for one, other in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
         scale = float(np.max(np.abs(np.asarray(other, np.float32)))) + 1e-9
         one, other = (np.asarray(x, np.float32) for x in (one, other))
         np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * scale)
@@ -122,13 +122,13 @@ def test_gradients_of_convolutions_of_a_batch_that_is_split(name):
         _, _, rows = run(w, x)
         for shape, spec in meshes.values():
             split = jax.device_put(x, NamedSharding(mesh_of(*shape), spec))
-            _, mean, found = run(w, split)
+            _, mean, actual = run(w, split)
             close(mean, expected.mean(0), tolerance)
-            close(found, expected if maker in ("per_example", "in turn") else rows, tolerance)
+            close(actual, expected if maker in ("per_example", "in turn") else rows, tolerance)
 
 
 @pytest.mark.parametrize("maker", ["per_example", "sketched"])
-def test_gradients_of_convolutions_inside_lift_with_split_batches(maker):
+def test_gradients_of_convolutions_inside_map_workers_with_split_batches(maker):
     """Two workers of two devices, as in docs/use/meshes.md."""
     loss, x, w = loss_of(conv), normal(N, 6, 6, 3), normal(3, 3, 3, 5)
     mesh = mesh_of((2, 2), ("worker", "data"))

@@ -42,9 +42,9 @@ CASES = [
 def test_teams_equal_the_reference(num_units, units_per_step, gathers, team_size):
     order = made(num_units, units_per_step, gathers, team_size=team_size)
     gradients = gradients_of(num_units, seed=num_units)
-    found = tables.run_workers(order, gradients, units_per_step)
+    actual = tables.run_workers(order, gradients, units_per_step)
     after = gathers_of(gathers, num_units, units_per_step)
-    for before, following in zip(found, found[1:], strict=False):
+    for before, following in zip(actual, actual[1:], strict=False):
         expected = reference.cd_grab_epoch(before, gradients, team_size=team_size, gathers=after)
         np.testing.assert_array_equal(following, expected)
 
@@ -62,8 +62,8 @@ def test_many_pairs_that_waited_are_gathered_in_large_windows(monkeypatch):
             sizes.append(len(stream) // WORKERS) or signed(rule, state, total, stream, **options)
         ),
     )
-    found = tables.run_workers(made(120, 8, "sync"), gradients, 8)
-    np.testing.assert_array_equal(found, expected)
+    actual = tables.run_workers(made(120, 8, "sync"), gradients, 8)
+    np.testing.assert_array_equal(actual, expected)
     assert {*sizes} == {2, 12}
 
 
@@ -99,6 +99,6 @@ def test_a_team_gathers_its_own_pairs_alone():
     state = tables.shard_map_workers(init)(jax.random.split(jax.random.key(0), WORKERS))
     run = jax.jit(on_mesh(observe, WORKERS, check_vma=False))
     text = run.lower(state, jnp.zeros((WORKERS, 4, size))).compile().as_text()
-    found = sorted((c.kind, c.bytes) for c in collectives_of(text))
+    result = sorted((c.kind, c.bytes) for c in collectives_of(text))
     two_pairs_of_two_workers = 4 * 2 * 2 * size
-    assert found == [("all-gather", two_pairs_of_two_workers), ("all-reduce", 4 * size)]
+    assert result == [("all-gather", two_pairs_of_two_workers), ("all-reduce", 4 * size)]

@@ -60,9 +60,9 @@ def test_equals_the_plain_loop(name):
     for kind, size, batch_size in ((lambda x: x, 23, 5), (Examples, 200, 7), (ManyExamples, 1, 7)):
         arrays, order = SOURCES[name](size), np.random.default_rng(1).permutation(size)
         dataset = tf_dataset(kind(arrays), order)
-        found = list(dataset.batch(batch_size).prefetch(2).as_numpy_iterator())
+        result = list(dataset.batch(batch_size).prefetch(2).as_numpy_iterator())
         parts = [order[i : i + batch_size] for i in range(0, size, batch_size)]
-        assert_same(found, [jax.tree.map(lambda x, part=part: x[part], arrays) for part in parts])
+        assert_same(result, [jax.tree.map(lambda x, part=part: x[part], arrays) for part in parts])
         shapes = [spec.shape for spec in tf.nest.flatten(dataset.element_spec)]
         assert shapes == [x.shape[1:] for x in jax.tree.leaves(arrays)]
 
@@ -80,23 +80,23 @@ def test_batches_are_the_steps_of_all_workers_and_go_on_from_any(size):
     indices, per_step = step_indices(orders, **sizes)
     for step in (0, 1):
         dataset = tf_dataset(Slow(source), indices[step * per_step :])
-        found = list(dataset.batch(per_step).as_numpy_iterator())
+        batches = list(dataset.batch(per_step).as_numpy_iterator())
         flat = [jax.tree.map(lambda x: x.reshape(-1, *x.shape[orders.ndim :]), b) for b in wanted]
-        assert_same(found, flat[step:])
+        assert_same(batches, flat[step:])
 
 
 def test_text_keeps_its_zeros():
     texts = [b"abc\0\0", b"", b"\0x", "é"]
-    found = list(tf_dataset(texts, [2, 3, 0, 1]).as_numpy_iterator())
-    assert found == [texts[2], "é".encode(), texts[0], texts[1]]
+    examples = list(tf_dataset(texts, [2, 3, 0, 1]).as_numpy_iterator())
+    assert examples == [texts[2], "é".encode(), texts[0], texts[1]]
     for dtype in ("S3", "U3", object):
-        found = list(tf_dataset(np.array(["a", "bcd"], dtype), [1, 0]).as_numpy_iterator())
-        assert found == [b"bcd", b"a"]
+        examples = list(tf_dataset(np.array(["a", "bcd"], dtype), [1, 0]).as_numpy_iterator())
+        assert examples == [b"bcd", b"a"]
 
 
 def test_a_pipeline_is_read_ahead_of_the_next_epoch():
     """Four workers; the last step of an epoch has fewer examples."""
-    order, found, wanted = ordering.random_reshuffling(13, units_per_step=3), [], []
+    order, actual, wanted = ordering.random_reshuffling(13, units_per_step=3), [], []
 
     def pipeline(indices, first_step, epoch):
         return tf_dataset(Examples(np.arange(104)), indices).map(lambda x: 2 * x).batch(24)
@@ -107,8 +107,8 @@ def test_a_pipeline_is_read_ahead_of_the_next_epoch():
             if reads.loads % 5 == 1:
                 orders = reads.order_state.current
                 wanted += list(step_indices(orders, units_per_step=3, unit_size=2)[0])
-            found += batch.tolist()
-    assert found == [2 * i for i in wanted] and len(found) == 312
+            actual += batch.tolist()
+    assert actual == [2 * i for i in wanted] and len(actual) == 312
 
 
 @pytest.mark.slow
@@ -143,9 +143,9 @@ def test_a_read_that_hangs_is_left_at_the_end():
         hangs.wait()
 
     def wait():
-        with pytest.raises(RuntimeError, match="the program has ended") as found:
+        with pytest.raises(RuntimeError, match="the program has ended") as raised:
             reads.wait_for(read, contextlib.nullcontext)
-        errors.append(found.value)
+        errors.append(raised.value)
 
     waiting = threading.Thread(target=wait)
     waiting.start()
@@ -223,22 +223,22 @@ def test_a_finite_dataset_in_another_order(size):
     """More or fewer examples than are taken at once, some of them twice."""
     dataset, indices = finite(size), np.random.default_rng(1).integers(0, size, size + 3)
     examples = list(dataset.as_numpy_iterator())
-    found = reordered(dataset, indices)
-    assert found.element_spec == dataset.element_spec and found.cardinality() == size + 3
-    assert_same_or_texts(list(found.as_numpy_iterator()), [examples[i] for i in indices])
+    result = reordered(dataset, indices)
+    assert result.element_spec == dataset.element_spec and result.cardinality() == size + 3
+    assert_same_or_texts(list(result.as_numpy_iterator()), [examples[i] for i in indices])
     assert list(reordered(dataset, [])) == []
 
 
-def assert_same_or_texts(found, wanted):
-    assert jax.tree.structure(found) == jax.tree.structure(wanted)
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+def assert_same_or_texts(actual, wanted):
+    assert jax.tree.structure(actual) == jax.tree.structure(wanted)
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
         assert type(x) is type(y) and getattr(x, "dtype", None) == getattr(y, "dtype", None)
         assert np.array_equal(x, y)
 
 
 def test_it_takes_the_place_of_a_shuffle_in_a_pipeline():
     """It is read once when it is made, and a pipeline goes on from any step."""
-    order, found, begun = ordering.random_reshuffling(14, units_per_step=4), [], []
+    order, values, begun = ordering.random_reshuffling(14, units_per_step=4), [], []
 
     def examples():
         begun.append(len(begun))
@@ -252,12 +252,12 @@ def test_it_takes_the_place_of_a_shuffle_in_a_pipeline():
 
     with read_epochs(pipeline, order, jax.random.key(0), num_epochs=1) as reads:
         orders = np.asarray(reads.order_state.current)
-        found += next(reads).tolist()
+        values += next(reads).tolist()
         saved = reads.state()
     assert len(begun) == 2, "all examples, and the first ones again"
     with read_epochs(pipeline, order, jax.random.key(0), num_epochs=1, state=saved) as reads:
-        found += [x for batch in reads for x in batch.tolist()]
-    assert found == (10 * orders).tolist()
+        values += [x for batch in reads for x in batch.tolist()]
+    assert values == (10 * orders).tolist()
 
 
 REFUSED = {

@@ -85,7 +85,7 @@ def test_a_file_that_is_named_twice_is_read_once(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["array_record", "tfrecord", "parquet", "npy"])
-def test_a_kind_can_be_said(kind, tmp_path):
+def test_a_kind_can_be_given(kind, tmp_path):
     path = tmp_path / "train-00000-of-01024"
     with open(path, "wb") as file:
         decode = record_files.write(kind, file if kind == "npy" else path, 5)
@@ -191,8 +191,8 @@ def test_a_list_of_examples_is_its_rows(rows):
     keep = np.arange(5) != 1
     blocks, some = split(rows, unit_size=2), split(rows, unit_size=2, keep=keep)
     for u, i in ((0, [0, 1]), (2, [4])):
-        expected, found = as_source(rows)[np.array(i)], blocks[u]
-        assert jax.tree.map(lambda x: x.tolist(), found) == jax.tree.map(
+        expected, actual = as_source(rows)[np.array(i)], blocks[u]
+        assert jax.tree.map(lambda x: x.tolist(), actual) == jax.tree.map(
             lambda x: x.tolist(), expected
         )
     assert jax.tree.leaves(some[0])[0].tolist() == jax.tree.leaves(as_source(rows)[:1])[0].tolist()
@@ -295,7 +295,7 @@ def test_a_file_that_changes_in_an_epoch_is_refused(tmp_path):
 # Bytes and arrays
 
 
-class Own:
+class Plain:
     """A source of one's own that gives arrays."""
 
     def __len__(self):
@@ -313,8 +313,8 @@ def test_a_decoder_of_arrays_is_refused(tmp_path):
         with pytest.raises(ValueError, match="decode is for records that are bytes, and .* arrays"):
             split(parts, unit_size=2, decode=lambda record: record)
     for keep in (None, lambda record: True):
-        with pytest.raises(ValueError, match="that are bytes, and Own holds arrays: leave decode"):
-            split([Own()], unit_size=2, decode=lambda record: record, keep=keep)[0]
+        with pytest.raises(ValueError, match="that are bytes, and Plain holds arrays"):
+            split([Plain()], unit_size=2, decode=lambda record: record, keep=keep)[0]
 
 
 def types_of(tmp_path, kind, *arrays):

@@ -1,4 +1,4 @@
-"""Dealt orders: epochs are permutations of all units, equal to the reference."""
+"""Global orders: epochs are permutations of all units, equal to the reference."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import pytest
 
 import ordering
 from ordering import base
-from ordering.global_orders import DealtState, _following
+from ordering.global_orders import GlobalState, _following
 from tests import reference, tables
 from tests.refused import refuses
 
@@ -74,10 +74,10 @@ def test_front_of_the_next_order_is_final():
         return state.next, state.left, order.next_epoch(state).current
 
     keys = jax.random.split(jax.random.key(0), 3)
-    known, left, current = tables.vmap_workers(epoch)(keys)
+    final, left, current = tables.vmap_workers(epoch)(keys)
     assert left.tolist() == [4] * 3
     for worker, count in enumerate(left):
-        np.testing.assert_array_equal(known[worker, :count], current[worker, :count])
+        np.testing.assert_array_equal(final[worker, :count], current[worker, :count])
 
 
 def test_the_end_of_an_epoch_sends_only_signs():
@@ -101,14 +101,14 @@ def test_the_units_that_wait_next_follow_those_that_wait(total, count):
     everyone = jax.ShapeDtypeStruct((1, total - count), jnp.int32)
     for first in (0, total - 2 * count, total - count):
         waiting = [first + i for i in range(count)]
-        state = DealtState(None, everyone, jnp.array([waiting], jnp.int32))
+        state = GlobalState(None, everyone, jnp.array([waiting], jnp.int32))
         expected = [(unit + count) % total for unit in waiting]
         assert _following(state).tolist() == [expected]
 
 
 def begin(order, num_units=4, **options):
-    dealt = ordering.global_order(order, num_units, **options)
-    init = jax.vmap(lambda key: dealt.init(key, jnp.zeros(2)), axis_name="worker")
+    of_all = ordering.global_order(order, num_units, **options)
+    init = jax.vmap(lambda key: of_all.init(key, jnp.zeros(2)), axis_name="worker")
     return jax.eval_shape(init, jax.random.split(jax.random.key(0), 2))
 
 
@@ -137,8 +137,8 @@ def test_no_name_is_the_only_axis_in_scope(make):
         return order.next_epoch(state).current
 
     args = jax.random.split(jax.random.key(0), 2), jax.random.normal(jax.random.key(1), (2, 4, 3))
-    named, found = (
-        jax.vmap(lambda *own, axis=axis: epoch(make(axis), *own), axis_name="batch")(*args)
+    named, unnamed = (
+        jax.vmap(lambda *each, axis=axis: epoch(make(axis), *each), axis_name="batch")(*args)
         for axis in ("batch", None)
     )
-    np.testing.assert_array_equal(named, found)
+    np.testing.assert_array_equal(named, unnamed)
