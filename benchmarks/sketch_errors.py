@@ -92,7 +92,7 @@ def main(argv):
             formed = jax.vmap(ordering.make_sketch(key, size=values.size))(rows)
             flat = jax.vmap(lambda tree: jax.flatten_util.ravel_pytree(tree)[0])(rows)
             with jax.default_matmul_precision("highest"):
-                return {"sketched": sketched, "sketch_rows": formed}, flat @ flat.T
+                return {"sketched": sketched, "of gradients": formed}, flat @ flat.T
 
         run, measured = jax.jit(both), {}
         for seed in range(values.keys):

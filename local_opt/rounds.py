@@ -247,7 +247,7 @@ def _sync(of: Local, params, state, *, weight=None, **extra):
             relative_weight=relative_weight,
         ),
     )  # fmt: skip
-    return mesh.alike(state_lib.in_place((new, state), params, of.specs), given)
+    return mesh.varying_like(state_lib.in_place((new, state), params, of.specs), given)
 
 
 def moved_by(anchor: PyTree, change: PyTree) -> PyTree:
@@ -412,7 +412,7 @@ def accumulated_rounds(
         params = optax.apply_updates(params, updates)
         zero = jnp.zeros_like(state.since)
         new = AccumulateState(zero, inner_state, jax.tree.map(jnp.zeros_like, state.mean))
-        return mesh.alike((params, new), (given, state))
+        return mesh.varying_like((params, new), (given, state))
 
     return Rounds(init, update, sync)
 
@@ -547,7 +547,7 @@ def _decide(sync, synced, *operands):
     after = jax.eval_shape(synced, *operands)
     return lax.cond(
         sync,
-        lambda *args: mesh.alike(synced(*args), operands),
-        lambda *args: mesh.alike(args, after),
+        lambda *args: mesh.varying_like(synced(*args), operands),
+        lambda *args: mesh.varying_like(args, after),
         *operands,
     )

@@ -198,7 +198,7 @@ def streaming_rounds(
                 return (wide + mixing * (own.astype(wide.dtype) - wide)).astype(own.dtype)
 
             new = jax.tree.map(mixed, if_counted(own, new, weight), new)
-        return mesh.alike(_placed(params, part, jax.tree.map(jnp.copy, new)), params), state
+        return mesh.varying_like(_placed(params, part, jax.tree.map(jnp.copy, new)), params), state
 
     def communicate(params, state, due: Iterable[Event], *, weight: ArrayLike | None = None):
         if not isinstance(due, tuple | list) or not all(isinstance(e, Event) for e in due):

@@ -22,7 +22,7 @@ from ordering import trees
 from ordering.sketches.convolution import holds, split_safe
 from ordering.sketches.interpret import RULE, has_rule_of_parameters
 from syncopate import plans
-from syncopate.mesh import alike, is_key, names_of
+from syncopate.mesh import is_key, names_of, varying_like
 
 DRAWS = ("random_bits", "threefry2x32", "rng_bit_generator")  # the primitives
 
@@ -104,7 +104,7 @@ def per_example_grads(
 
         units = batch, keys
         if in_turn:
-            start = alike(trees.zeros_like(params), params)
+            start = varying_like(trees.zeros_like(params), params)
             total, (losses, aux, rows) = jax.lax.scan(add, start, units)
             if to_sketch:
                 trees.check_sketches(rows)

@@ -81,12 +81,12 @@ def balance_blocks(
         (rule_state, total), (elements, block_valid) = carry, block
         vectors = jax.vmap(derive)(elements)
         *new, signs, taken = balance(rule, rule_state, total, vectors, valid=block_valid, axes=axes)
-        return mesh.alike(tuple(new), carry), (signs, taken)
+        return mesh.varying_like(tuple(new), carry), (signs, taken)
 
     def of_one(carry, vector):
         (rule_state, total), (element, is_valid) = carry, vector
         new, out = _balance_one(rule, rule_state, total, derive(element), is_valid, axes)
-        return mesh.alike(new, carry), out
+        return mesh.varying_like(new, carry), out
 
     def cut(leaf):
         return leaf[:whole].reshape((whole // block_size, block_size, *leaf.shape[1:]))

@@ -134,7 +134,7 @@ def varying_as(tree: PyTree, *others: PyTree) -> PyTree:
     return jax.tree.map(lambda x: varying(x, others), tree)
 
 
-def alike(tree: PyTree, like: PyTree) -> PyTree:
+def varying_like(tree: PyTree, like: PyTree) -> PyTree:
     """The tree, each leaf typed as varying over the axes of its counterpart, as a carry must be."""
     return jax.tree.map(varying, tree, like)
 

@@ -238,7 +238,7 @@ class _Reads:
         with self._lock:
             self._closed, waiting = True, list(self._waiting)
         for future in waiting:
-            _settle(future, future.set_exception, RuntimeError("the program has ended."))
+            _finish(future, future.set_exception, RuntimeError("the program has ended."))
         seen = None
         while seen != self._begun or self._ended < self._begun:
             seen = self._begun
@@ -250,14 +250,14 @@ def _run(future, read, settings):
         with settings():
             result = read()
     except BaseException as error:  # raised where the read is waited for
-        _settle(future, future.set_exception, error)
+        _finish(future, future.set_exception, error)
     else:
-        _settle(future, future.set_result, result)
+        _finish(future, future.set_result, result)
 
 
-def _settle(future, settle, value):
+def _finish(future, finish, value):
     with contextlib.suppress(concurrent.futures.InvalidStateError):  # the other one was first
-        settle(value)
+        finish(value)
 
 
 _reads = _Reads()

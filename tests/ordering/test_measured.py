@@ -80,12 +80,12 @@ def test_a_step_loads_only_if_all_processes_are_ready(monkeypatch):
     assert fresh != reference.load_if_ready(ANSWERS, 4)[0]
     loader, heard = Scripted(ANSWERS), []
 
-    def agree(ready):
+    def ready_on_all(ready):
         heard.append((loader.step, ready))
         return ready and other[loader.step]
 
     with monkeypatch.context() as patch:
-        patch.setattr(stream, "ready_everywhere", agree)
+        patch.setattr(stream, "ready_everywhere", ready_on_all)
         assert [use.fresh for use in loader.run(policy())] == fresh
     assert heard == [(t, ANSWERS[t]) for t in asked]
     monkeypatch.setattr(jax, "process_count", lambda: 3)

@@ -35,7 +35,7 @@ TERMS = {
     "priced": "modelled",
     "wires?": "compressor",
 }
-SKIPPED = ("ordering/", "local_opt/", "syncopate/", "tests/ordering/", "tests/local_opt/")
+SKIPPED = ("local_opt/", "syncopate/", "tests/local_opt/")
 TERM = re.compile(rf"(?<![a-z])(?:{'|'.join(f'({term})' for term in TERMS)})(?![a-z])", re.I)
 BLOCK = re.compile(r"```python\n(.*?)```", re.S)
 
