@@ -31,6 +31,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 import local_opt
+import syncopate
 from experiments.cluster.devices import replicated_sharding, worker_sharding
 from experiments.results.statistics import volume
 from experiments.results.tables import markdown, show_bytes
@@ -354,7 +355,7 @@ def slice_of(name: str, workers: int) -> tuple[Mesh, Chip]:
     if not any(map(importlib.util.find_spec, compiler.modules)):
         raise UserError(
             f"--topology is {name}, and {' or '.join(compiler.modules)}, which compiles for it, is "
-            f'not installed: pip install -e ".[{compiler.extra}]".'
+            f"not installed: {syncopate.install(compiler.extra)}."
         )
     stay_on_cpu()
     try:

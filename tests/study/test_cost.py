@@ -89,7 +89,7 @@ def test_an_unknown_slice_is_refused(name):
 @pytest.mark.parametrize("name,extra", [("v5e:2x2", "topology"), ("h100:4", "topology_gpu")])
 def test_the_error_for_a_missing_compiler_says_what_to_install(name, extra, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=rf'not installed: pip install -e "\.\[{extra}\]"'):
+    with pytest.raises(ValueError, match=rf"not installed: pip install 'syncopate-jax\[{extra}\]'"):
         slice_of(name, 4)
 
 
