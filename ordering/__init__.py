@@ -13,14 +13,12 @@ from ordering.gradients import check_separable, group_loss, microbatch_grads, pe
 from ordering.pairs import cd_grab, pair_balance
 from ordering.resizing import resize
 from ordering.shuffles import random_reshuffling
-from ordering.signs import SignRule
 from ordering.sketches.backward import sketch_plan, sketched_grads
 from ordering.sketches.linear import SketchLeaf, make_sketch
 from ordering.sketches.scale import second_moment_scale
 
 __all__ = [
     "Ordering",
-    "SignRule",
     "SketchLeaf",
     "baselines",
     "blocks",
