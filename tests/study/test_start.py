@@ -23,20 +23,22 @@ from experiments import train
 from experiments.training import loop
 from tests.compiled_runs import compilations
 
-first, run = [], loop.run
+first, modules, run = [], [], loop.run
 
 def counted(program, plans, state, at, hook, **options):
     def look(*given):
         first.append(list(compiled))
         return hook(*given)
-    return run(program, plans, state, at, look, **options)
+    ended = run(program, plans, state, at, look, **options)
+    modules.extend(sys.modules)  # before the report, which draws
+    return ended
 
 loop.run = counted
 train.define_flags(flags.FLAGS)
 flags.FLAGS(["train", *sys.argv[1:]])
 with compilations() as compiled:
     train.run(flags.FLAGS)
-facts = {"first": first[0], "all": compiled, "modules": list(sys.modules)}
+facts = {"first": first[0], "all": compiled, "modules": modules}
 print(json.dumps(facts))
 """
 UNUSED = {"datasets", "grain", "IPython.terminal", "matplotlib", "pandas", "sklearn", "tensorflow",
