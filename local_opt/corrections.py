@@ -141,10 +141,10 @@ def recentred(
     So its sum, as of the sync with these weights, is zero again. A worker that `is_new` has weight
     0 and begins with zeros, as its first rounds find its c_w.
     """
-    own = jax.tree.map(lambda c: jnp.where(is_new, 0, c), state.variate)
-    mean, share, _ = averaged(own, axis_name, weight)
+    begun = jax.tree.map(lambda c: jnp.where(is_new, 0, c), state.variate)
+    mean, share, _ = averaged(begun, axis_name, weight)
     counts = ~is_new if share is None else share != 0
-    variate = jax.tree.map(lambda c, m: jnp.where(counts, c - m, c), own, mean)
+    variate = jax.tree.map(lambda c, m: jnp.where(counts, c - m, c), begun, mean)
     return state._replace(variate=variate)
 
 

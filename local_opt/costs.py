@@ -47,8 +47,8 @@ def count_collectives(step: Callable, *args: Any) -> dict[str, int]:
     # libtpu spreads one over fusions: a start, those beside it, all of this name, and a done.
     beside = re.compile(r'^\S*async_collective|"AsyncCollectiveStart"')
     whole = [part for part in parts if '"AsyncCollectiveDone"' in part or not beside.search(part)]
-    found = re.findall(rf" ({'|'.join(KINDS)})(?:-start)?\(", "\n".join(whole))
-    return {kind: found.count(kind) for kind in KINDS if kind in found}
+    names = re.findall(rf" ({'|'.join(KINDS)})(?:-start)?\(", "\n".join(whole))
+    return {kind: names.count(kind) for kind in KINDS if kind in names}
 
 
 def sync_bytes(num_params: int, *, num_workers: int, compress: Compressor | None = None) -> float:

@@ -77,7 +77,7 @@ class Membership:
 
     def __init__(self, client: Any, process: int, processes: int):
         self.client, self.process, self.everyone = client, process, list(range(processes))
-        self.last, self.living = Record(), {}  # {process: incarnation}
+        self.last, self.members = Record(), {}  # {process: incarnation}
         self.restarted = process in self.records()  # another incarnation has written there
         self.pause = 0.0  # seconds, the longest since the last barrier
         if process == 0 and processes > 1:  # which holds the coordinator
@@ -87,21 +87,21 @@ class Membership:
         """Waits for all that live. Raises ValueError if they have taken different steps."""
         if self.client is None:
             return Members(step, (self.process,), (0,))
-        own = Record(self.last.count + 1, step, time.time())
-        text = json.dumps([self.last, own], allow_nan=False)
+        here = Record(self.last.count + 1, step, time.time())
+        text = json.dumps([self.last, here], allow_nan=False)
         self.client.key_value_set(f"{RECORDS}/{self.process}", text, allow_overwrite=True)
-        living, records = self.living, {}
+        members, records = self.members, {}
         while True:
-            before, living = living, self.who_lives()
-            if records and living == before:
+            before, members = members, self.who_lives()
+            if records and members == before:
                 break  # nobody goes on before this, so all have read the same
-            changed = living != self.living
-            records = self.records(None if changed else own.count)
-            records = {n: records[n] for n in sorted(living)}
+            changed = members != self.members
+            records = self.records(None if changed else here.count)
+            records = {n: records[n] for n in sorted(members)}
             times = [record.time for record in records.values()]
             if not changed and max(times) - min(times) < SPREAD:
                 break  # else one may have died while it waited
-        gone, pause, self.pause = {*self.living} - {*living}, self.pause, 0.0
+        gone, pause, self.pause = {*self.members} - {*members}, self.pause, 0.0
         if self.process == 0 and gone and pause > PAUSE:
             raise RuntimeError(
                 f"process 0 has stood still for {pause:.1f} s before step {step}, and now counts "
@@ -112,8 +112,8 @@ class Membership:
         steps = {n: record.step for n, record in records.items() if n not in rejoined}
         if len({*steps.values()}) > 1:
             raise ValueError(f"processes meet after different steps, {steps}: give all one plan.")
-        self.living, self.last = living, own._replace(count=count, step=[*steps.values()][0])
-        return Members(self.last.step, tuple(records), tuple(living[n] for n in records), rejoined)
+        self.members, self.last = members, here._replace(count=count, step=[*steps.values()][0])
+        return Members(self.last.step, tuple(records), tuple(members[n] for n in records), rejoined)
 
     def who_lives(self) -> dict[int, int]:
         """{process: incarnation}, once all that live ask."""
@@ -121,8 +121,8 @@ class Membership:
 
     def records(self, count: int | None = None) -> dict[int, Record]:
         """{process: its last record, or the one before if that has this count}."""
-        found = () if self.client is None else self.client.key_value_dir_get(RECORDS)
-        both = {int(k.rpartition("/")[2]): [Record(*r) for r in json.loads(v)] for k, v in found}
+        entries = () if self.client is None else self.client.key_value_dir_get(RECORDS)
+        both = {int(k.rpartition("/")[2]): [Record(*r) for r in json.loads(v)] for k, v in entries}
         return {n: before if before.count == count else last for n, (before, last) in both.items()}
 
     def _watch(self, turn: float = 0.5):
@@ -223,9 +223,9 @@ class ElasticSync:
         try:
             members = self._wait(lambda: self._membership.barrier(step), self._timeout)
         except Unfinished:
-            count, found = self._membership.last.count + 1, self._membership.records()
-            expected = self._membership.living or self._membership.everyone
-            last = {n: found.get(n, Record()) for n in sorted(expected)}
+            count, records = self._membership.last.count + 1, self._membership.records()
+            expected = self._membership.members or self._membership.everyone
+            last = {n: records.get(n, Record()) for n in sorted(expected)}
             late = [f"process {n} (last seen after step {r.step})" if r.count else f"process {n}"
                     for n, r in last.items() if r.count < count]  # fmt: skip
             names = ", ".join(late) or "the others"
@@ -296,10 +296,10 @@ class ElasticSync:
     def _explain(self, error: Exception, members: Members) -> None:
         """Raises RuntimeError if a process is gone; else says only that it might be."""
         ask = self._membership.who_lives
-        known = zip(members.processes, members.incarnations, strict=True)
+        pairs = zip(members.processes, members.incarnations, strict=True)
         try:
-            living = self._wait(ask, min(ASKING, self._timeout))
-            gone = [n for n, incarnation in known if living.get(n) != incarnation]
+            live = self._wait(ask, min(ASKING, self._timeout))
+            gone = [n for n, incarnation in pairs if live.get(n) != incarnation]
         except jax.errors.JaxRuntimeError:
             gone = [0]
         except Unfinished:
@@ -359,21 +359,21 @@ def _over(mesh: Mesh, function: Callable) -> Callable:
     """A function of one worker for all of a mesh: leaves [n, ...] of each process's n devices."""
 
     def per_device(*args):
-        found = function(*jax.tree.map(lambda x: x[0], args))
-        return jax.tree.map(lambda x: jnp.expand_dims(x, 0), found)
+        result = function(*jax.tree.map(lambda x: x[0], args))
+        return jax.tree.map(lambda x: jnp.expand_dims(x, 0), result)
 
     spec = jax.P(AXIS)
     return jax.shard_map(per_device, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
 
 
 def _of_one(sync: Callable, trees: tuple, weight: Any) -> tuple:
-    found = sync(*trees, **({} if weight is None else {"weight": weight}))
-    if jax.tree.structure(found) != (wanted := jax.tree.structure(trees)):
+    result = sync(*trees, **({} if weight is None else {"weight": weight}))
+    if jax.tree.structure(result) != (wanted := jax.tree.structure(trees)):
         raise ValueError(
-            f"sync returns {jax.tree.structure(found)} and was given {wanted}: return a tuple of "
+            f"sync returns {jax.tree.structure(result)} and was given {wanted}: return a tuple of "
             "as many trees, like those given, as Rounds.sync does."
         )
-    return found
+    return result
 
 
 def admitted(trees: tuple, weight: Any, rejoined: tuple[bool, ...]) -> tuple:
@@ -421,19 +421,19 @@ def taken_over(trees: PyTree, new: list[bool], axis_name: str = AXIS) -> PyTree:
     def take(x):
         if is_key(x):
             impl = jax.random.key_impl(x)
-            return jax.random.wrap_key_data(with_own(jax.random.key_data(x), impl), impl=impl)
+            return jax.random.wrap_key_data(folded(jax.random.key_data(x), impl), impl=impl)
         if x.dtype == legacy.dtype and x.shape[-1:] == legacy.shape:
-            return with_own(x, None)
+            return folded(x, None)
         return given(x)
 
-    def with_own(data, impl):
+    def folded(data, impl):
         keys = jax.random.wrap_key_data(given(data), impl=impl)
-        own = jax.vmap(lambda key: jax.random.fold_in(key, mine))(keys.reshape(-1))
-        return jax.random.key_data(jnp.where(is_new, own.reshape(keys.shape), keys))
+        new_keys = jax.vmap(lambda key: jax.random.fold_in(key, mine))(keys.reshape(-1))
+        return jax.random.key_data(jnp.where(is_new, new_keys.reshape(keys.shape), keys))
 
     def given(x):
         wide = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
-        found = jax.lax.psum(jnp.where(mine == new.index(False), wide, 0), axis_name)
-        return jnp.where(is_new, found, wide).astype(x.dtype)
+        total = jax.lax.psum(jnp.where(mine == new.index(False), wide, 0), axis_name)
+        return jnp.where(is_new, total, wide).astype(x.dtype)
 
     return jax.tree.map(take, trees)

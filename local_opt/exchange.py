@@ -73,8 +73,8 @@ def synchronize_changes(
         for group in by_axes.values():
             args = [[x[i] for i in group if x] for x in (leaves, anchors, residuals)]
             sent = _sent(compressor, axis_name, weight, *args)
-            for all_of, found in zip((new, residual), sent, strict=True):
-                for i, x in zip(group, found, strict=False):
+            for all_of, values in zip((new, residual), sent, strict=True):
+                for i, x in zip(group, values, strict=False):
                     all_of[i] = x
         return new, residual
 
@@ -111,8 +111,8 @@ def _sent(compressor, axis_name, weight, leaves, anchors, residuals):
         rows = lax.optimization_barrier(flat.reshape(-1, LANES))
         mean, residual_rows = lax.optimization_barrier(exchange(compressor, rows, axis_name))
         done = [mean, residual_rows]
-        found = zip(group, pieces_of(mean, pieces), pieces_of(residual_rows, pieces), strict=True)
-        for (i, _, end), mean_piece, residual_piece in found:
+        cuts = zip(group, pieces_of(mean, pieces), pieces_of(residual_rows, pieces), strict=True)
+        for (i, _, end), mean_piece, residual_piece in cuts:
             means[i].append(mean_piece)
             left[i].append(residual_piece)
             if end == leaves[i].size:
@@ -139,14 +139,14 @@ def _in_halves(compressor, rows, axis_name):
     messages = jax.vmap(compressor.encode)(slices)
     swapped = _swapped(messages, axis_name)
     received = jax.vmap(decode)(swapped)
-    own, rounded = (lax.dynamic_index_in_dim(x, mine, keepdims=False) for x in (slices, messages))
-    mean = (jnp.sum(received, axis=0) + own - decode(rounded)) / num_workers  # its own unrounded
+    exact, rounded = (lax.dynamic_index_in_dim(x, mine, keepdims=False) for x in (slices, messages))
+    mean = (jnp.sum(received, axis=0) + exact - decode(rounded)) / num_workers
     message = compressor.encode(mean)
     residual = lax.dynamic_update_index_in_dim(
         slices - jax.vmap(decode)(messages), num_workers * (mean - decode(message)), mine, 0
     )
-    found = _collected(message, axis_name)
-    return jax.vmap(decode)(found).reshape(rows.shape), residual.reshape(rows.shape)
+    halves = _collected(message, axis_name)
+    return jax.vmap(decode)(halves).reshape(rows.shape), residual.reshape(rows.shape)
 
 
 def _swapped(messages, axis_name):
@@ -177,14 +177,14 @@ def _gathered(compressor, rows, axis_name):
     """The mean of the rows, and what is lost: each worker receives the rows of all workers."""
     num_workers = lax.axis_size(axis_name)
     message = compressor.encode(rows)
-    found = _collected(message, axis_name)
+    gathered = _collected(message, axis_name)
 
     def add(w, total):
-        return total + compressor.decode(found[w], len(rows))
+        return total + compressor.decode(gathered[w], len(rows))
 
     residual = rows - compressor.decode(message, len(rows))
     # One worker after another: all at once would take W copies of the parameters.
-    total = lax.fori_loop(1, num_workers, add, compressor.decode(found[0], len(rows)))
+    total = lax.fori_loop(1, num_workers, add, compressor.decode(gathered[0], len(rows)))
     return total / num_workers, residual
 
 

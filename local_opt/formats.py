@@ -242,16 +242,14 @@ def packed(codes, bits):
     A byte holds parts of numbers of the same column, from rows that are far apart: rows move as
     wholes, where an order number by number would shuffle lanes.
     """
-    found, shift = [], 0
+    rows, shift = [], 0
     for width in _widths(bits):
         part = (codes >> shift).astype(jnp.uint8) & (2**width - 1)
         part = jnp.pad(part, ((0, -len(part) % (8 // width)), (0, 0)))
         parts = jnp.split(part, 8 // width)
-        found.append(
-            functools.reduce(jnp.bitwise_or, [p << width * i for i, p in enumerate(parts)])
-        )
+        rows.append(functools.reduce(jnp.bitwise_or, [p << width * i for i, p in enumerate(parts)]))
         shift += width
-    return jnp.concatenate(found)
+    return jnp.concatenate(rows)
 
 
 def unpacked(message, bits, m):

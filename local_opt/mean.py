@@ -55,7 +55,7 @@ def pmean(tree: PyTree, *, axis_name: AxisName = AXIS, weight: ArrayLike | None 
       [2.5, 2.5, 2.5, 2.5]
     """
     check_kind(tree, np.generic, ARRAYS)
-    check_own(tree, axis_name, all_of=True)
+    check_varying(tree, axis_name, all_of=True)
     return averaged(tree, axis_name, weight).mean
 
 
@@ -101,7 +101,7 @@ def averaged(
     return Averaged(jax.tree.unflatten(treedef, leaves), relative, counts)
 
 
-def check_own(tree: PyTree, axis_name: AxisName, *, all_of: bool = False) -> None:
+def check_varying(tree: PyTree, axis_name: AxisName, *, all_of: bool = False) -> None:
     """Raises ValueError for a floating leaf that is typed as equal on all workers, or if all are.
 
     JAX has added up such a gradient over the workers: it is W times their mean. Where types say
@@ -149,9 +149,9 @@ def _means(arrays, axis_name):
         groups.setdefault(x.dtype if x.size <= JOINED else i, []).append(i)
     means = list(arrays)
     for places in groups.values():
-        own = [arrays[i] for i in places]
-        vector = lax.pmean(jnp.concatenate([x.reshape(-1) for x in own]), axis_name)
-        for i, mean in zip(places, pieces_of(vector, own), strict=True):
+        group = [arrays[i] for i in places]
+        vector = lax.pmean(jnp.concatenate([x.reshape(-1) for x in group]), axis_name)
+        for i, mean in zip(places, pieces_of(vector, group), strict=True):
             means[i] = mean
     return means
 
@@ -167,11 +167,11 @@ def _simulated_mean(x, names):
 
 def pieces_of(rows: Array, like: Iterable) -> list[Array]:
     """The first numbers of an array in the shapes of others, one after the other."""
-    vector, found, start = rows.reshape(-1), [], 0
+    vector, pieces, start = rows.reshape(-1), [], 0
     for x in like:
-        found.append(vector[start : start + x.size].reshape(x.shape))
+        pieces.append(vector[start : start + x.size].reshape(x.shape))
         start += x.size
-    return found
+    return pieces
 
 
 def checked_weight(weight: Any) -> Float[Array, ""]:
@@ -227,7 +227,7 @@ def check_scalar(name: str, value: Any, *kinds: Any, interval: str = "") -> None
     except (TypeError, OverflowError):  # not an array
         fits = False
     if not fits:
-        known = " or ".join(k.__name__ for k in kinds)
-        raise ValueError(f"{name} is {value!r}: pass one number of type {known}.")
+        names = " or ".join(k.__name__ for k in kinds)
+        raise ValueError(f"{name} is {value!r}: pass one number of type {names}.")
     if interval and is_number(value):
         check_number(name, value, interval)

@@ -136,10 +136,10 @@ def policy_of_leaves(
         chosen.append(policy if floating or (names and names[0]) else LOCAL)
     missing = [name for name in policies if name and name not in used]
     if missing:
-        known = sorted({text.strip(".").rpartition(".")[2] for text in fields} - {""})
+        allowed = sorted({text.strip(".").rpartition(".")[2] for text in fields} - {""})
         raise ValueError(
             f"sync_opt_state names {missing}, which the optimizer state does not have: use one of "
-            f"its fields {known}."
+            f"its fields {allowed}."
         )
     return chosen
 
@@ -195,7 +195,7 @@ def check_moments(opt_state: optax.OptState, chosen: list[str]) -> None:
         of_nu = {*jax.tree.leaves(node.nu)}
         for name in state._fields:
             of = (jax.tree.leaves(getattr(tree, name)) for tree in (state, node))
-            own = {
+            of_state = {
                 p
                 for x, p in zip(*of, strict=True)
                 if jnp.issubdtype(jnp.result_type(x), jnp.inexact)
@@ -203,7 +203,7 @@ def check_moments(opt_state: optax.OptState, chosen: list[str]) -> None:
             needed = {MEAN: {MEAN}, LOCAL: {LOCAL, MEAN}, RESET: {LOCAL, MEAN, RESET}}
             if isinstance(state, optax.ScaleByRStdDevState):  # whose nu - mu^2 is a variance
                 needed = {policy: {policy} for policy in needed}
-            wrong = [p for p in own if not of_nu <= needed[p]]
+            wrong = [p for p in of_state if not of_nu <= needed[p]]
             if wrong:
                 raise ValueError(
                     f"sync_opt_state leaves {name!r} {wrong[0]!r} and 'nu' {of_nu.pop()!r}, and an "
@@ -230,30 +230,30 @@ def check_survives(state: optax.OptState, chosen: list[str]) -> None:
 def _undoing(tree):
     """Every node of UNDOES in a tree, nested ones too."""
 
-    def known(node):
+    def undoes(node):
         return type(node) in UNDOES
 
-    for node in jax.tree.leaves(tree, is_leaf=known):
-        if known(node):
+    for node in jax.tree.leaves(tree, is_leaf=undoes):
+        if undoes(node):
             yield node
             for field in node:
                 yield from _undoing(field)
 
 
-def apart(tree: PyTree, *others: PyTree) -> PyTree:
+def without_aliases(tree: PyTree, *others: PyTree) -> PyTree:
     """The tree, with copies of arrays that occur in it twice or in the others.
 
     Some optimizers start with the parameters themselves: one buffer cannot be donated twice.
     """
     seen = {id(x) for x in jax.tree.leaves(others)}
 
-    def own(x):
+    def copied(x):
         if id(x) in seen and isinstance(x, jax.Array):
             return jnp.copy(x)
         seen.add(id(x))
         return x
 
-    return jax.tree.map(own, tree)
+    return jax.tree.map(copied, tree)
 
 
 def wide_zeros(params: optax.Params) -> optax.Params:
@@ -305,7 +305,7 @@ def _shapes(tree):
 
 
 def distance(
-    own: PyTree, mean: PyTree, params: optax.Params, specs: PyTree[P] | None
+    params_w: PyTree, mean: PyTree, params: optax.Params, specs: PyTree[P] | None
 ) -> Float[Array, ""]:
     """A worker's relative distance |x_w - x_bar| / |params| over all leaves; x may be changes."""
 
@@ -320,5 +320,5 @@ def distance(
 
     manual = jax.sharding.get_abstract_mesh().manual_axes
     of = jax.tree.leaves(mesh.like(P() if specs is None else specs, params))
-    distance = norm(jax.tree.map(jnp.subtract, own, mean))
+    distance = norm(jax.tree.map(jnp.subtract, params_w, mean))
     return distance / jnp.maximum(norm(params), jnp.finfo(jnp.float32).tiny)

@@ -132,10 +132,10 @@ class SyncPlan(plans.Plan):
         if mesh is None:
             traced = any(isinstance(x, Tracer) for x in leaves)
             alone = not traced and len(set().union(*map(_devices_of, leaves))) <= 1
-            found = _mean_of_all(count, axis_name, alone)(leaves, weight)
+            means = _mean_of_all(count, axis_name, alone)(leaves, weight)
         else:
-            found = _mean_of_all(mesh, axis_name)(_on_mesh(leaves, mesh, axis_name), weight)
-        return jax.tree.unflatten(treedef, _where_they_were(found, leaves))
+            means = _mean_of_all(mesh, axis_name)(_on_mesh(leaves, mesh, axis_name), weight)
+        return jax.tree.unflatten(treedef, _where_they_were(means, leaves))
 
     def aligned(self, *, every: float, fresh: np.ndarray | None = None) -> "SyncPlan":
         """A plan whose rounds end at whole multiples of a number of loads, as of an epoch.
@@ -169,11 +169,11 @@ class SyncPlan(plans.Plan):
         marks = marks[marks < count]
         ends = np.append(marks if loads is None else loads[marks], total_steps)
         ended = np.searchsorted(self._bounds[1:], ends, side="right")  # the rounds up to each mark
-        found = ends[np.diff(ended, prepend=0) > 0]
-        if np.array_equal(found, self._bounds[1:]):
+        kept = ends[np.diff(ended, prepend=0) > 0]
+        if np.array_equal(kept, self._bounds[1:]):
             return self
         rule = f"{self.rule}, to the next {every:g} loads"
-        return SyncPlan(np.append(0, found[:-1]), total_steps, rule)
+        return SyncPlan(np.append(0, kept[:-1]), total_steps, rule)
 
     @functools.cached_property
     def _bits(self):
@@ -212,9 +212,9 @@ def _mean_of_all(workers, axis_name, alone=False):
 
     def from_one(leaves, weight):
         one = 0 if weight is None else jnp.argmax(weight != 0)  # others may be NaN
-        own = {i: x for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)}
-        first = {i: x[one][None] for i, x in own.items()}
-        changes = run(moved_from(first, own), weight)
+        floating = {i: x for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)}
+        first = {i: x[one][None] for i, x in floating.items()}
+        changes = run(moved_from(first, floating), weight)
         means = {i: (x + changes[i]).astype(x.dtype) for i, x in first.items()}
         return [means.get(i, x) for i, x in enumerate(leaves)]
 
@@ -237,16 +237,16 @@ def _on_mesh(leaves, mesh, axis_name):
     return [moved.get(i, x) for i, x in enumerate(leaves)]
 
 
-def _where_they_were(found, leaves):
+def _where_they_were(arrays, leaves):
     """The arrays in the places of the leaves: a step under `jax.pmap` takes them from nowhere else.
 
     What is in its place is left, as another copy would be committed to it, and compiled for again.
     """
-    now, places = ([getattr(x, "sharding", None) for x in xs] for xs in (found, leaves))
+    now, places = ([getattr(x, "sharding", None) for x in xs] for xs in (arrays, leaves))
     away = [i for i, place in enumerate(places) if place is not None and place != now[i]]
-    put = jax.device_put([found[i] for i in away], [places[i] for i in away])
+    put = jax.device_put([arrays[i] for i in away], [places[i] for i in away])
     moved = dict(zip(away, put, strict=True))
-    return [moved.get(i, y) for i, y in enumerate(found)]
+    return [moved.get(i, y) for i, y in enumerate(arrays)]
 
 
 def from_function(period: Callable[[int], int], *, total_steps: int, rule: str = "") -> SyncPlan:
@@ -292,10 +292,10 @@ def from_function(period: Callable[[int], int], *, total_steps: int, rule: str =
 
 def _loads(fresh, total_steps) -> np.ndarray:
     """int64[n], the steps that load."""
-    fresh, found = plans.as_array(fresh)
+    fresh, text = plans.as_array(fresh)
     if fresh.dtype != bool or fresh.shape != (total_steps,) or not fresh[0]:
         raise ValueError(
-            f"fresh is {found}: pass one bool for each of the plan's {total_steps} steps, True for "
+            f"fresh is {text}: pass one bool for each of the plan's {total_steps} steps, True for "
             "those that load, as the first must."
         )
     return np.flatnonzero(fresh)

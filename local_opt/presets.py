@@ -159,9 +159,9 @@ def _per_rate(outer, rate):
         gamma = jnp.asarray(rate(jnp.maximum(count - 1, 0)), jnp.float32)
         inverse = jnp.where(gamma > 0, 1 / gamma, 0)
         scaled = jax.tree.map(lambda d: (d * inverse).astype(d.dtype), updates)
-        updates, own = outer.update(scaled, state.outer, params, **extra)
+        updates, outer_state = outer.update(scaled, state.outer, params, **extra)
         updates = jax.tree.map(lambda u: (u * gamma).astype(u.dtype), updates)
-        return updates, PerRateState(count, own)
+        return updates, PerRateState(count, outer_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

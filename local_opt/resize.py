@@ -113,8 +113,8 @@ def _first_of(path, x, workers, shared=False):
     if is_key(x):
         data = np.asarray(jax.random.key_data(x))
         keys = jnp.broadcast_to(first(x), (workers, *x.shape[1:]))
-        own = len(x) == 1 or (data != data[0]).any()
-        return fold_in_workers(keys) if own and not shared else keys
+        differ = len(x) == 1 or (data != data[0]).any()
+        return fold_in_workers(keys) if differ and not shared else keys
     x = np.asarray(x)
     if x.dtype == np.uint32 and x.ndim > 1 and x.shape[-1] in (2, 4) and (x != x[0]).any():
         raise ValueError(

@@ -16,7 +16,7 @@ from local_opt import opt_state as state_lib
 from local_opt.corrections import Correction
 from local_opt.exchange import no_residual, synchronize_changes
 from local_opt.formats import Compressor, check_compressor
-from local_opt.mean import averaged, check_own, check_scalar, if_counted, moved_from, pmean
+from local_opt.mean import averaged, check_scalar, check_varying, if_counted, moved_from, pmean
 from local_opt.opt_state import LOCAL, check_call, check_state, checked
 from local_opt.plans import SyncPlan, check_plan, syncs_after_traced
 from local_opt.workers import AxisName, check_kind, in_scope, wide_type
@@ -176,7 +176,7 @@ def rounds_of(of: Local) -> Rounds:
 
     def update(grads, state, params=None, **extra):
         check_call(init, state, params, grads)
-        check_own(grads, of.axis_name)
+        check_varying(grads, of.axis_name)
         grads = of.correction.gradient(grads, state.correction, params, state.anchor)
         updates, inner = of.inner.update(grads, state.inner, params, **extra)
         updates, correction = of.correction.update(updates, state.correction, **extra)
@@ -189,7 +189,7 @@ def rounds_of(of: Local) -> Rounds:
 @jax.transfer_guard("allow")
 def _init(of: Local, params):
     check_kind(params)
-    state = state_lib.apart(of.inner.init(params), params)
+    state = state_lib.without_aliases(of.inner.init(params), params)
     chosen = state_lib.policy_of_leaves(state, of.policies, params)
     state_lib.check_survives(state, chosen)
     state_lib.check_moments(state, chosen)
@@ -199,7 +199,7 @@ def _init(of: Local, params):
         since=jnp.zeros((), jnp.int32),
         inner=typed(state),
         anchor=anchor if of.anchored else (),
-        outer=state_lib.apart(of.outer.init(anchor), anchor) if of.outer else (),
+        outer=state_lib.without_aliases(of.outer.init(anchor), anchor) if of.outer else (),
         residual=typed(no_residual(params, of.compress)),
         drift=typed(jnp.zeros((), jnp.float32) if of.drift else ()),
         correction=typed(of.correction.init(params)),
@@ -212,15 +212,15 @@ def _sync(of: Local, params, state, *, weight=None, **extra):
     check_call(functools.partial(_init, of), state, params, params)
     given, axis = (params, state), in_scope(of.axis_name)
     mesh.check_specs(of.specs, axis)
-    check_own(params, axis, all_of=True)
+    check_varying(params, axis, all_of=True)
     params = jax.tree.map(jnp.asarray, params)
     chosen = state_lib.policy_of_leaves(state.inner, of.policies, params)
     pairs = zip(jax.tree.leaves(state.inner), chosen, strict=True)
     fields = [leaf for leaf, policy in pairs if policy == state_lib.MEAN]
-    own = moved_from(state.anchor, params) if of.anchored else params
+    change = moved_from(state.anchor, params) if of.anchored else params
     steps = state.since.astype(jnp.float32) if of.outer else ()
     (mean, fields, steps), relative_weight, totals = averaged(
-        (() if of.compress else own, fields, steps), axis, weight,
+        (() if of.compress else change, fields, steps), axis, weight,
         of.correction.counts(state.correction),
     )  # fmt: skip
     residual = state.residual
@@ -229,21 +229,21 @@ def _sync(of: Local, params, state, *, weight=None, **extra):
             params, axis_name=axis, anchor=state.anchor, compressor=of.compress,
             residual=residual, specs=of.specs, relative_weight=relative_weight,
         )  # fmt: skip
-    own = if_counted(own, mean, relative_weight)
+    change = if_counted(change, mean, relative_weight)
     anchor, outer = _after_round(of, state, mean, steps)
     new = jax.tree.map(lambda a, x: a.astype(x.dtype), anchor, params)
     of_mean = moved_by(state.anchor, mean) if of.anchored else mean
     state = LocalState(
         since=jnp.zeros_like(state.since),
         inner=state_lib.placed(
-            state.inner, chosen, fields, lambda: state_lib.apart(of.inner.init(new), new)
+            state.inner, chosen, fields, lambda: state_lib.without_aliases(of.inner.init(new), new)
         ),
         anchor=jax.tree.map(jnp.copy, anchor) if of.anchored else (),
         outer=outer,
         residual=residual,
-        drift=state_lib.distance(own, mean, of_mean, of.specs) if of.drift else (),
+        drift=state_lib.distance(change, mean, of_mean, of.specs) if of.drift else (),
         correction=of.correction.sync(
-            state.correction, change=own, mean=mean, totals=totals, axis_name=axis,
+            state.correction, change=change, mean=mean, totals=totals, axis_name=axis,
             relative_weight=relative_weight,
         ),
     )  # fmt: skip
@@ -322,11 +322,11 @@ def parallel_rounds(inner: optax.GradientTransformation, *, axis_name: AxisName 
     @jax.transfer_guard("allow")
     def init(params):
         check_kind(params)
-        return state_lib.apart(inner.init(params), params)
+        return state_lib.without_aliases(inner.init(params), params)
 
     def update(grads, state, params=None, *, weight=None, **extra):
         check_call(init, state, params, grads)
-        check_own(grads, axis_name)
+        check_varying(grads, axis_name)
         mean = averaged(grads, axis_name, weight).mean
         return inner.update(mean, state, params, **extra)
 
@@ -390,14 +390,14 @@ def accumulated_rounds(
     @jax.transfer_guard("allow")
     def init(params):
         check_kind(params)
-        own = state_lib.apart(inner.init(params), params)
-        state = AccumulateState(jnp.zeros((), jnp.int32), own, state_lib.wide_zeros(params))
+        inner_state = state_lib.without_aliases(inner.init(params), params)
+        state = AccumulateState(jnp.zeros((), jnp.int32), inner_state, state_lib.wide_zeros(params))
         return state_lib.floating_as(state, params, axis_name)
 
     def update(grads, state, params=None, **extra):
         del extra
         check_call(init, state, params, grads)
-        check_own(grads, axis_name)
+        check_varying(grads, axis_name)
         since = state.since + 1
         mean = jax.tree.map(
             lambda m, g: m + (g.astype(m.dtype) - m) / since.astype(m.real.dtype), state.mean, grads
@@ -515,25 +515,25 @@ def local_steps(
         step = state.num_steps if step is None else step
         if sync is None and is_whole(step):  # not while it is traced
             plan.syncs_after(step)  # refuses a step beyond the plan
-        updates, own = rounds.update(updates, state.rounds, params, **extra)
+        updates, round_state = rounds.update(updates, state.rounds, params, **extra)
         # A sync's update needs the precision of the parameters, whatever that of the gradients.
         updates = jax.tree.map(lambda u, p: u.astype(p.dtype), updates, params)
 
-        def synced(updates, own):
-            mean, own = rounds.sync(
-                optax.apply_updates(params, updates), own, weight=weight, **extra
+        def synced(updates, new_state):
+            mean, new_state = rounds.sync(
+                optax.apply_updates(params, updates), new_state, weight=weight, **extra
             )
             if lax.axis_size(in_scope(axis_name)) == 1 and not overwrites and weight is None:
-                return updates, own  # one worker's inner update, without rounding
+                return updates, new_state  # one worker's inner update, without rounding
             back = jax.tree.map(lambda m, p, u: (m - p).astype(u.dtype), mean, params, updates)
-            return back, own
+            return back, new_state
 
         step = jnp.asarray(step, jnp.int32)
         now = syncs_after_traced(plan, step) if sync is None else sync
-        updates, own = _decide(now, synced, updates, own)
+        updates, round_state = _decide(now, synced, updates, round_state)
         counts = step + 1, state.num_syncs + jnp.asarray(now, jnp.int32)
         num_steps, num_syncs = mesh.varying(counts, state.num_steps)  # typed as they were
-        return updates, PlannedState(num_steps, num_syncs, own)
+        return updates, PlannedState(num_steps, num_syncs, round_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

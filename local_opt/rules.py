@@ -150,10 +150,10 @@ def qsr(
     else:  # no round follows
         asked[:] = fewest
     starts, start, end = array("q", [0] if offset else []), offset, offset
-    for t, own in enumerate(asked[offset:].tolist(), offset):
-        end = min(end, start + own)
+    for t, period in enumerate(asked[offset:].tolist(), offset):
+        end = min(end, start + period)
         if t >= end:  # with this step the round would be longer than a step of it asks for
-            start, end = t, t + own
+            start, end = t, t + period
             starts.append(t)
     rule = f"H = max({h_base}, floor(({alpha:g} / eta)^{power:g})), warmup {warmup}"
     rule += (f", at most {h_max}" if h_max else "") + (f", offset {offset}" if offset else "")

@@ -135,10 +135,10 @@ def streaming_rounds(
     steps = local_rounds(inner, axis_name=axis_name, specs=specs)
 
     def rounds_of_part(params, part):
-        own = None if specs is None else _pick(mesh.like(specs, params), part)
+        cut = None if specs is None else _pick(mesh.like(specs, params), part)
         nothing = checked(optax.identity()), Correction(init=lambda params: ())
         return rounds_of(
-            Local(nothing[0], axis_name, {}, outer, compress, nothing[1], own, False, anchored=True)
+            Local(nothing[0], axis_name, {}, outer, compress, nothing[1], cut, False, anchored=True)
         )
 
     def part_of(params, state, fragment):
@@ -149,36 +149,39 @@ def streaming_rounds(
     @jax.transfer_guard("allow")
     def init(params):
         whole, parts = steps.init(params), parts_of(params, fragments)
-        own = [rounds_of_part(params, part).init(_pick(params, part)) for part in parts]
+        states = [rounds_of_part(params, part).init(_pick(params, part)) for part in parts]
         return StreamingState(
             since=jnp.zeros(len(parts), jnp.int32),
             inner=whole.inner,
             anchor=wide_copy(params) if outer else jax.tree.map(jnp.copy, params),
-            outer=tuple(state.outer for state in own),
-            residual=tuple(state.residual for state in own),
+            outer=tuple(state.outer for state in states),
+            residual=tuple(state.residual for state in states),
         )
 
     def update(grads, state, params=None, **extra):
         check_state(state, StreamingState)
-        own = LocalState(jnp.zeros((), jnp.int32), state.inner)  # which counts for no fragment
-        updates, own = steps.update(grads, own, params, **extra)
-        return updates, state._replace(inner=own.inner, since=state.since + 1)
+        # This count is of no fragment.
+        step_state = LocalState(jnp.zeros((), jnp.int32), state.inner)
+        updates, step_state = steps.update(grads, step_state, params, **extra)
+        return updates, state._replace(inner=step_state.inner, since=state.since + 1)
 
     def start(params, state, *, fragment: int, weight: ArrayLike | None = None):
         part = part_of(params, state, fragment)
-        own = LocalState(
+        round_state = LocalState(
             since=state.since[fragment],
             inner=optax.EmptyState(),
             anchor=_pick(state.anchor, part),
             outer=state.outer[fragment],
             residual=state.residual[fragment],
         )
-        _, own = rounds_of_part(params, part).sync(_pick(params, part), own, weight=weight)
+        _, round_state = rounds_of_part(params, part).sync(
+            _pick(params, part), round_state, weight=weight
+        )
         outers, residuals = list(state.outer), list(state.residual)
-        outers[fragment], residuals[fragment] = own.outer, own.residual
+        outers[fragment], residuals[fragment] = round_state.outer, round_state.residual
         return state._replace(
-            since=state.since.at[fragment].set(own.since),
-            anchor=_placed(state.anchor, part, own.anchor),
+            since=state.since.at[fragment].set(round_state.since),
+            anchor=_placed(state.anchor, part, round_state.anchor),
             outer=tuple(outers),
             residual=tuple(residuals),
         )
@@ -187,17 +190,17 @@ def streaming_rounds(
         params, state, *, fragment: int, last: bool = False, weight: ArrayLike | None = None
     ):
         part = part_of(params, state, fragment)
-        own = _pick(params, part)
-        new = jax.tree.map(lambda a, x: a.astype(x.dtype), _pick(state.anchor, part), own)
+        picked = _pick(params, part)
+        new = jax.tree.map(lambda a, x: a.astype(x.dtype), _pick(state.anchor, part), picked)
         weight = None if weight is None else checked_weight(weight)
         if mixing and not last:
 
-            def mixed(own, common):
+            def mixed(x, common):
                 # From the common one, so that equal numbers stay to the bit.
-                wide = common.astype(wide_type(own.dtype))
-                return (wide + mixing * (own.astype(wide.dtype) - wide)).astype(own.dtype)
+                wide = common.astype(wide_type(x.dtype))
+                return (wide + mixing * (x.astype(wide.dtype) - wide)).astype(x.dtype)
 
-            new = jax.tree.map(mixed, if_counted(own, new, weight), new)
+            new = jax.tree.map(mixed, if_counted(picked, new, weight), new)
         return mesh.varying_like(_placed(params, part, jax.tree.map(jnp.copy, new)), params), state
 
     def communicate(params, state, due: Iterable[Event], *, weight: ArrayLike | None = None):
@@ -219,8 +222,8 @@ def parts_of(params: PyTree, fragments: int | PyTree[int]) -> list[list[int]]:
     if is_whole(fragments):
         labels = _even_labels([x.size for x in leaves], int(fragments))
     else:
-        labels, found = jax.tree.flatten(fragments)
-        if found != treedef or not all(is_whole(label) for label in labels):
+        labels, structure = jax.tree.flatten(fragments)
+        if structure != treedef or not all(is_whole(label) for label in labels):
             raise ValueError(
                 f"fragments is {fragments!r}: pass a number, or a tree like the parameters with "
                 "the number of the fragment of each leaf."
@@ -315,17 +318,17 @@ def stream_segments(
             f"the fragments are {[*plans_of]} and before {[*before]}: give both kinds of plans for "
             "the fragments of the state."
         )
-    found = []
+    events = []
     for place, (name, plan) in enumerate(plans_of.items()):
         ends = [end for end in _ends_of(before[name]) if end < start]
         ends += [end for end in _ends_of(plan) if end >= start]
         for end, following in zip(ends, [*ends[1:], total], strict=True):
             arrives, last = min(end + delay, following), end == total
             # Finish what was in transit before anything starts, and what has no delay at once.
-            found.append((end, 1, place, Event("start", name, last)))
-            found.append((arrives, 2 if arrives == end else 0, place, Event("finish", name, last)))
+            events.append((end, 1, place, Event("start", name, last)))
+            events.append((arrives, 2 if arrives == end else 0, place, Event("finish", name, last)))
     due_at = {start: []}
-    for step, _, _, event in sorted(found, key=lambda event: event[:3]):
+    for step, _, _, event in sorted(events, key=lambda event: event[:3]):
         if step >= start:
             due_at.setdefault(step, []).append(event)
     ends = [*due_at, total][1:]

@@ -31,8 +31,8 @@ def main(argv: list[str] | None = None) -> None:
     """Runs the experiment that the first argument names; exits with the known names, or extras."""
     argv = sys.argv[1:] if argv is None else argv
     name, *flags = argv or ["--help"]
-    if name not in (known := experiments()):
-        rows = "\n".join(f"  {name:14}{purpose}" for name, purpose in known.items())
+    if name not in (names := experiments()):
+        rows = "\n".join(f"  {name:14}{purpose}" for name, purpose in names.items())
         usage = (
             "syncopate NAME [--flag=value ...]; --help after a name. Times: two cores.\n"
             f"They need more than the library: {syncopate.install(EXTRA)}\n{rows}"
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> None:
         if name in ("-h", "--help", "--version"):
             print(usage if name != "--version" else f"syncopate {syncopate.__version__}")
             return
-        near = meant(name, known)
+        near = meant(name, names)
         sys.exit(f"{name!r} is not an experiment: pass one of these.{near}\n{usage}")
     sys.argv = [name, *flags]
     # In front of everything else, here and in the processes that an experiment starts.
@@ -63,7 +63,7 @@ def sources() -> pathlib.Path:
 
 def experiments() -> dict[str, str]:
     """The experiments, each with the first line of its docstring, and how long it takes if told."""
-    found = {}
+    result = {}
     for path in sorted((sources() / "experiments").glob("*.py")):
         if path.stem == "claims" and not (sources() / "docs").is_dir():
             continue  # the records that it reads are those of a clone
@@ -72,27 +72,27 @@ def experiments() -> dict[str, str]:
             lines = (ast.get_docstring(ast.parse(text)) or "").splitlines()
             purpose, _, example, *_ = [*lines, "", "", ""]
             time = example.partition(" # ")[2].rpartition(": ")[2]
-            found[path.stem] = f"{purpose} ({time})" if time else purpose
-    return found
+            result[path.stem] = f"{purpose} ({time})" if time else purpose
+    return result
 
 
-def meant(word: str, known: Iterable[str], start: str = "") -> str:
+def meant(word: str, names: Iterable[str], start: str = "") -> str:
     """As " Did you mean --learning_rate?" of "lr" and "learning_rat"; "" if nothing is near."""
-    initials = {"".join(part[:1] for part in name.split("_")): name for name in known}
-    near = [initials[word]] if word in initials else difflib.get_close_matches(word, known)
+    initials = {"".join(part[:1] for part in name.split("_")): name for name in names}
+    near = [initials[word]] if word in initials else difflib.get_close_matches(word, names)
     return f" Did you mean {' or '.join(start + name for name in near)}?" if near else ""
 
 
 def with_presets(argv: Sequence[str]) -> list[str]:
     """The arguments, with the flags of a preset in place of --preset=NAME or --preset NAME."""
-    found, rest = [], iter(argv)
+    arguments, rest = [], iter(argv)
     for argument in rest:
         flag, given, name = argument.partition("=")
         if flag in ("--preset", "-preset"):
-            found += preset(name if given else next(rest, ""))
+            arguments += preset(name if given else next(rest, ""))
         else:
-            found.append(argument)
-    return found
+            arguments.append(argument)
+    return arguments
 
 
 def preset(name: str) -> list[str]:
@@ -100,17 +100,17 @@ def preset(name: str) -> list[str]:
     presets = sources() / "experiments" / "presets"
     path = presets / f"{name}.flags"
     if not path.is_file():
-        known = sorted(
+        names = sorted(
             str(p.relative_to(presets).with_suffix("")) for p in presets.rglob("*.flags")
         )
-        sys.exit(f"{name!r} is not a preset: pass one of {', '.join(known)}.{meant(name, known)}")
-    found = []
+        sys.exit(f"{name!r} is not a preset: pass one of {', '.join(names)}.{meant(name, names)}")
+    arguments = []
     for line in path.read_text(encoding="utf-8").splitlines():
         if line.startswith(INCLUDED):
-            found += preset(line.removeprefix(INCLUDED).removesuffix(".flags"))
+            arguments += preset(line.removeprefix(INCLUDED).removesuffix(".flags"))
         elif line.startswith("--"):
-            found.append(line)
-    return found
+            arguments.append(line)
+    return arguments
 
 
 if __name__ == "__main__":

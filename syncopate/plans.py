@@ -86,9 +86,9 @@ def check_function(name: str, value: Any, *arguments: str) -> None:
     try:
         inspect.signature(value).bind(*arguments)
     except TypeError:
-        found = getattr(value, "__name__", f"a {type(value).__name__}")
+        text = getattr(value, "__name__", f"a {type(value).__name__}")
         wanted = f"({', '.join(arguments)})"
-        raise ValueError(f"{name} is {found}: pass a function of {wanted}.") from None
+        raise ValueError(f"{name} is {text}: pass a function of {wanted}.") from None
     except ValueError:  # a built-in function does not tell
         pass
 
@@ -109,11 +109,11 @@ def check_like(
     name: str, tree: Any, other: Any, of: str, act: str = "pass a tree of the same leaves."
 ) -> None:
     """Raises ValueError, ending with `act`, unless two trees have leaves of the same shapes."""
-    found, wanted = _leaves(tree), _leaves(other)
-    for leaf in wanted | found:
-        if found.get(leaf) != wanted.get(leaf):
+    leaves, wanted = _leaves(tree), _leaves(other)
+    for leaf in wanted | leaves:
+        if leaves.get(leaf) != wanted.get(leaf):
             raise ValueError(
-                f"{name}{leaf} is {found.get(leaf, 'missing')} and in {of} "
+                f"{name}{leaf} is {leaves.get(leaf, 'missing')} and in {of} "
                 f"{wanted.get(leaf, 'missing')}: {act}"
             )
 
@@ -123,11 +123,11 @@ def _leaves(tree):
 
     def kind(x):
         try:
-            found = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+            aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
         except TypeError:
             return f"a {type(x).__name__}"
-        is_complex = jnp.issubdtype(found.dtype, jnp.complexfloating)
-        return f"{'complex' if is_complex else 'real'}{list(found.shape)}"
+        is_complex = jnp.issubdtype(aval.dtype, jnp.complexfloating)
+        return f"{'complex' if is_complex else 'real'}{list(aval.shape)}"
 
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path): kind(x) for path, x in leaves}
@@ -153,11 +153,11 @@ class Plan:
     rule: str
 
     def __init__(self, marked: Any, total_steps: int, rule: str):
-        marked, found = as_array(marked)
+        marked, text = as_array(marked)
         total_steps = check_total_steps(total_steps)
         if marked.ndim != 1 or marked.dtype.kind not in "iu" or not len(marked):
             raise ValueError(
-                f"{self._marks} is {found}: it must be a list of the whole numbers of the steps at "
+                f"{self._marks} is {text}: it must be a list of the whole numbers of the steps at "
                 f"which {self._stretches} start."
             )
         bounds = np.append(marked.astype(np.int64), total_steps)
@@ -193,8 +193,8 @@ class Plan:
 
     def check_same(self) -> None:
         """Raises ValueError if a process has another plan: all would wait for ever."""
-        own = np.frombuffer(bytes.fromhex(self.digest()), np.uint8)
-        digests = np.reshape(multihost_utils.process_allgather(own), (-1, own.size))
+        local = np.frombuffer(bytes.fromhex(self.digest()), np.uint8)
+        digests = np.reshape(multihost_utils.process_allgather(local), (-1, local.size))
         other = np.flatnonzero((digests != digests[0]).any(axis=1))
         if len(other):
             raise ValueError(

@@ -40,16 +40,16 @@ def count_of(workers: int | Mesh | AbstractMesh | None, axis_name: Any) -> Worke
 
 def mesh_in_scope() -> Mesh | AbstractMesh:
     """The mesh of `jax.set_mesh`; while a program is traced it knows no devices."""
-    found = jax.sharding.get_abstract_mesh()
-    if found.empty:
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
         raise ValueError(
             "workers is None and no mesh is in scope: enter one, as by jax.set_mesh(mesh), or pass "
             "a mesh, or the number of workers to simulate."
         )
     with contextlib.suppress(ValueError):  # of a trace
         devices = jax.sharding.get_mesh()
-        return found if devices.empty else devices
-    return found
+        return mesh if devices.empty else devices
+    return mesh
 
 
 def axis_of(axis_name: Any, names: Sequence[str], *, alone: bool = False) -> Any:

@@ -38,12 +38,12 @@ def step_of(opt):
 
 def expected(ends):
     """[T, W] of SGD alone, with a mean after the steps of which `ends` are one past."""
-    x, found = np.zeros(W), []
+    x, results = np.zeros(W), []
     for t in range(T):
         x = x - RATE * GRADS[t].astype(np.float64)
         x = np.full(W, x.mean()) if t + 1 in ends else x
-        found.append(x)
-    return np.stack(found)
+        results.append(x)
+    return np.stack(results)
 
 
 def ends_of(plans):
@@ -55,22 +55,22 @@ def ends_of(plans):
 def run(plans):
     """Each part with the optimizer of its plan, and a state as from a checkpoint."""
     make = lambda plan: local_opt.local_steps(optax.sgd(RATE), plan)  # noqa: E731
-    x, found = jnp.zeros(W), []
+    x, results = jnp.zeros(W), []
     state = jax.vmap(make(plans[0]).init)(x)
     for begin, end in zip(plans, [*plans, T][1:], strict=True):
         step, state = step_of(make(plans[begin])), pickle.loads(pickle.dumps(state))
         for t in range(begin, end):
             x, state = step(x, state, GRADS[t])
-            found.append(x)
-    return np.stack(found), state
+            results.append(x)
+    return np.stack(results), state
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_the_plan_in_force_decides(name):
     plans = CHANGES[name]
-    found, state = run(plans)
+    result, state = run(plans)
     ends = ends_of(plans)
-    np.testing.assert_allclose(found, expected(ends), atol=1e-6)
+    np.testing.assert_allclose(result, expected(ends), atol=1e-6)
     assert state.num_syncs.tolist() == [len(ends)] * W and state.num_steps.tolist() == [T] * W
 
 
@@ -79,15 +79,15 @@ def test_syncs_of_the_host_do_not_move_the_plan(mesh):
     opt = local_opt.local_steps(optax.sgd(RATE), constant(10, total_steps=T))
 
     def steps(x, grads):
-        state, found = opt.init(x), []
+        state, results = opt.init(x), []
         for t in range(T):
             updates, state = opt.update(grads[t], state, x, sync=True if t < 20 else None)
             x = x + updates
-            found.append(x)
-        return jnp.stack(found), state.num_syncs
+            results.append(x)
+        return jnp.stack(results), state.num_syncs
 
-    found, syncs = jax.jit(RUNS[mesh](steps))(jnp.zeros(W), GRADS.T)
-    np.testing.assert_allclose(np.asarray(found).T, expected({*range(1, 21), 30, 40}), atol=1e-6)
+    result, syncs = jax.jit(RUNS[mesh](steps))(jnp.zeros(W), GRADS.T)
+    np.testing.assert_allclose(np.asarray(result).T, expected({*range(1, 21), 30, 40}), atol=1e-6)
     assert syncs.tolist() == [22] * W
 
 
@@ -113,7 +113,7 @@ def test_fragments_go_on_under_other_plans(name):
     first = local_opt.streaming.stream_segments(plans[0], delay=delay)
     rest = local_opt.streaming.stream_segments(plans[1], delay=delay, start=change, before=plans[0])
     cut = [s._replace(end=min(s.end, change)) for s in first if s.begin < change]
-    found, *_ = problems.run_segments(stream, cut + rest)
+    actual, *_ = problems.run_segments(stream, cut + rest)
     ends = [
         {e for e in problems.ends_of(was) if e < change}
         | {e for e in problems.ends_of(now) if e >= change}
@@ -123,7 +123,7 @@ def test_fragments_go_on_under_other_plans(name):
         problems.flat(problems.START), problems.square_gradient, ([0, 1], [2, 3, 4, 5]), ends,
         [RATE] * total, delay=delay, mixing=0.5, outer=(0.7, 0.5),
     )  # fmt: skip
-    assert problems.distance(found, expected) < 2e-6
+    assert problems.distance(actual, expected) < 2e-6
 
 
 def beyond(count, **more):

@@ -62,12 +62,12 @@ def rows(tree):
     return np.concatenate([x.reshape(len(x), -1) for x in leaves], axis=1)
 
 
-def assert_equal_but_for_ties(found, expected):
+def assert_equal_but_for_ties(actual, expected):
     """To the rounding of float32, in which a number may lie half way between two codes.
 
     One such change is met again in the mean, in what is lost, and in the next sync.
     """
-    error = np.abs(found - expected)
+    error = np.abs(actual - expected)
     assert (error > 1e-6).sum() <= 4 and error.max() < W * 0.03 / 7  # one code of a large row
 
 
@@ -80,11 +80,11 @@ def test_a_sync_equals_the_reference_worker_by_worker(name, run, weights):
     """Two syncs: what the first has lost is sent by the second."""
     compressor = COMPRESSORS[name]
     lost, expected_lost = nothing(compressor), np.zeros((W, 607))
-    for changes, own in zip(CHANGES[:2], [weights, weights and weights[::-1]], strict=True):
-        new, lost = send(compressor, changes, lost, run, weights=own)
+    for changes, each in zip(CHANGES[:2], [weights, weights and weights[::-1]], strict=True):
+        new, lost = send(compressor, changes, lost, run, weights=each)
         assert_workers_bitwise_equal(new)
         expected, expected_lost = reference.synchronize_changes(
-            rows(copies(ANCHOR))[0], rows(changes), expected_lost, name, compressor.feedback, own
+            rows(copies(ANCHOR))[0], rows(changes), expected_lost, name, compressor.feedback, each
         )
         assert_equal_but_for_ties(rows(new)[0], expected)
         if compressor.feedback:
@@ -106,13 +106,13 @@ def test_with_full_feedback_all_that_was_sent_and_lost_is_what_workers_changed(c
     anchor, lost = ANCHOR, nothing(compressor)
     weights = RNG.choice([0, 1, 3, 0.1], (len(CHANGES), W))
     weights[:, 0] = 1
-    for changes, own in zip(CHANGES, weights, strict=True):
-        new, lost = send(compressor, changes, lost, anchor=anchor, weights=own)
+    for changes, each in zip(CHANGES, weights, strict=True):
+        new, lost = send(compressor, changes, lost, anchor=anchor, weights=each)
         anchor = jax.tree.map(lambda x: np.asarray(x[0]), new)
     means = [reference.weighted_mean(rows(c), v) for c, v in zip(CHANGES, weights, strict=True)]
     exact = rows(copies(ANCHOR))[0] + sum(means)
-    found = rows(new)[0] + rows(lost).mean(axis=0)
-    np.testing.assert_allclose(found, exact, rtol=0, atol=2e-6)  # roundings of float32
+    result = rows(new)[0] + rows(lost).mean(axis=0)
+    np.testing.assert_allclose(result, exact, rtol=0, atol=2e-6)  # roundings of float32
     assert np.abs(rows(new)[0] - exact).max() > 1e-5  # something is still on its way
 
 
@@ -138,8 +138,8 @@ def test_numbers_of_any_bits_are_packed_in_that_many_and_come_back(bits):
         message = jax.jit(formats.packed, static_argnums=1)(codes, bits)
         assert len(message) == formats.packed_rows(m, bits) and message.dtype == jnp.uint8
         assert 0 <= 8 * len(message) - m * bits < 8 * bin(bits % 8).count("1") + 1
-        found = jax.jit(formats.unpacked, static_argnums=(1, 2))(message, bits, m)
-        np.testing.assert_array_equal(found, codes)
+        result = jax.jit(formats.unpacked, static_argnums=(1, 2))(message, bits, m)
+        np.testing.assert_array_equal(result, codes)
 
 
 def test_a_block_of_sparseloco_takes_112_bytes():
@@ -161,13 +161,13 @@ def test_groups_are_sent_as_each_of_them_alone(compressor, monkeypatch):
     parts = [(0, size), (size, 2 * size), (2 * size, 2 * size + 7)]
     alone = []
     for start, end in parts:
-        own = rows(change)[:, start:end].astype(np.float32)
+        local = rows(change)[:, start:end].astype(np.float32)
         cut = rows(copies(anchor))[0, start:end].astype(np.float32)
-        alone.append(send(compressor, own, jnp.zeros_like(own), anchor=cut))
+        alone.append(send(compressor, local, jnp.zeros_like(local), anchor=cut))
     monkeypatch.setattr(exchange, "GROUP", 1)
     monkeypatch.setattr(exchange, "GROUPS", 2**30)
-    found = send(compressor, change, lost, anchor=anchor)
-    for tree, expected in zip(found, zip(*alone, strict=True), strict=True):
+    actual = send(compressor, change, lost, anchor=anchor)
+    for tree, expected in zip(actual, zip(*alone, strict=True), strict=True):
         np.testing.assert_array_equal(rows(tree), np.concatenate(expected, axis=1))
 
 
@@ -189,17 +189,17 @@ def test_one_worker_loses_what_its_compressor_drops_however_it_is_driven(compres
     planned = local_opt.local_steps(SGD, local_opt.constant(2, total_steps=4), compress=compressor)
     rounds = local_opt.local_rounds(SGD, compress=compressor)
     x = y = jnp.linspace(-1.0, 1.0, 200)[None]
-    state, own = vmap(planned.init)(x), vmap(rounds.init)(y)
+    state, local = vmap(planned.init)(x), vmap(rounds.init)(y)
     steps = [jax.jit(vmap(opt.update)) for opt in (planned, rounds)]
     sync = jax.jit(vmap(rounds.sync))
     for t in range(1, 5):
         grads = jnp.sin(t * jnp.arange(200.0))[None]
         updates, state = steps[0](grads, state, x)
         x = optax.apply_updates(x, updates)
-        updates, own = steps[1](grads, own, y)
+        updates, local = steps[1](grads, local, y)
         y = optax.apply_updates(y, updates)
         if t % 2 == 0:
-            y, own = sync(y, own)
+            y, local = sync(y, local)
             np.testing.assert_allclose(x, y, rtol=0, atol=1e-6)
 
 
@@ -227,11 +227,11 @@ def test_workers_of_two_axes_send_what_those_of_one_do(name, inside):
     alone = jax.jit(jax.vmap(functools.partial(sync, "all"), axis_name="all"))
     weight = jnp.arange(1.0, 7).reshape(2, 3)
     for axes in (("a", "b"), ("b", "a")):
-        found = jax.jit(over(axes))(x, weight).reshape(6, 200)
+        actual = jax.jit(over(axes))(x, weight).reshape(6, 200)
         rows = (y if axes == ("a", "b") else jnp.swapaxes(y, 0, 1) for y in (x, weight))
         expected = alone(*(y.reshape(6, *y.shape[2:]) for y in rows))
-        assert_workers_bitwise_equal(found)
-        np.testing.assert_allclose(found[0], expected[0], rtol=1e-6, atol=1e-6)
+        assert_workers_bitwise_equal(actual)
+        np.testing.assert_allclose(actual[0], expected[0], rtol=1e-6, atol=1e-6)
     if inside == "shard_map":
         with pytest.raises(ValueError, match=r"\['b'\] are of jax.vmap and \['a'\] of .*check_vma"):
             over(("a", "b"), check_vma=True)(x, weight)

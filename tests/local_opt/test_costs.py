@@ -8,11 +8,11 @@ from local_opt.costs import communication_time
 
 def test_the_published_times_of_vit_b():
     """Gu et al. 2024, appendix F: 26.7 h, and 20.2 h with 10.4 % of the communication."""
-    found = communication_time([1, 9711 / 93_600], [26.7, 20.2])
-    assert found == pytest.approx((19.45, 7.25), abs=5e-3)
+    result = communication_time([1, 9711 / 93_600], [26.7, 20.2])
+    assert result == pytest.approx((19.45, 7.25), abs=5e-3)
     # Their formula for a constant H: H / (H - 1) times the difference.
-    found = communication_time([1, 1 / 4], [26.7, 21.2])
-    assert found == pytest.approx((26.7 - 4 / 3 * 5.5, 4 / 3 * 5.5))
+    result = communication_time([1, 1 / 4], [26.7, 21.2])
+    assert result == pytest.approx((26.7 - 4 / 3 * 5.5, 4 / 3 * 5.5))
 
 
 def test_of_more_runs_it_is_the_line_of_least_squares():

@@ -47,32 +47,32 @@ def test_control_variates_equal_the_paper_line_by_line(run):
     inner = optax.sgd(lambda count: jnp.asarray(RATES, jnp.float32)[count])
     given = dict(axis_name="worker", correction=local_opt.corrections.scaffold())
     if run == "rounds":
-        found, state = run_rounds(at_rates(local_opt.local_rounds(inner, **given)), PLAN)
-        own = state.correction
+        actual, state = run_rounds(at_rates(local_opt.local_rounds(inner, **given)), PLAN)
+        local = state.correction
     else:
-        found, state = run_squares(at_rates(local_opt.local_steps(inner, PLAN, **given)))
-        own = state.rounds.correction
+        actual, state = run_squares(at_rates(local_opt.local_steps(inner, PLAN, **given)))
+        local = state.rounds.correction
     expected, controls = reference.scaffold(flat(START), square_gradient, PLAN.periods, RATES)
     # float32 against float64; differences of parameters over the round's rates lose some digits.
-    assert distance(found, expected) < 2e-6
+    assert distance(actual, expected) < 2e-6
     theirs, mean = controls[-1]
-    assert distance(flat(own.variate), mean - theirs) < 1e-4
-    assert np.abs(flat(own.variate).sum(axis=0)).max() < 1e-4 * np.abs(flat(own.variate)).max()
-    assert own.rates.tolist() == [0] * W
+    assert distance(flat(local.variate), mean - theirs) < 1e-4
+    assert np.abs(flat(local.variate).sum(axis=0)).max() < 1e-4 * np.abs(flat(local.variate)).max()
+    assert local.rates.tolist() == [0] * W
 
 
 def test_without_a_rate_the_correction_is_in_units_of_updates():
     """The same for a constant rate."""
     rounds = corrected(local_opt.corrections.scaffold())
     alone, _ = run_rounds(rounds, PLAN)
-    told = functools.partial(rounds.update, rate=RATE)
-    assert distance(alone, run_rounds(rounds._replace(update=told), PLAN)[0]) < 1e-6
+    text = functools.partial(rounds.update, rate=RATE)
+    assert distance(alone, run_rounds(rounds._replace(update=text), PLAN)[0]) < 1e-6
 
 
 def test_the_proximal_term_equals_the_paper():
-    found, _ = run_rounds(corrected(local_opt.corrections.fedprox(1.5)), PLAN)
+    actual, _ = run_rounds(corrected(local_opt.corrections.fedprox(1.5)), PLAN)
     expected = reference.fedprox(flat(START), square_gradient, PLAN.periods, RATE, 1.5)
-    assert distance(found, expected) < 1e-6
+    assert distance(actual, expected) < 1e-6
     plain, _ = run_rounds(corrected(None), PLAN)
     assert distance(plain, expected) > 1e-2
     same, _ = run_rounds(corrected(local_opt.corrections.fedprox(0.0)), PLAN)
@@ -112,14 +112,14 @@ def uneven(steps, rates, weights, run="vmap", inner=None, **options):
 
         return rounds.sync(*jax.lax.fori_loop(0, 8, step, (x, state)), weight=weight)
 
-    one, x, found = jax.jit(RUN[run](one)), jnp.zeros(3), []
+    one, x, results = jax.jit(RUN[run](one)), jnp.zeros(3), []
     state = jax.vmap(rounds.init)(x)
     for count, weight in zip(steps, weights, strict=True):
         problem = (np.float32(a) for a in (SHAPES, MIDDLES, count, rates, weight))
         x, state = one(x, state, *problem)
         assert_workers_bitwise_equal(x)
-        found.append((x[0], state.correction.variate))
-    return [np.array(part) for part in zip(*found, strict=True)]
+        results.append((x[0], state.correction.variate))
+    return [np.array(part) for part in zip(*results, strict=True)]
 
 
 UNEVEN, TURNS = [[6, 3, 1]], [[6, 3, 1], [2, 2, 2], [1, 5, 8]]
@@ -140,23 +140,23 @@ def test_control_variates_equal_the_paper_where_workers_took_other_steps(case, r
     turns, rates, weights, end = CASES[case]
     steps = np.array([turns[r % len(turns)] for r in range(90)])
     weights = np.array([weights] * 90, float)
-    found, against = uneven(steps, rates, weights, run)
+    actual, by_hand = uneven(steps, rates, weights, run)
     ends = np.cumsum(steps.max(axis=1))
     rates = np.stack([rates] * ends[-1])
     expected, controls = reference.scaffold([0.0], gradient, steps, rates, weights)
-    np.testing.assert_allclose(found, expected[ends - 1, 0, 0], atol=1e-6)
-    np.testing.assert_allclose(against, [(c - own)[:, 0] for own, c in controls], atol=1e-5)
-    np.testing.assert_allclose((weights * against).sum(axis=1), 0, atol=1e-4)
+    np.testing.assert_allclose(actual, expected[ends - 1, 0, 0], atol=1e-6)
+    np.testing.assert_allclose(by_hand, [(c - each)[:, 0] for each, c in controls], atol=1e-5)
+    np.testing.assert_allclose((weights * by_hand).sum(axis=1), 0, atol=1e-4)
     if end is not None:  # the minimum of the weighted mean loss
-        np.testing.assert_allclose(found[-1], end, atol=1e-5)
+        np.testing.assert_allclose(actual[-1], end, atol=1e-5)
 
 
 def test_a_worker_that_does_not_count_keeps_its_control_whatever_steps_it_took():
     steps = np.array([[6, 3, 1]] * 3)
     weights = np.array([[1, 1, 1], [1, 0, 1], [1, 1, 1]])
-    _, against = uneven(steps, EQUAL, weights)
-    assert against[1, 1] == against[0, 1] != against[2, 1]
-    np.testing.assert_allclose(against.sum(axis=1), 0, atol=1e-5)
+    _, by_hand = uneven(steps, EQUAL, weights)
+    assert by_hand[1, 1] == by_hand[0, 1] != by_hand[2, 1]
+    np.testing.assert_allclose(by_hand.sum(axis=1), 0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_a_worker_that_does_not_count_keeps_its_control_whatever_steps_it_took()
 def test_control_variates_compose_with_momentum_and_an_outer_optimizer(inner, options):
     """They end where the gradient of the mean loss is zero, and rounds of eight steps do not."""
     steps, rates = np.full((400, 3), 8), np.full(3, 0.01)
-    found, _ = uneven(steps, rates, np.ones((400, 3)), inner=inner, **options)
-    np.testing.assert_allclose(found[-1], 3 / 7, atol=2e-4)
+    result, _ = uneven(steps, rates, np.ones((400, 3)), inner=inner, **options)
+    np.testing.assert_allclose(result[-1], 3 / 7, atol=2e-4)
     left = (1 - rates * SHAPES) ** 8
     assert abs(((1 - left) * MIDDLES).sum() / (1 - left).sum() - 3 / 7) > 0.01

@@ -58,8 +58,8 @@ def test_one_that_is_new_takes_all_from_the_first_that_is_not_and_weighs_nothing
     specs = {"in_specs": "worker", "out_specs": "worker"}
     for over in (4, mesh):  # simulated, and on devices
         run = jax.jit(local_opt.map_workers(sync, over, **specs))
-        found = run(params, state, order, keys, weight)
-        params_of, state_of, order_of, key_of = found
+        result = run(params, state, order, keys, weight)
+        params_of, state_of, order_of, key_of = result
         # The mean of 2 and 4 is 3, the change since the anchor 1 - 3, the outer rate 0.7.
         np.testing.assert_allclose(params_of, np.full(4, 1 + 0.7 * 2), rtol=1e-6)
         np.testing.assert_array_equal(state_of.anchor, params_of)
@@ -84,15 +84,15 @@ def test_one_process_syncs_itself_as_a_plain_sync_would():
 
     alone, count = local_opt.elastic.ElasticSync(sync), jax.local_device_count()
     first, weight = jnp.arange(300.0), jnp.arange(1.0, count + 1)
-    own = local_opt.replicate((first, rounds.init(first)), count)
-    own = (own[0] * jnp.arange(1, count + 1)[:, None], own[1])
+    copies = local_opt.replicate((first, rounds.init(first)), count)
+    copies = (copies[0] * jnp.arange(1, count + 1)[:, None], copies[1])
     plain = jax.vmap(lambda x, s, w: rounds.sync(x, s, weight=w), axis_name="worker")
-    expected = jax.jit(plain)(*own, weight)
+    expected = jax.jit(plain)(*copies, weight)
     for step in (20, 40):
-        given = jax.device_put(own, jax.NamedSharding(here(), jax.P("worker")))
-        found = alone(step, *given, weight=weight)
+        given = jax.device_put(copies, jax.NamedSharding(here(), jax.P("worker")))
+        actual = alone(step, *given, weight=weight)
         near = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-4)
-        jax.tree.map(near, found, expected)
+        jax.tree.map(near, actual, expected)
         assert alone.members == local_opt.elastic.Members(step, (0,), (0,))
         donated = given[0], given[1].anchor, given[1].residual
         assert all(x.is_deleted() for x in donated)
@@ -114,8 +114,8 @@ def test_a_sync_is_compiled_in_the_contexts_of_the_call():
     elastic = local_opt.elastic.ElasticSync(sync, donate=False)
     with jax.enable_x64(True):
         wide = jax.device_put(np.full(x.shape, 1 + 1e-12), x.sharding)
-        (found,) = elastic(1, wide)
-        assert found.dtype == jnp.float64 and found[0, 0, 0] != found.astype("f")[0, 0, 0]
+        (result,) = elastic(1, wide)
+        assert result.dtype == jnp.float64 and result[0, 0, 0] != result.astype("f")[0, 0, 0]
     with jax.default_matmul_precision("highest"):
         elastic(2, x), elastic(3, x)
     elastic(4, x)
@@ -145,8 +145,8 @@ def test_what_fails_in_a_sync_is_raised_as_it_is():
 class Coordinator:
     """Of processes that are threads: JAX's, of which `get_live_nodes` waits for all that live."""
 
-    def __init__(self, living):
-        self.store, self.living, self.asked = {}, dict(living), {}
+    def __init__(self, members):
+        self.store, self.members, self.asked = {}, dict(members), {}
         self.lock, self.calls = threading.Condition(), []
 
     def client(self, process):
@@ -164,18 +164,18 @@ class Coordinator:
                 return None
             turn = self.asked.setdefault(process, 0)
             self.asked[process] += 1
-            came = lambda: all(self.asked.get(n, 0) > turn for n in self.living)  # noqa: E731
+            came = lambda: all(self.asked.get(n, 0) > turn for n in self.members)  # noqa: E731
             self.lock.notify_all()
             assert self.lock.wait_for(came, 20)
-            return dict(self.living)
+            return dict(self.members)
 
-    def change(self, living):
+    def change(self, members):
         with self.lock:
-            self.living, turn = dict(living), max(self.asked.values(), default=0)
-            self.asked = dict.fromkeys(living, turn)
+            self.members, turn = dict(members), max(self.asked.values(), default=0)
+            self.asked = dict.fromkeys(members, turn)
             self.lock.notify_all()
 
-    def meet(self, members, steps):
+    def barrier(self, members, steps):
         """What each of the processes that come with a step finds, or its error."""
         with concurrent.futures.ThreadPoolExecutor(len(steps)) as pool:
             tasks = {n: pool.submit(members[n].barrier, step) for n, step in steps.items()}
@@ -191,24 +191,24 @@ def test_members_are_those_that_live_and_one_that_comes_back_is_known():
     members = memberships(coordinator, range(3))
     assert not any(m.restarted for m in members.values())
     everyone = local_opt.elastic.Members(20, (0, 1, 2), (7, 8, 9))
-    assert coordinator.meet(members, dict.fromkeys(range(3), 20)) == 3 * [everyone]
+    assert coordinator.barrier(members, dict.fromkeys(range(3), 20)) == 3 * [everyone]
     coordinator.calls.clear()
     for step in (40, 60):  # where nothing has changed: one key and one barrier
-        found = coordinator.meet(members, dict.fromkeys(range(3), step))
-        assert found == 3 * [everyone._replace(step=step)]
+        result = coordinator.barrier(members, dict.fromkeys(range(3), step))
+        assert result == 3 * [everyone._replace(step=step)]
     assert sorted(coordinator.calls) == sorted(
         2 * [*((n, c) for n in range(3) for c in ("ask", "set"))]
     )
     coordinator.change({0: 7, 2: 9})
-    found = coordinator.meet(members, {0: 80, 2: 80})
-    assert found == 2 * [local_opt.elastic.Members(80, (0, 2), (7, 9))]
+    result = coordinator.barrier(members, {0: 80, 2: 80})
+    assert result == 2 * [local_opt.elastic.Members(80, (0, 2), (7, 9))]
     coordinator.change({0: 7, 1: 12, 2: 9})  # another incarnation of 1, at whatever step
     members |= memberships(coordinator, [1])
     assert members[1].restarted
-    found = coordinator.meet(members, {0: 100, 1: 0, 2: 100})
-    assert found == 3 * [local_opt.elastic.Members(100, (0, 1, 2), (7, 12, 9), (1,))]
-    found = coordinator.meet(members, dict.fromkeys(range(3), 120))
-    assert found == 3 * [local_opt.elastic.Members(120, (0, 1, 2), (7, 12, 9))]
+    result = coordinator.barrier(members, {0: 100, 1: 0, 2: 100})
+    assert result == 3 * [local_opt.elastic.Members(100, (0, 1, 2), (7, 12, 9), (1,))]
+    result = coordinator.barrier(members, dict.fromkeys(range(3), 120))
+    assert result == 3 * [local_opt.elastic.Members(120, (0, 1, 2), (7, 12, 9))]
 
 
 @pytest.mark.parametrize("before", [0, 1, 3])
@@ -216,8 +216,8 @@ def test_other_steps_are_refused_at_every_barrier_by_all(before):
     coordinator = Coordinator({0: 7, 1: 8, 2: 9})
     members = memberships(coordinator, range(3))
     for step in range(before):
-        coordinator.meet(members, dict.fromkeys(range(3), step))
-    for error in coordinator.meet(members, {0: 20, 1: 20, 2: 25}):
+        coordinator.barrier(members, dict.fromkeys(range(3), step))
+    for error in coordinator.barrier(members, {0: 20, 1: 20, 2: 25}):
         assert isinstance(error, ValueError)
         assert "after different steps, {0: 20, 1: 20, 2: 25}: give all one plan" in str(error)
 
@@ -225,7 +225,7 @@ def test_other_steps_are_refused_at_every_barrier_by_all(before):
 def test_one_that_has_gone_on_is_read_at_the_step_that_it_left():
     coordinator = Coordinator({0: 7, 1: 8})
     members = memberships(coordinator, range(2), 2)
-    coordinator.meet(members, {0: 20, 1: 20})
+    coordinator.barrier(members, {0: 20, 1: 20})
     slow, real = threading.Event(), members[1].records
     members[1].records = lambda count=None: slow.wait(20) and real(count)
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
@@ -244,7 +244,7 @@ def test_who_waited_long_asks_again(monkeypatch):
     monkeypatch.setattr(elastic, "SPREAD", 0.05)
     coordinator = Coordinator({0: 7, 1: 8, 2: 9})
     members = memberships(coordinator, range(3))
-    coordinator.meet(members, dict.fromkeys(range(3), 20))
+    coordinator.barrier(members, dict.fromkeys(range(3), 20))
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         first = [pool.submit(members[n].barrier, 40) for n in (0, 1)]
         time.sleep(0.1)
@@ -259,7 +259,7 @@ def test_process_0_that_was_stopped_does_not_go_on_alone(monkeypatch):
     """It holds the service, which counts all as dead that it has not heard while it was stopped."""
     coordinator = Coordinator({0: 7, 1: 8})
     members = memberships(coordinator, range(2), 2)
-    coordinator.meet(members, {0: 20, 1: 20})
+    coordinator.barrier(members, {0: 20, 1: 20})
     coordinator.change({0: 7})
     members[0].pause = 12.0
     with pytest.raises(RuntimeError, match="process 0 has stood still for 12.0 s before step 40"):
@@ -296,7 +296,7 @@ def free_port():
         return free.getsockname()[1]
 
 
-def meeting(number, port, *steps):
+def launched(number, port, *steps):
     command = [sys.executable, "-c", MEETS, str(number), f"127.0.0.1:{port}", *steps]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     return subprocess.Popen(command, env=environment(), text=True, **pipes)
@@ -305,11 +305,11 @@ def meeting(number, port, *steps):
 @pytest.mark.usefixtures("example")
 def test_one_that_comes_back_is_known_as_new_and_gets_the_step_of_the_others(free_port):
     """No collective runs, as gloo cannot take a process back; who meets is what backends share."""
-    first = meeting(0, free_port, "20", "40", "wait", "60", "80")
-    other = meeting(1, free_port, "20", "die")
+    first = launched(0, free_port, "20", "40", "wait", "60", "80")
+    other = launched(1, free_port, "20", "die")
     assert json.loads(other.communicate(timeout=300)[0]) == [20, [0, 1], [], False, False]
     lines = [json.loads(first.stdout.readline()) for _ in range(2)]
-    again = meeting(1, free_port, "tell", "0", "80")
+    again = launched(1, free_port, "tell", "0", "80")
     assert again.stdout.readline() == "up\n"
     lines += [*map(json.loads, first.communicate("go\n", timeout=300)[0].splitlines())]
     back = [*map(json.loads, again.communicate(timeout=300)[0].splitlines())]
@@ -330,16 +330,16 @@ def test_a_wait_ends_and_names_who_is_late(monkeypatch):
         get_live_nodes=lambda nodes: came.wait() and dict.fromkeys(nodes, 0),
     )
     membership = elastic.Membership(client, 0, 1)
-    membership.last, membership.living = elastic.Record(2, 20), {0: 7, 1: 8}
+    membership.last, membership.members = elastic.Record(2, 20), {0: 7, 1: 8}
     monkeypatch.setattr(elastic, "membership_of", lambda client: membership)
     waits, before = (
         elastic.ElasticSync(lambda p, s: (p, s), timeout=0.1),
         threading.enumerate(),
     )
-    told = (
+    message = (
         r"process 0 after step 40 has waited 0.1 s for process 1 \(last seen after step 20\): look"
     )
-    with pytest.raises(TimeoutError, match=told):
+    with pytest.raises(TimeoutError, match=message):
         waits.barrier(40)
     (thread,) = set(threading.enumerate()) - set(before)
     assert thread.daemon
@@ -373,23 +373,23 @@ SCALE, TARGET, RATE, PERIOD = np.array([1.0, 2, 4, 1]), np.array([3, -1, 0.5, 10
 
 def scaffold_in_numpy(phases, length=60):
     """x and c_w - c after each phase, in which those workers take part: SCAFFOLD with its c_w."""
-    x, against, ends, before = 0.0, np.zeros(4), [], (0, 1, 2, 3)
+    x, variates, ends, before = 0.0, np.zeros(4), [], (0, 1, 2, 3)
     for workers in phases:
-        own, new = list(workers), [w for w in workers if w not in before]
+        x_of, new = list(workers), [w for w in workers if w not in before]
         if workers != before:
-            against[new] = 0
-            stay = [w for w in own if w not in new]
+            variates[new] = 0
+            stay = [w for w in x_of if w not in new]
         for turn in range(length):
             w = np.full(4, x)
             for _ in range(PERIOD):
-                w = w - RATE * (SCALE * (w - TARGET) + against)
-            counted = stay if turn == 0 and workers != before else own
-            if counted != own or (turn == 0 and workers != before):
-                against[counted] -= against[counted].mean()
+                w = w - RATE * (SCALE * (w - TARGET) + variates)
+            counted = stay if turn == 0 and workers != before else x_of
+            if counted != x_of or (turn == 0 and workers != before):
+                variates[counted] -= variates[counted].mean()
             x = w[counted].mean()
-            against[counted] += (w[counted] - x) / (PERIOD * RATE)
+            variates[counted] += (w[counted] - x) / (PERIOD * RATE)
         before = workers
-        ends.append((x, against[own].copy()))
+        ends.append((x, variates[x_of].copy()))
     return ends
 
 
@@ -420,12 +420,12 @@ def test_control_variates_add_up_to_nothing_over_those_that_live():
         phases, [None, (False,) * 3, (False,) * 3 + (True,)], [1.625, 3 / 7, 1.625],
         scaffold_in_numpy(phases), strict=True,
     ):  # fmt: skip
-        own = np.array(workers)
-        if len(x) < len(own):  # one that comes back has started afresh, at other numbers
+        local = np.array(workers)
+        if len(x) < len(local):  # one that comes back has started afresh, at other numbers
             x, state = jax.tree.map(lambda y: jnp.concatenate([y, 0 * y[:1] + 7]), (x, state))
-        x, state = jax.tree.map(operator.itemgetter(own), (x, state))
+        x, state = jax.tree.map(operator.itemgetter(local), (x, state))
         for turn in range(60):
-            x, state = steps(x, state, SCALE[own], TARGET[own])
+            x, state = steps(x, state, SCALE[local], TARGET[local])
             first = new is not None and turn == 0
             weight = jnp.where(jnp.array(new), 0.0, 1.0) if first and any(new) else None
             x, state = sync(x, state, weight, new=new if first else None)
@@ -447,10 +447,10 @@ def test_residuals_and_legacy_keys_of_one_that_comes_back_are_its_own():
     admit = jax.vmap(functools.partial(elastic.admitted, rejoined=(False, False, True)),
                      axis_name="worker")  # fmt: skip
     for weight in (None, jnp.array([1.0, 1, 0])):
-        _, found, *keys_of = admit(trees, weight)
+        _, result, *keys_of = admit(trees, weight)
         assert np.abs(state.residual).max() > 1e-3
-        np.testing.assert_array_equal(found.residual[:2], state.residual[:2])
-        np.testing.assert_array_equal(found.residual[2], 0)
+        np.testing.assert_array_equal(result.residual[:2], state.residual[:2])
+        np.testing.assert_array_equal(result.residual[2], 0)
         for new, old in zip(jax.tree.leaves(keys_of), jax.tree.leaves(trees[2:]), strict=True):
             np.testing.assert_array_equal(*(jax.random.key_data(k) if jnp.issubdtype(
                 k.dtype, jax.dtypes.prng_key) else k for k in (new[:2], old[:2])))  # fmt: skip
@@ -459,20 +459,22 @@ def test_residuals_and_legacy_keys_of_one_that_comes_back_are_its_own():
 
 def test_the_example_goes_on_without_the_process_that_it_kills(example):
     """Its numbers are those of a loop in NumPy that drops the dead worker."""
-    told, errors = example.communicate(timeout=600)
-    assert "exit codes 0 0 -9" in told, errors[-3000:]
+    text, errors = example.communicate(timeout=600)
+    assert "exit codes 0 0 -9" in text, errors[-3000:]
     line = re.compile(r"^(\d+) ([\d ]+) loss (\S+) params (.*)$", re.M)
-    found = line.findall(told)
-    dead = next(i for i, (step, *_) in enumerate(found) if int(step) > 150)
-    assert [living for _, living, *_ in found] == dead * ["0 1 2"] + (len(found) - dead) * ["0 1"]
+    result = line.findall(text)
+    dead = next(i for i, (step, *_) in enumerate(result) if int(step) > 150)
+    assert [members for _, members, *_ in result] == dead * ["0 1 2"] + (len(result) - dead) * [
+        "0 1"
+    ]
     x, y, w, speed = {}, {}, {}, {}
     for n in range(3):
         draw = np.random.default_rng(n)
         x[n] = draw.normal(size=(20, 8, 4))
         y[n] = x[n] @ np.arange(4) + draw.normal(size=(20, 8))
         w[n], speed[n] = np.zeros(4), np.zeros(4)
-    ends, params = {int(step): numbers for step, _, _, numbers in found}, {}
-    assert 400 in ends and len(ends) == len(found)
+    ends, params = {int(step): numbers for step, _, _, numbers in result}, {}
+    assert 400 in ends and len(ends) == len(result)
     for t in range(400):
         for n in list(w):
             grad = 2 * x[n][t % 20].T @ (x[n][t % 20] @ w[n] - y[n][t % 20]) / 8
@@ -508,7 +510,7 @@ def test_twelve_kills(count, deaths, inside):
 
 def test_a_simulation_drops_the_dead():
     """By hand: two workers without momentum, one step each, then one of them alone."""
-    found = kills.simulated({1: (0, 1), kills.STEPS: (0,)})
+    result = kills.simulated({1: (0, 1), kills.STEPS: (0,)})
     (x, y), (v, z) = (kills.data_of(n) for n in range(2))
     mean = sum(2 * a[0].T @ b[0] / 8 for a, b in ((x, y), (v, z))) / 2
-    np.testing.assert_allclose(found[1], 0.7 * kills.RATE * mean, rtol=1e-5)
+    np.testing.assert_allclose(result[1], 0.7 * kills.RATE * mean, rtol=1e-5)

@@ -44,11 +44,11 @@ def test_a_leaf_that_no_worker_moves_keeps_its_bits(how, workers, weighs):
         return jax.lax.fori_loop(0, 20, turn, (params, rounds.init(params)))[0]
 
     run = jax.vmap(run, axis_name="worker", in_axes=(0, 0 if weighs else None))
-    found = jax.jit(run)(copies(params, workers), weight)
-    np.testing.assert_array_equal(found["frozen"], np.stack([START] * workers))
+    result = jax.jit(run)(copies(params, workers), weight)
+    np.testing.assert_array_equal(result["frozen"], np.stack([START] * workers))
     if how != "muon":  # which moves all rows of a matrix together
-        np.testing.assert_array_equal(found["table"][0, 1:], params["table"][1:])
-    assert np.abs(found["train"][0] - START[:3]).min() > 1e-5
+        np.testing.assert_array_equal(result["table"][0, 1:], params["table"][1:])
+    assert np.abs(result["train"][0] - START[:3]).min() > 1e-5
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "float16"])
@@ -77,8 +77,8 @@ def test_a_compressor_leaves_numbers_of_64_bits_where_nothing_moves(name):
     with jax.enable_x64(True):
         x = jnp.full((2, 3), 1 + 1e-12)
         rounds = local_opt.local_rounds(optax.sgd(0.1), compress=COMPRESSORS[name])
-        found, _ = vmap(rounds.sync)(x, jax.vmap(rounds.init)(x))
-        assert found.dtype == jnp.float64 and (found == 1 + 1e-12).all()
+        result, _ = vmap(rounds.sync)(x, jax.vmap(rounds.init)(x))
+        assert result.dtype == jnp.float64 and (result == 1 + 1e-12).all()
 
 
 @pytest.mark.parametrize("mixing", [0.3, 0.7])
@@ -115,5 +115,5 @@ def test_policies_match_no_parameter(names):
 
 def test_one_model_of_equal_workers_is_theirs():
     for workers in (3, 5, 7, 12):
-        found = local_opt.mean_over_workers({"x": copies(START, workers)})
-        np.testing.assert_array_equal(found["x"], START)
+        result = local_opt.mean_over_workers({"x": copies(START, workers)})
+        np.testing.assert_array_equal(result["x"], START)

@@ -55,9 +55,9 @@ def test_planned_steps_equal_the_reference(run):
     # float32 against float64: 13 steps of a rounding (6e-8) of numbers of this size.
     assert distance(history, expected) < 1e-6
     for end in ends_of(PLAN):
-        met = history[end - 1]
+        anchor = history[end - 1]
         # x + (mean - x) rounds as x does, so a small mean of large x is one ulp of the large ones.
-        assert np.abs(met - met[:1]).max() <= np.spacing(np.abs(met).max())
+        assert np.abs(anchor - anchor[:1]).max() <= np.spacing(np.abs(anchor).max())
     planned = state[1]
     assert planned.num_steps.tolist() == [13] * W and planned.num_syncs.tolist() == [5] * W
 
@@ -79,8 +79,8 @@ def test_a_loop_without_optax_asks_the_plan_after_each_step(run, weights, monkey
     for t in range(13):
         moved = step(params, MATRICES, TARGETS[t])
         workers = moved["b"].sharding.mesh if run == "shard_map" else W
-        own = None if weights is None else weights[0]
-        params = PLAN.after(t, moved, workers, axis_name=axis, weight=own)
+        local = None if weights is None else weights[0]
+        params = PLAN.after(t, moved, workers, axis_name=axis, weight=local)
         if PLAN.syncs_after(t):
             assert_workers_bitwise_equal(params)
             traces.add(len(traced))
@@ -173,29 +173,29 @@ def test_an_optimizer_may_look_at_the_values_of_the_first_parameters():
 
 @pytest.mark.parametrize("inner", [SGD, optax.adamw(0.01)], ids=["sgd", "adamw"])
 def test_one_worker_is_the_inner_optimizer_bitwise(inner):
-    opt, found = local_opt.local_steps(inner, PLAN), []
+    opt, results = local_opt.local_steps(inner, PLAN), []
     for made in (inner, opt):
         step, params = jax.jit(vmap(square_step(made))), copies(START, 1)
         state = jax.vmap(made.init)(params)
         for target in TARGETS[:13]:
             params, state = step(params, state, MATRICES[:1], target[:1])
-        found.append(params)
-    assert distance(found[0], copies(START, 1)) > 0.01
-    assert_bitwise_equal(*found)
+        results.append(params)
+    assert distance(results[0], copies(START, 1)) > 0.01
+    assert_bitwise_equal(*results)
 
 
 def test_accumulating_on_workers_is_a_step_with_the_mean_gradient_of_all_their_batches():
     adamw = optax.adamw(0.01)
     history, state = run_rounds(local_opt.accumulated_rounds(adamw), PLAN)
     assert_workers_bitwise_equal(state)
-    x, own, before = START, adamw.init(START), flat(copies(START))
+    x, local, before = START, adamw.init(START), flat(copies(START))
     for start, length in zip(PLAN.starts, PLAN.periods, strict=True):
         steps = range(start, start + length)
         for t in steps[:-1]:
             np.testing.assert_array_equal(history[t], before)  # no movement inside a round
         before = history[steps[-1]]
         mean = np.mean([square_gradient(w, t, flat(x)) for w in range(W) for t in steps], axis=0)
-        updates, own = adamw.update({"b": mean[:2], "w": mean[2:].reshape(2, 2)}, own, x)
+        updates, local = adamw.update({"b": mean[:2], "w": mean[2:].reshape(2, 2)}, local, x)
         x = optax.apply_updates(x, updates)
         # Means of means, then Adam's division: a few float32 roundings.
         np.testing.assert_allclose(before, flat(copies(x)), rtol=1e-5, atol=1e-6)
@@ -219,8 +219,8 @@ def test_parallel_rounds_are_steps_with_the_mean_gradient(run):
     assert distance(planned, expected_squares(every)) < 1e-6
     assert jax.tree.structure(state) == jax.tree.structure(jax.vmap(SGD.init)(copies(START)))
     params = copies(START)
-    found = rounds.sync(params, state, period=4)
-    assert found[0] is params and found[1] is state
+    result = rounds.sync(params, state, period=4)
+    assert result[0] is params and result[1] is state
 
 
 @pytest.mark.parametrize("workers", [4, "mesh"])
@@ -236,7 +236,7 @@ def test_a_shared_step_decides_when_workers_synchronise(workers):
 
     specs = {"in_specs": ("worker", "worker", "worker", "replicated"), "out_specs": "worker"}
     run = jax.jit(local_opt.map_workers(step, workers, **specs))
-    own = jax.jit(
+    local = jax.jit(
         local_opt.map_workers(lambda *a: step(*a, None), W, in_specs="worker", out_specs="worker")
     )
     grads = jax.random.normal(jax.random.key(0), (8, W))
@@ -246,7 +246,7 @@ def test_a_shared_step_decides_when_workers_synchronise(workers):
         state = state._replace(num_steps=state.num_steps.at[1].add(miscounted))
         for t in range(8):  # one beyond the plan
             x, state = run(x, state, grads[t], t)
-            y, other = own(y, other, grads[t])
+            y, other = local(y, other, grads[t])
             np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
         assert state.num_steps.tolist() == other.num_steps.tolist() == [8] * W
         assert state.num_syncs.tolist() == other.num_syncs.tolist() == [4] * W

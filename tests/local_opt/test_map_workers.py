@@ -95,8 +95,8 @@ def test_a_loop_of_one_worker_is_a_loop_of_all(way, axis):
 def test_leaves_that_are_not_arrays_pass_through():
     """An equinox module is a tree with functions in it."""
     model = {"w": jnp.ones(2), "act": jnp.tanh, "name": "net", "flag": True}
-    own = local_opt.replicate(model, W)
-    assert own["act"] is jnp.tanh and own["w"].shape == (W, 2)
+    copies = local_opt.replicate(model, W)
+    assert copies["act"] is jnp.tanh and copies["w"].shape == (W, 2)
 
     def one(model, x):
         return {**model, "w": model["w"] + x}, model["act"](x)
@@ -104,26 +104,26 @@ def test_leaves_that_are_not_arrays_pass_through():
     run = local_opt.map_workers(
         one, W, in_specs=("worker", "replicated"), out_specs=("worker", "mean")
     )
-    left, y = run(own, 0.5)
+    left, y = run(copies, 0.5)
     assert left["act"] is jnp.tanh and left["name"] == "net" and left["flag"] is True
     np.testing.assert_allclose(y, np.tanh(0.5), rtol=1e-6)
     # Integers become arrays; a rate, as of dropout, is a number and no weight to be trained.
-    found = local_opt.replicate({"step": 0, "rate": 0.1}, W)
-    assert found["step"].tolist() == [0] * W
-    assert found["rate"] == 0.1 and isinstance(found["rate"], float)
+    result = local_opt.replicate({"step": 0, "rate": 0.1}, W)
+    assert result["step"].tolist() == [0] * W
+    assert result["rate"] == 0.1 and isinstance(result["rate"], float)
 
 
 @by_kind
 def test_replicated_arrays_lie_on_their_workers_and_share_no_memory(way):
     workers = WAYS[way]("worker")
     x = jnp.arange(4.0)
-    own = local_opt.replicate({"a": x, "b": x, "n": 3}, workers)
-    local_opt.check_synced(own, ulps=0)
-    assert own["a"].shape == (W, 4) and own["n"].tolist() == [3] * W
+    copies = local_opt.replicate({"a": x, "b": x, "n": 3}, workers)
+    local_opt.check_synced(copies, ulps=0)
+    assert copies["a"].shape == (W, 4) and copies["n"].tolist() == [3] * W
     if way != "vmap":
-        assert own["a"].sharding.spec[0] == "worker"
+        assert copies["a"].sharding.spec[0] == "worker"
     keep = jax.jit(lambda t: jax.tree.map(jnp.positive, t), donate_argnums=0)
-    jax.block_until_ready(keep(own))
+    jax.block_until_ready(keep(copies))
 
 
 def mapped(*args, workers=W, in_specs="worker", out_specs="worker"):
@@ -437,8 +437,8 @@ def test_replicated_results_that_are_equal_pass(way, jit):
     mapped = local_opt.map_workers(step, WAYS[way]("worker"), **specs)
     w = jnp.zeros(())
     args = w, rounds.init(w), ROWS, jnp.zeros((), jnp.int32)
-    found, state, count, rows, key = (jax.jit(mapped) if jit else mapped)(*args)
-    np.testing.assert_allclose(found, 0.1, rtol=1e-5)  # Adam's first step
+    result, state, count, rows, key = (jax.jit(mapped) if jit else mapped)(*args)
+    np.testing.assert_allclose(result, 0.1, rtol=1e-5)  # Adam's first step
     np.testing.assert_allclose(state[0].mu, -0.1 * 7, rtol=1e-6)
     assert count == 1 and rows.tolist() == ROWS.tolist() and key == jax.random.key(3)
 
@@ -496,8 +496,8 @@ def test_words_may_be_trees_of_named_tuples_and_dataclasses(way, jit):
     )  # fmt: skip
     state = State(jax.tree.map(jnp.asarray, START), jnp.asarray(7))
     key = jax.random.key(3)
-    found = (jax.jit(mapped) if jit else mapped)(state, Batch(jnp.asarray(X), RATE), key)
-    state, batch, metrics = found
+    result = (jax.jit(mapped) if jit else mapped)(state, Batch(jnp.asarray(X), RATE), key)
+    state, batch, metrics = result
     assert type(state) is State and type(batch) is Batch and batch.name == "train"
     assert state.params.keys() == START.keys()
     for name, of_all in BY_HAND.items():
@@ -516,8 +516,8 @@ def test_a_tree_of_words_leaves_out_what_is_none():
     """As a tree made by `jax.tree.map` from a model without a bias does."""
     state = {"w": jnp.arange(W), "bias": None}
     words = jax.tree.map(lambda _: "worker", state)
-    found = local_opt.map_workers(lambda x: x, W, in_specs=(words,), out_specs=words)(state)
-    assert found["w"].tolist() == [0, 1, 2, 3] and found["bias"] is None
+    result = local_opt.map_workers(lambda x: x, W, in_specs=(words,), out_specs=words)(state)
+    assert result["w"].tolist() == [0, 1, 2, 3] and result["bias"] is None
 
 
 def test_leaves_that_are_named_alike_are_told_apart():
@@ -526,8 +526,8 @@ def test_leaves_that_are_named_alike_are_told_apart():
             return "name"
 
     state = {Name(n): n * jnp.arange(W) for n in (1, 2)}
-    found = local_opt.map_workers(lambda x: x, W, in_specs="worker", out_specs="worker")(state)
-    assert [x.tolist() for x in found.values()] == [[0, 1, 2, 3], [0, 2, 4, 6]]
+    result = local_opt.map_workers(lambda x: x, W, in_specs="worker", out_specs="worker")(state)
+    assert [x.tolist() for x in result.values()] == [[0, 1, 2, 3], [0, 2, 4, 6]]
 
 
 # How a mapped function is called.
@@ -546,9 +546,9 @@ def test_words_belong_to_positions_and_keywords_are_replicated(way):
     assert run.__name__ == "step" and run.__doc__ == step.__doc__
     state, batch = start()
     for scale in (1.0, jnp.float32(1)):
-        found = run(state, batch, scale=scale)
-        np.testing.assert_allclose(found[0], MEANS)
-        np.testing.assert_allclose(found[1], MEANS.mean())
+        result = run(state, batch, scale=scale)
+        np.testing.assert_allclose(result[0], MEANS)
+        np.testing.assert_allclose(result[1], MEANS.mean())
     np.testing.assert_allclose(run(state, batch, power=2)[0], MEANS**2)
     by_worker = local_opt.map_workers(
         step, **CALLED[way], in_specs=("worker", "batch", "worker"), out_specs=("worker", "mean")
@@ -580,8 +580,8 @@ def test_functions_of_any_number_of_arguments():
     ones = jnp.ones(W)
     assert run(ones, 2.0, ones, offset=jnp.arange(2)).tolist() == [[4, 5]] * W
     partial = functools.partial(step, power=2)
-    found, _ = local_opt.map_workers(partial, W, **SPECS)(*start())
-    np.testing.assert_allclose(found, MEANS**2)
+    result, _ = local_opt.map_workers(partial, W, **SPECS)(*start())
+    np.testing.assert_allclose(result, MEANS**2)
     assert local_opt.map_workers(jax.jit(step), W, **SPECS)(*start())[0].shape == (W,)
     both = local_opt.map_workers(lambda x, y: (x, y), W, in_specs="worker", out_specs="worker")
     assert [x.shape for x in both(ones, ones)] == [(W,), (W,)], "one word for all"
@@ -635,17 +635,17 @@ def dropped(workers, **options):
     run = jax.jit(
         local_opt.map_workers(step, workers, in_specs=("worker", "replicated"), out_specs="worker")
     )
-    state, found = local_opt.replicate(state, workers, **options), []
+    state, results = local_opt.replicate(state, workers, **options), []
     for _ in range(2):
         state, zeros = run(state, jnp.ones((5, 3)))
-        found.append(np.asarray(zeros))
-    return np.stack(found, 1)  # [W, steps, rows, features]
+        results.append(np.asarray(zeros))
+    return np.stack(results, 1)  # [W, steps, rows, features]
 
 
 @everywhere
 def test_workers_of_nnx_have_their_own_dropout_with_folded_keys(workers):
-    own = dropped(workers, keys="fold")
-    masks = {mask.tobytes() for worker in own for mask in worker}
+    local = dropped(workers, keys="fold")
+    masks = {mask.tobytes() for worker in local for mask in worker}
     assert len(masks) == 2 * W, "every worker's, and every step's"
     message = r"same key \['dropout'\]\['rngs'\].*key.* keys='fold'.* keys='copy'"
     with pytest.warns(UserWarning, match=message):
@@ -656,28 +656,28 @@ def test_workers_of_nnx_have_their_own_dropout_with_folded_keys(workers):
 
 def test_the_key_of_a_worker_is_folded_with_its_number():
     keys = jax.random.split(jax.random.key(4))
-    own = local_opt.replicate({"of": keys}, W, keys="fold")["of"]
+    copies = local_opt.replicate({"of": keys}, W, keys="fold")["of"]
     for w in range(W):
         alone = jax.vmap(jax.random.fold_in, (0, None))(keys, w)
-        assert (own[w] == alone).all()
+        assert (copies[w] == alone).all()
 
 
 @by_kind
 def test_a_legacy_key_is_the_typed_one_of_its_numbers(way):
     workers = WAYS[way]("worker")
     draw = local_opt.map_workers(jax.random.normal, workers, in_specs="key", out_specs="worker")
-    found = [jax.jit(draw)(key) for key in (jax.random.PRNGKey(5), jax.random.key(5))]
+    result = [jax.jit(draw)(key) for key in (jax.random.PRNGKey(5), jax.random.key(5))]
     alone = [jax.random.normal(jax.random.fold_in(jax.random.key(5), w)) for w in range(W)]
-    np.testing.assert_array_equal(found[0], alone)
-    np.testing.assert_array_equal(found[1], alone)
+    np.testing.assert_array_equal(result[0], alone)
+    np.testing.assert_array_equal(result[1], alone)
 
 
 def test_legacy_keys_in_a_state_are_copied_with_a_warning():
     key = jax.random.PRNGKey(5)
     with pytest.warns(UserWarning, match=r"the same key \['rng'\]"):
-        own = local_opt.replicate({"rng": key, "x": jnp.ones(3)}, W)
-    np.testing.assert_array_equal(own["rng"], np.tile(key, (W, 1)))
-    one = local_opt.mean_over_workers(own)["rng"]
+        copies = local_opt.replicate({"rng": key, "x": jnp.ones(3)}, W)
+    np.testing.assert_array_equal(copies["rng"], np.tile(key, (W, 1)))
+    one = local_opt.mean_over_workers(copies)["rng"]
     np.testing.assert_array_equal(jax.random.normal(one), jax.random.normal(key))
 
 
@@ -701,8 +701,8 @@ def test_the_mesh_may_be_the_one_in_scope_where_a_step_is_called(way):
         x = local_opt.replicate(jnp.ones(()))
         assert x.sharding.spec[0] == "worker"
         for call in (run, mapped):
-            found, drawn, mean = call(x, rows, key)
-            np.testing.assert_array_equal(found, 1 + np.arange(2 * W).reshape(W, 2).sum(1))
+            result, drawn, mean = call(x, rows, key)
+            np.testing.assert_array_equal(result, 1 + np.arange(2 * W).reshape(W, 2).sum(1))
             alone = [jax.random.normal(jax.random.fold_in(key, w)) for w in range(W)]
             np.testing.assert_allclose(drawn, alone, rtol=1e-6)
             assert float(mean) == 1

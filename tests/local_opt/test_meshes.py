@@ -25,9 +25,9 @@ WEIGHTS = {
     n: RNG.normal(size=shape).astype("f") / 3 for n, shape in (("w1", (8, 8)), ("w2", (8, 4)))
 }
 AXES = (("worker",), (2,)), (("worker", "data"), (2, 4)), (("worker", "data", "model"), (2, 2, 2))
-ALIKE = [(*axes, kinds) for axes in AXES for kinds in (None, (AxisType.Auto,) * len(axes[0]))]
+EQUAL_KINDS = [(*axes, kinds) for axes in AXES for kinds in (None, (AxisType.Auto,) * len(axes[0]))]
 MIXED = [(*AXES[1], kinds) for kinds in itertools.permutations((AxisType.Explicit, AxisType.Auto))]
-MESHES = [*ALIKE, MIXED[0]]  # None: as JAX makes them
+MESHES = [*EQUAL_KINDS, MIXED[0]]  # None: as JAX makes them
 
 
 class Run(NamedTuple):
@@ -69,8 +69,15 @@ def losses(w, batch, key=None, **how):
 
 
 def words(run):
-    def one(own, shared, rows, key):
-        return own + shared, shared * 2, rows + own, jax.random.normal(key), own, own
+    def one(local_state, shared, rows, key):
+        return (
+            local_state + shared,
+            shared * 2,
+            rows + local_state,
+            jax.random.normal(key),
+            local_state,
+            local_state,
+        )
 
     mapped = run.map(
         one,
@@ -82,14 +89,14 @@ def words(run):
 
 def start(run):
     tree = {"w": jnp.arange(8.0), "n": 3, "key": jax.random.key(0), "b": jnp.ones(4, jnp.bfloat16)}
-    own = run.replicate(tree, keys="fold")
-    local_opt.check_synced(own["w"], ulps=0)
+    copies = run.replicate(tree, keys="fold")
+    local_opt.check_synced(copies["w"], ulps=0)
     move = run.map(
         lambda w: w + 2.0 * jax.lax.axis_index("worker"), in_specs="worker", out_specs="worker"
     )
     with pytest.raises(ValueError, match=r"parameters are 2 apart .*worker 1 from worker 0"):
-        local_opt.check_synced(move(own["w"]))
-    one = local_opt.mean_over_workers(own | {"w": move(own["w"])})
+        local_opt.check_synced(move(copies["w"]))
+    one = local_opt.mean_over_workers(copies | {"w": move(copies["w"])})
     return one | {"key": jax.random.key_data(one["key"])}
 
 
@@ -114,16 +121,16 @@ def trained(run, rounds, specs=None, weighed=False):
     sync = run.map(sync, in_specs="worker", out_specs="worker")
     init = run.map(rounds.init, in_specs="worker", out_specs="worker")
     w = run.replicate(WEIGHTS, specs)
-    state, found = init(w), []
+    state, results = init(w), []
     for t in range(STEPS):
         rows = (np.arange(W * BATCH) + t) % len(DATA["x"])
         w, state, value = step(w, state, {n: a[rows] for n, a in DATA.items()})
         if t % 3 == 2 and hasattr(rounds, "sync"):
             w, state = jax.block_until_ready(sync(w, state, jnp.arange(1.0, W + 1)))
-        found.append(value)
+        results.append(value)
     if specs and run.inside:
         assert all(x.sharding.shard_shape(x.shape)[1:] != x.shape[1:] for x in jax.tree.leaves(w))
-    return found, w, local_opt.mean_over_workers(w)
+    return results, w, local_opt.mean_over_workers(w)
 
 
 def planned(run):
@@ -182,14 +189,14 @@ def ordered(
             jax.random.key(2), start
         ),
     )
-    found = []
+    results = []
     for _ in range(3):
         for at in range(0, UNITS, BATCH):
             w, orders, value = step(w, orders, DATA, at)
-            found.append(value)
+            results.append(value)
         orders = next_epoch(orders)
-        found.append(orders.current)
-    return found, w
+        results.append(orders.current)
+    return results, w
 
 
 def of_examples(run, order_of=ordering.pair_balance, maker=ordering.per_example_grads, **how):
@@ -306,16 +313,16 @@ def test_a_cell_of_the_table(name, number):
             with pytest.raises(ValueError, match=re.escape(cells[1][cell])):
                 FEATURES[name](Run(mesh))
             return
-        found = FEATURES[name](Run(mesh))
+        actual = FEATURES[name](Run(mesh))
     # A change that differs in its last bits may be rounded to the next of 255 steps.
     near = {"atol": 1e-3} if "compressor" in name else {"rtol": 1e-5, "atol": 1e-6}
     check = functools.partial(np.testing.assert_allclose, **near)
-    jax.tree.map(check, found, expected)
+    jax.tree.map(check, actual, expected)
 
 
 @pytest.mark.parametrize("mesh", MIXED, ids=lambda mesh: mesh[2][0].name)
 def test_one_axis_may_be_explicit_and_the_other_automatic(mesh):
     name, (names, shape, kinds) = '`local_rounds`, a batch over "data"', mesh
     with jax.set_mesh(made := jax.make_mesh(shape, names, kinds)):
-        found = FEATURES[name](Run(made))
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), found, simulated(name))
+        result = FEATURES[name](Run(made))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), result, simulated(name))

@@ -135,8 +135,8 @@ def test_none_is_the_only_axis_in_scope(name):
         call(jnp.ones(()))
     with pytest.raises(ValueError, match=r"there are the axes \['seed', 'worker'\]: pass the"):
         scoped(call, "worker", "seed")
-    found, wanted = scoped(call, "dp"), scoped(SYNCED[name]("dp"), "dp")
-    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    actual, wanted = scoped(call, "dp"), scoped(SYNCED[name]("dp"), "dp")
+    jax.tree.map(np.testing.assert_array_equal, actual, wanted)
 
 
 def corrected(rate):

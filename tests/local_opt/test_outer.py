@@ -66,11 +66,11 @@ def test_normalized_velocities_are_per_base_round():
     outer = presets.normalize_by_period(optax.sgd(1.0, momentum=0.5), h_base=4)
 
     def velocities(periods):
-        state, found = outer.init(jnp.zeros(())), []
+        state, results = outer.init(jnp.zeros(())), []
         for period in periods:
             _, state = outer.update(jnp.float32(period), state, period=jnp.int32(period))
-            found.append(float(state[0].trace))
-        return found
+            results.append(float(state[0].trace))
+        return results
 
     assert velocities([4, 4, 4]) == velocities([2, 8, 16]) == [4.0, 6.0, 7.0]
 
@@ -149,7 +149,7 @@ def after_two_rounds(way, run, weights):
 @pytest.mark.parametrize("weights", [None, WEIGHTS])
 @pytest.mark.parametrize("way", ["rounds", "compressor", "streaming"])
 def test_workers_of_uneven_steps_agree_after_an_outer_step(way, weights, run):
-    found = after_two_rounds(way, run, weights)
+    actual = after_two_rounds(way, run, weights)
     changes = STEPS * np.arange(1.0, 5)
     expected = means_of(changes, STEPS, np.ones(4) if weights is None else np.float64(WEIGHTS))
-    np.testing.assert_allclose(found, expected, rtol=1e-3 if way == "compressor" else 1e-6)
+    np.testing.assert_allclose(actual, expected, rtol=1e-3 if way == "compressor" else 1e-6)

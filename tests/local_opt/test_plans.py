@@ -219,14 +219,14 @@ def test_aligned_rounds_wait_for_the_next_mark(name, data):
                                            max_size=total_steps - 1))  # fmt: skip
     loaded = np.array([True, *(fresh if fresh is not None else [True] * (total_steps - 1))])
     plan = tables.PLANS[name](total_steps)
-    found = plan.aligned(every=every, fresh=None if fresh is None else loaded)
+    result = plan.aligned(every=every, fresh=None if fresh is None else loaded)
     ends = reference.aligned_ends(set(ends_of(plan)), loaded, every)
-    assert ends_of(found) == ends
-    assert found.total_steps == total_steps and 1 <= found.rounds <= plan.rounds
-    again = found.aligned(every=every, fresh=None if fresh is None else loaded)
-    assert again is found
+    assert ends_of(result) == ends
+    assert result.total_steps == total_steps and 1 <= result.rounds <= plan.rounds
+    again = result.aligned(every=every, fresh=None if fresh is None else loaded)
+    assert again is result
     if every == 1 and fresh is None:
-        assert found is plan
+        assert result is plan
 
 
 RULE = dict(total_steps=10, alpha=0.2, h_base=2)

@@ -71,7 +71,7 @@ def muloco_by_hand(params, grads, periods, rate, outer, decay):
     u, v = ([dict.fromkeys(params, 0.0) for _ in range(workers)] for _ in range(2))
     t, history = 0, []
     for h in periods:
-        own = [{n: x.copy() for n, x in anchor.items()} for _ in range(workers)]
+        local = [{n: x.copy() for n, x in anchor.items()} for _ in range(workers)]
         for _ in range(h):
             for w in range(workers):
                 for n, g in grads[t][w].items():
@@ -83,10 +83,10 @@ def muloco_by_hand(params, grads, periods, rate, outer, decay):
                     else:
                         v[w][n] = 0.99 * v[w][n] + 0.01 * g**2
                         step = first / (np.sqrt(v[w][n] / (1 - 0.99 ** (t + 1))) + 1e-8)
-                    own[w][n] = own[w][n] - rate * (step + decay * own[w][n])
+                    local[w][n] = local[w][n] - rate * (step + decay * local[w][n])
             t += 1
         for n in params:
-            delta = anchor[n] - sum(x[n] for x in own) / workers
+            delta = anchor[n] - sum(x[n] for x in local) / workers
             velocity[n] = outer[1] * velocity[n] + outer[0] * delta
             anchor[n] = anchor[n] - outer[1] * velocity[n] - outer[0] * delta
         history.append({n: x.copy() for n, x in anchor.items()})
@@ -117,15 +117,15 @@ def slowmo_by_hand(params, gradient, periods, rates, outer):
 def test_diloco_equals_its_pseudocode(run):
     """And with the paper's numbers, and an option of `local_steps`, where none are given."""
     opt = local_opt.presets.diloco(SGD, PLAN, learning_rate=0.6, momentum=0.8)
-    found, _ = run_squares(opt, RUNS[run])
-    assert distance(found, nesterov(square_gradient, (0.6, 0.8))) < 2e-6
+    result, _ = run_squares(opt, RUNS[run])
+    assert distance(result, nesterov(square_gradient, (0.6, 0.8))) < 2e-6
     options, inner = (
         {"axis_name": "worker", "sync_opt_state": "reset"},
         optax.sgd(RATE, momentum=0.9),
     )
     plain = local_opt.local_steps(inner, PLAN, outer=NESTEROV, **options)
-    found = run_squares(local_opt.presets.diloco(inner, PLAN, **options))
-    assert_bitwise_equal(found, run_squares(plain))
+    result = run_squares(local_opt.presets.diloco(inner, PLAN, **options))
+    assert_bitwise_equal(result, run_squares(plain))
 
 
 @pytest.mark.parametrize("run", ["vmap", "shard_map"])
@@ -135,10 +135,10 @@ def test_slowmo_equals_its_pseudocode_at_a_rate_that_falls(run):
     first = np.stack([flat(START)] * W)
     expected = slowmo_by_hand(first, square_gradient, PLAN.periods, rates, (0.8, 0.7))
     given = dict(learning_rate=0.8, momentum=0.7)
-    found, state = run_squares(
+    actual, state = run_squares(
         local_opt.presets.slowmo(optax.sgd(lr), PLAN, inner_rate=lr, **given), RUNS[run]
     )
-    assert distance(found, expected) < 2e-6
+    assert distance(actual, expected) < 2e-6
     assert state.rounds.outer.count.tolist() == [PLAN.total_steps] * W
     without, _ = run_squares(local_opt.presets.slowmo(optax.sgd(lr), PLAN, **given), RUNS[run])
     assert distance(without, expected) > 1e-2
@@ -163,8 +163,8 @@ def test_one_worker_without_an_axis_equals_the_pseudocode_of_snoo():
     alone = lambda *outer: local_opt.local_steps(  # noqa: E731
         SGD, PLAN, axis_name=(), outer=optax.sgd(*outer, nesterov=True)
     )
-    found, state = run_alone(alone(0.6, 0.8))
-    assert distance(found[:, None], nesterov(of_one, (0.6, 0.8))) < 2e-6
+    result, state = run_alone(alone(0.6, 0.8))
+    assert distance(result[:, None], nesterov(of_one, (0.6, 0.8))) < 2e-6
     assert state.num_syncs == PLAN.rounds
     plain, _ = run_alone(alone(1.0, 0.0))
     assert distance(plain, run_alone(SGD)[0]) < 1e-6  # x <- a - (a - x)
@@ -192,13 +192,13 @@ def test_sparseloco_equals_its_pseudocode():
     first = RNG.normal(size=size).astype(np.float32)
     plan = local_opt.SyncPlan([0, 2], 3)  # the second round sends what the first has lost
     grads = np.float32(RNG.normal(size=(plan.total_steps, W, size)) ** 3)
-    found = run_given(
+    result = run_given(
         local_opt.local_steps(
             optax.sgd(rate), plan, outer=optax.sgd(0.65), compress=COMPRESSORS["top_k_2bit"]),
-        {"x": first}, [[{"x": g} for g in own] for own in grads], plan,
+        {"x": first}, [[{"x": g} for g in each] for each in grads], plan,
     )  # fmt: skip
     anchor, lost = np.asarray(first, np.float64), np.zeros((W, size))
-    for start, length, new in zip(plan.starts, plan.periods, found, strict=True):
+    for start, length, new in zip(plan.starts, plan.periods, result, strict=True):
         changes = -rate * grads[start : start + length].astype(np.float64).sum(axis=0)
         mean, lost = reference.synchronize_changes(anchor, changes, lost, "top_k_2bit", 0.95)
         anchor = anchor + 0.65 * (mean - anchor)

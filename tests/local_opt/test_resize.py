@@ -61,10 +61,10 @@ def test_accumulated_gradients_keep_their_mean_and_one_optimizer():
 
 def test_means_are_taken_in_float64_and_keep_their_type():
     rows = ROWS.astype(ml_dtypes.bfloat16)
-    found = mean_of({"w": rows, "n": np.arange(6)}, 2)
+    result = mean_of({"w": rows, "n": np.arange(6)}, 2)
     wide = rows.astype(np.float64).mean(axis=0).astype(ml_dtypes.bfloat16)
-    assert found["w"].dtype == rows.dtype and found["n"].tolist() == [0, 0]
-    np.testing.assert_array_equal(found["w"], equal(wide, 2))
+    assert result["w"].dtype == rows.dtype and result["n"].tolist() == [0, 0]
+    np.testing.assert_array_equal(result["w"], equal(wide, 2))
 
 
 def test_other_rounds_and_policies_are_refused():
@@ -81,17 +81,17 @@ def streams_of(keys):
 @pytest.mark.parametrize("before,after", [(4, 2), (2, 5), (1, 3), (3, 3)])
 def test_workers_keys_become_new_ones_of_their_own(before, after):
     key = jax.random.split(jax.random.key(0), 2)  # two in a state
-    own = local_opt.replicate({"dropout": key, "w": jnp.ones(2)}, before, keys="fold")
-    found = mean_of(own, after)["dropout"]
-    assert found.shape == (after, 2) and found.dtype == key.dtype
-    drawn = streams_of(found.reshape(-1))
-    assert len(drawn) == 2 * after and not drawn & streams_of(own["dropout"].reshape(-1))
+    copies = local_opt.replicate({"dropout": key, "w": jnp.ones(2)}, before, keys="fold")
+    result = mean_of(copies, after)["dropout"]
+    assert result.shape == (after, 2) and result.dtype == key.dtype
+    drawn = streams_of(result.reshape(-1))
+    assert len(drawn) == 2 * after and not drawn & streams_of(copies["dropout"].reshape(-1))
 
 
 def test_keys_that_all_workers_share_stay_shared():
-    own = local_opt.replicate({"noise": jax.random.key(3)}, 4, keys="copy")
-    for found in (mean_of(own, 2)["noise"], mean_of(own, 6)["noise"]):
-        assert streams_of(found) == streams_of(own["noise"])
+    copies = local_opt.replicate({"noise": jax.random.key(3)}, 4, keys="copy")
+    for result in (mean_of(copies, 2)["noise"], mean_of(copies, 6)["noise"]):
+        assert streams_of(result) == streams_of(copies["noise"])
 
 
 @pytest.mark.parametrize("policy", ["mean", "first"])

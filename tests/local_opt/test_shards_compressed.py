@@ -1,4 +1,4 @@
-"""Wires of workers that are several devices carry shards."""
+"""Compressors of workers that are several devices carry shards."""
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ def a_sync(way, compressor, specs=SPECS):
     return init, over(twice, (SPECS, state, SPECS), (SPECS, state))
 
 
-def own_moves(workers):
+def moves(workers):
     rng = np.random.default_rng(3)
     return jax.tree.map(
         lambda x: rng.normal(size=(workers, *x.shape)).astype(np.float32), network()
@@ -66,9 +66,9 @@ def test_a_compressor_sends_shards_as_it_sends_whole_arrays(name, workers, way):
     compressor, mesh = COMPRESSORS[name], mesh_of(workers)
     init, twice = a_sync(WAYS[way](workers), compressor)
     params = placed(copies(network(), workers), SPECS, mesh)
-    moved = placed(own_moves(workers), SPECS, mesh)
-    found, state = twice(params, init(params), moved)
-    for tree in (found, state.residual, state.anchor):
+    moved = placed(moves(workers), SPECS, mesh)
+    actual, state = twice(params, init(params), moved)
+    for tree in (actual, state.residual, state.anchor):
         if tree != ():
             assert_in_their_places(tree, per_worker(SPECS))
     init, twice = a_sync(on_one_device(workers), compressor, specs=None)
@@ -79,20 +79,20 @@ def test_a_compressor_sends_shards_as_it_sends_whole_arrays(name, workers, way):
                 {n: tree[n] for n in specs}, specs, device, mesh.shape["model"]
             )
             args = of(copies(network(), workers))
-            expected, lost = twice(args, init(args), of(own_moves(workers)))
-            assert_bitwise_equal(of(found), expected)
+            expected, lost = twice(args, init(args), of(moves(workers)))
+            assert_bitwise_equal(of(actual), expected)
             if compressor.feedback:
                 assert_bitwise_equal(of(state.residual), lost.residual)
-    assert_workers_bitwise_equal(found)
+    assert_workers_bitwise_equal(actual)
 
 
 def test_a_compressor_gathers_over_the_workers_alone(optimised):
     mesh, compressor = mesh_of(2), COMPRESSORS["top_k"]
     init, twice = a_sync(WAYS["compiler"](2), compressor)
     params = placed(copies(network(), 2), SPECS, mesh)
-    found = lines_of(twice.lower(params, init(params), params).compile(), mesh)
-    assert {axes for name, _, axes in found if name != "all-reduce"} == {"worker"}
-    assert {axes for name, _, axes in found if name == "all-reduce"} == {"model"}  # the drift
+    result = lines_of(twice.lower(params, init(params), params).compile(), mesh)
+    assert {axes for name, _, axes in result if name != "all-reduce"} == {"worker"}
+    assert {axes for name, _, axes in result if name == "all-reduce"} == {"model"}  # the drift
 
 
 def test_fragments_are_sent_in_shards():
@@ -110,11 +110,11 @@ def test_fragments_are_sent_in_shards():
         return params
 
     over, _ = WAYS["compiler"](2)
-    first, moved = copies(network(), 2), own_moves(2)
+    first, moved = copies(network(), 2), moves(2)
     args = (placed(tree, SPECS, mesh_of(2)) for tree in (first, moved))
-    found = over(fragments)(*args)
-    assert_workers_bitwise_equal(found)
-    assert_in_their_places(found, per_worker(SPECS))
-    for name, x in found.items():
+    result = over(fragments)(*args)
+    assert_workers_bitwise_equal(result)
+    assert_in_their_places(result, per_worker(SPECS))
+    for name, x in result.items():
         mean = np.asarray(first[name]) + moved[name].mean(axis=0)
         assert np.abs(x - mean).max() <= 2**-7 * np.abs(moved[name]).max()

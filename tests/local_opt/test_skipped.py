@@ -22,14 +22,14 @@ PLAN = local_opt.constant(H, total_steps=T)
 
 def expected():
     """[T, W, 2] of momentum, whose skipped steps change neither x nor v; a mean after a round."""
-    x, v, found = np.zeros((W, 2)), np.zeros((W, 2)), []
+    x, v, results = np.zeros((W, 2)), np.zeros((W, 2)), []
     for t in range(T):
         moved = MOMENTUM * v + GRADS[t]
         x = np.where(OK[t, :, None], x - RATE * moved, x)
         v = np.where(OK[t, :, None], moved, v)
         x = np.stack([x.mean(axis=0)] * W) if (t + 1) % H == 0 else x
-        found.append(x)
-    return np.stack(found)
+        results.append(x)
+    return np.stack(results)
 
 
 SGD = optax.sgd(RATE, MOMENTUM)
@@ -58,12 +58,12 @@ def test_a_step_that_is_skipped_inside_loses_no_sync(name, run):
             return carry, carry[0]
 
         start = mesh.varying((x, opt.init(x)), grads)
-        (_, state), found = jax.lax.scan(body, start, (grads, ok))
-        return found, state
+        (_, state), outcome = jax.lax.scan(body, start, (grads, ok))
+        return outcome, state
 
     rows = np.moveaxis(grads, 1, 0), OK.T
-    found, state = jax.jit(RUNS[run](steps))(jnp.zeros((W, 2)), *rows)
-    np.testing.assert_allclose(np.moveaxis(np.asarray(found), 0, 1), expected(), atol=1e-6)
+    result, state = jax.jit(RUNS[run](steps))(jnp.zeros((W, 2)), *rows)
+    np.testing.assert_allclose(np.moveaxis(np.asarray(result), 0, 1), expected(), atol=1e-6)
     assert state.num_steps.tolist() == [T] * W and state.num_syncs.tolist() == [T // H] * W
 
 
@@ -79,12 +79,12 @@ def test_a_select_that_is_told_loses_one_sync_of_one_worker():
         return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, (x, state))
 
     x = jnp.zeros((W, 2))
-    state, found = jax.vmap(opt.init)(x), []
+    state, results = jax.vmap(opt.init)(x), []
     for t in range(T):
         x, state = step(x, state, NAN[t], OK[t], jnp.full(W, t))
-        found.append(x)
-    assert np.isfinite(found).all()
+        results.append(x)
+    assert np.isfinite(results).all()
     with pytest.raises(ValueError, match="roundings are allowed"):
-        local_opt.check_synced(found[H - 1])
-    local_opt.check_synced(found[H - 1][OK[H - 1]])
-    local_opt.check_synced(found[11])
+        local_opt.check_synced(results[H - 1])
+    local_opt.check_synced(results[H - 1][OK[H - 1]])
+    local_opt.check_synced(results[11])

@@ -75,10 +75,10 @@ def test_fragments_equal_the_reference(name, weights, run):
     stream = local_opt.streaming.streaming_rounds(
         optax.sgd(RATE), axis_name="worker", fragments=2, mixing=0.25, outer=outer
     )
-    found, params, _ = run_segments(stream, segments_of(TWO[name]), run, weights)
+    result, params, _ = run_segments(stream, segments_of(TWO[name]), run, weights)
     right = expected(TWO[name], 0.25, (0.7, 0.5), weights)
-    assert distance(found, right) < 2e-6  # float32 against float64
-    assert distance(found, expected(TWO[name], 0.0, (0.7, 0.5), weights)) > 1e-3
+    assert distance(result, right) < 2e-6  # float32 against float64
+    assert distance(result, expected(TWO[name], 0.0, (0.7, 0.5), weights)) > 1e-3
     assert_workers_bitwise_equal(params)
 
 
@@ -104,13 +104,15 @@ def test_any_plans_equal_the_reference(data):
     turns = {f: local_opt.SyncPlan(starts, 13) for f, starts in enumerate(ends)}
     segments = segments_of((turns, delay))
     for name, plan in turns.items():
-        own = [(s.begin, action) for s in segments for action, f, _ in s.due if f == name]
-        assert [a for _, a in own] == plan.rounds * ["start", "finish"]  # never two on the way
-        assert [step for step, _ in own[::2]] == ends_of(plan)
-        assert all(0 <= b - a <= delay for (a, _), (b, _) in zip(own[::2], own[1::2], strict=True))
-    found, _, _ = run_segments(averaging(mixing), segments)
+        local = [(s.begin, action) for s in segments for action, f, _ in s.due if f == name]
+        assert [a for _, a in local] == plan.rounds * ["start", "finish"]  # never two on the way
+        assert [step for step, _ in local[::2]] == ends_of(plan)
+        assert all(
+            0 <= b - a <= delay for (a, _), (b, _) in zip(local[::2], local[1::2], strict=True)
+        )
+    result, _, _ = run_segments(averaging(mixing), segments)
     # A mean is an outer step of rate 1, which rounds once more.
-    assert distance(found, expected((turns, delay), mixing, (1.0, 0.0))) < 2e-6
+    assert distance(result, expected((turns, delay), mixing, (1.0, 0.0))) < 2e-6
 
 
 @pytest.mark.parametrize("outer", [None, NESTEROV], ids=["mean", "outer"])
@@ -122,11 +124,11 @@ def test_one_fragment_without_delay_is_plain_averaging_bitwise(outer, monkeypatc
     stream = local_opt.streaming.streaming_rounds(
         SGD, axis_name="worker", fragments=1, mixing=0.0, outer=outer
     )
-    found, _, _ = run_segments(stream, segments_of(({0: PLAN}, 0)))
+    result, _, _ = run_segments(stream, segments_of(({0: PLAN}, 0)))
     # A stream's mean is of changes from what workers share, as of rounds with a correction.
     nothing = None if outer else local_opt.corrections.fedprox(0.0)
     rounds = local_opt.local_rounds(SGD, axis_name="worker", outer=outer, correction=nothing)
-    np.testing.assert_array_equal(found, run_rounds(rounds, PLAN)[0])
+    np.testing.assert_array_equal(result, run_rounds(rounds, PLAN)[0])
 
 
 def test_a_run_that_stops_with_a_mean_in_transit_resumes_bitwise():
@@ -235,8 +237,8 @@ def test_outer_optimizers_see_the_names_of_the_leaves(name, run):
             return x if count else made.sync(x, state)[0]
 
         ends.append(jax.jit(RUNS[run](one))(x, moved))
-    for found in ends[1:]:
-        assert distance(found, ends[0]) < 1e-6
+    for result in ends[1:]:
+        assert distance(result, ends[0]) < 1e-6
 
 
 @pytest.mark.parametrize("compressor", [None, "int8", "top_k"])
@@ -246,10 +248,10 @@ def test_a_finish_takes_back_a_worker_that_does_not_count(compressor):
         optax.sgd(RATE), fragments=1, mixing=0.5, compress=compressor and COMPRESSORS[compressor]
     )
     segments = segments_of(({0: local_opt.constant(1, total_steps=13)}, 0))
-    found, _, state = run_segments(stream, segments, weights=STEPPED, lost=np.nan)
-    assert np.isfinite(found).all() and all(np.isfinite(x).all() for x in jax.tree.leaves(state))
+    result, _, state = run_segments(stream, segments, weights=STEPPED, lost=np.nan)
+    assert np.isfinite(result).all() and all(np.isfinite(x).all() for x in jax.tree.leaves(state))
     same, *_ = run_segments(stream, segments, weights=STEPPED)
-    np.testing.assert_array_equal(found, same)
+    np.testing.assert_array_equal(result, same)
 
 
 @pytest.mark.parametrize("compressor", [None, "int8"])

@@ -26,10 +26,10 @@ def loss(params, x):
 def scheduled(delay):
     """(kind, whether it is of a matrix product) of a program's instructions, as they are run."""
     stay_on_cpu()
-    found = topologies.get_topology_desc(
+    result = topologies.get_topology_desc(
         platform="tpu", topology_name="v5e:2x2", num_slices=2
     ).devices
-    mesh = Mesh(np.array(found), ("worker",))
+    mesh = Mesh(np.array(result), ("worker",))
     stream = local_opt.streaming.streaming_rounds(optax.sgd(0.1), axis_name="worker", fragments=2)
 
     def program(params, state, x):
@@ -38,8 +38,8 @@ def scheduled(delay):
         for _ in range(delay):
             updates, state = stream.update(jax.grad(loss)(params, x), state, params)
             params = optax.apply_updates(params, updates)
-        found = stream.finish(params, state, fragment=0)
-        return jax.tree.map(lambda leaf: leaf[None], found)
+        outcome = stream.finish(params, state, fragment=0)
+        return jax.tree.map(lambda leaf: leaf[None], outcome)
 
     def of_workers(tree):
         place = NamedSharding(mesh, P("worker"))

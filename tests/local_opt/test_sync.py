@@ -106,13 +106,13 @@ def test_integers_and_keys_stay_the_workers_own():
         "key": jax.random.split(jax.random.key(0), 4),
         "raw": jnp.arange(8, dtype=jnp.uint32).reshape(4, 2),
     }
-    found = vmap(functools.partial(local_opt.pmean, axis_name="worker"))(tree)
-    assert found["float"].tolist() == [1.5] * 4
+    result = vmap(functools.partial(local_opt.pmean, axis_name="worker"))(tree)
+    assert result["float"].tolist() == [1.5] * 4
     for name in ("int", "bool", "raw"):
-        assert found[name].dtype == tree[name].dtype
-        np.testing.assert_array_equal(found[name], tree[name])
-    same = jax.random.key_data(found["key"]) == jax.random.key_data(tree["key"])
-    assert found["key"].dtype == tree["key"].dtype and same.all()
+        assert result[name].dtype == tree[name].dtype
+        np.testing.assert_array_equal(result[name], tree[name])
+    same = jax.random.key_data(result["key"]) == jax.random.key_data(tree["key"])
+    assert result["key"].dtype == tree["key"].dtype and same.all()
 
 
 @pytest.mark.parametrize("run", ["vmap", "shard_map"])
@@ -124,21 +124,21 @@ def test_narrow_leaves_are_added_in_float32(run):
         "f32": jnp.array([1.0, 2.0, 3.0, 5.0])[:, None],
     }
     sync = RUNS[run](functools.partial(local_opt.pmean, axis_name="worker"))
-    found = jax.jit(sync)(tree)
+    result = jax.jit(sync)(tree)
     for name, x in tree.items():
         mean = jnp.mean(x.astype(jnp.float32), axis=0).astype(x.dtype)
-        assert_bitwise_equal(found[name], jnp.stack([mean] * 4))
+        assert_bitwise_equal(result[name], jnp.stack([mean] * 4))
         assert_bitwise_equal(local_opt.mean_over_workers(x), mean)
     # 64.75 and 513.25 to the nearest; the ones lost, they would be 64 and 512.
-    assert float(found["b16"][0, 0]) == 65 and float(found["f16"][0, 0]) == 513
+    assert float(result["b16"][0, 0]) == 65 and float(result["f16"][0, 0]) == 513
 
 
 def test_float64_stays_float64():
     with jax.enable_x64(True):
         x = {"a": jnp.array([1.0, 1.0 + 2**-48]), "b": jnp.array([1.0, 3.0], jnp.float32)}
-        found = jax.jit(vmap(functools.partial(local_opt.pmean, axis_name="worker")))(x)
-        assert found["a"].dtype == jnp.float64 and found["b"].dtype == jnp.float32
-        assert found["a"].tolist() == [1 + 2**-49] * 2 and found["b"].tolist() == [2.0] * 2
+        result = jax.jit(vmap(functools.partial(local_opt.pmean, axis_name="worker")))(x)
+        assert result["a"].dtype == jnp.float64 and result["b"].dtype == jnp.float32
+        assert result["a"].tolist() == [1 + 2**-49] * 2 and result["b"].tolist() == [2.0] * 2
         rounds = local_opt.local_rounds(SGD, axis_name="worker", outer=NESTEROV)
         params = jnp.ones((2, 3), jnp.float64)
         params, state = jax.jit(vmap(lambda x: rounds.sync(x, rounds.init(x))))(params)
@@ -157,11 +157,11 @@ def test_a_sync_holds_the_mean_and_no_copy_of_what_is_donated(optimised, workers
     init = local_opt.map_workers(rounds.init, workers, in_specs="worker", out_specs="worker")
     sync = local_opt.map_workers(rounds.sync, workers, in_specs="worker", out_specs="worker")
     held = params, jax.jit(init)(params)
-    found = jax.jit(sync, donate_argnums=(0, 1)).lower(*held).compile().memory_analysis()
+    result = jax.jit(sync, donate_argnums=(0, 1)).lower(*held).compile().memory_analysis()
     size = sum(x.nbytes for x in jax.tree.leaves(params)) // 2
     changes = 0 if outer is None else 2 if workers == 2 else 1
-    assert found.temp_size_in_bytes <= (1.01 + changes) * size
-    assert found.alias_size_in_bytes == found.argument_size_in_bytes
+    assert result.temp_size_in_bytes <= (1.01 + changes) * size
+    assert result.alias_size_in_bytes == result.argument_size_in_bytes
 
 
 @pytest.mark.parametrize("weighs,sent", [(False, ["17xf32", "9xf32"]), (True, ["18xf32", "9xf32"])])
@@ -178,10 +178,10 @@ def test_processes_on_cpus_send_small_leaves_as_one_vector(weighs, sent, monkeyp
     args = tree, np.float32([1, 2, 0, 4])
     text = run.lower(*args).as_text()
     assert sorted(re.findall(r"all_reduce.*?-> tensor<(.*?)>", text, re.S)) == sent
-    found, expected = run(*args), vmap(mean)(*args)
-    assert distance(found, expected) < 1e-6
+    actual, expected = run(*args), vmap(mean)(*args)
+    assert distance(actual, expected) < 1e-6
     if not weighs:  # else a compiler may fuse products and sums
-        assert_bitwise_equal(found, expected)
+        assert_bitwise_equal(actual, expected)
 
 
 # Fields of the state by plans of their own.
@@ -205,8 +205,8 @@ def test_fields_by_plans_of_their_own_equal_des_loc():
             if plan.syncs_after(t) and name == "params":
                 params = mean(params)
             elif plan.syncs_after(t):
-                met = mean(optax.tree_utils.tree_get(state, name))
-                state = optax.tree_utils.tree_set(state, **{name: met})
+                mean_of = mean(optax.tree_utils.tree_get(state, name))
+                state = optax.tree_utils.tree_set(state, **{name: mean_of})
         history.append([flat(x) for x in (params, state[0].mu, state[0].nu)])
     ends = {FIELDS[name]: set(ends_of(plan)) for name, plan in PLANS_OF.items()}
     expected = reference.des_loc(flat(START), square_gradient, ends, 0.05, (0.8, 0.9))

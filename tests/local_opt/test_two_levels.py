@@ -54,12 +54,12 @@ def by_hand(rounds, mesh):
 
     def over(function, *batch):
         def per_device(params, state, *batch):
-            own = jax.tree.map(lambda x: x[0], (params, state))
-            return jax.tree.map(lambda x: x[None], function(*own, *batch))
+            local = jax.tree.map(lambda x: x[0], (params, state))
+            return jax.tree.map(lambda x: x[None], function(*local, *batch))
 
-        owned = P("worker")
+        per_worker = P("worker")
         return jax.jit(jax.shard_map(
-            per_device, mesh=mesh, in_specs=(owned, owned, *batch), out_specs=owned
+            per_device, mesh=mesh, in_specs=(per_worker, per_worker, *batch), out_specs=per_worker
         ))  # fmt: skip
 
     step = step_of(rounds, lambda *args: lax.pmean(mean_loss(*args), "data"))
@@ -79,10 +79,10 @@ def trained(rounds, programs, workers):
 def test_a_worker_of_four_devices_trains_as_one_device_with_the_whole_batch():
     """With both axes by hand; by the compiler, docs/use/meshes.md holds it on every mesh."""
     rounds = local_opt.local_rounds(SGD)
-    found = trained(rounds, by_hand, mesh_of())
-    assert_workers_bitwise_equal(found)
+    result = trained(rounds, by_hand, mesh_of())
+    assert_workers_bitwise_equal(result)
     near = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
-    jax.tree.map(near, found, trained(rounds, by_compiler, WORKERS))
+    jax.tree.map(near, result, trained(rounds, by_compiler, WORKERS))
 
 
 @pytest.mark.parametrize("programs", [by_compiler, by_hand])
@@ -94,10 +94,10 @@ def test_steps_stay_inside_a_worker_and_a_sync_goes_between_workers_alone(progra
     batch = jax.device_put([x[0] for x in DATA], place)
 
     def collectives(lowered):
-        found = {}
+        results = {}
         for kind, size, axes in lines_of(lowered.compile(), mesh):
-            found[kind, axes] = found.get((kind, axes), 0) + size
-        return found
+            results[kind, axes] = results.get((kind, axes), 0) + size
+        return results
 
     assert collectives(step.lower(*state, *batch)) == {("all-reduce", "data"): BYTES}
     assert collectives(sync.lower(*state)) == {("all-reduce", "worker"): BYTES}
@@ -124,8 +124,8 @@ def test_syncs_inside_nodes_and_across_them_share_a_state():
 
     def on_mesh(function):
         def per_device(*args):
-            own = function(*jax.tree.map(lambda x: x[0, 0], args))
-            return jax.tree.map(lambda x: x[None, None], own)
+            local = function(*jax.tree.map(lambda x: x[0, 0], args))
+            return jax.tree.map(lambda x: x[None, None], local)
 
         return jax.shard_map(
             per_device, mesh=mesh, in_specs=P("node", "device"), out_specs=P("node", "device")

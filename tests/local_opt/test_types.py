@@ -13,16 +13,16 @@ import local_opt
 
 PLAN = local_opt.constant(2, total_steps=4)
 SGD = optax.sgd(1.0)
-OWN = -np.arange(1.0, 5)
+STARTS = -np.arange(1.0, 5)
 DOORS = {  # an optimizer, and the worker's x after a step from 0 with gradients 1, 2, 3, 4
     "parallel": (local_opt.parallel_rounds(SGD), np.full(4, -2.5)),
-    "local": (local_opt.local_rounds(SGD), OWN),
+    "local": (local_opt.local_rounds(SGD), STARTS),
     "accumulated": (local_opt.accumulated_rounds(SGD), np.zeros(4)),
-    "planned": (local_opt.local_steps(SGD, PLAN), OWN),
-    "chain": (optax.chain(optax.clip(9.0), local_opt.local_steps(SGD, PLAN)), OWN),
-    "streaming": (local_opt.streaming.streaming_rounds(SGD, fragments=1), OWN),
-    "diloco": (local_opt.presets.diloco(SGD, local_opt.constant(2, total_steps=400)), OWN),
-    "control": (local_opt.local_rounds(SGD, correction=local_opt.corrections.scaffold()), OWN),
+    "planned": (local_opt.local_steps(SGD, PLAN), STARTS),
+    "chain": (optax.chain(optax.clip(9.0), local_opt.local_steps(SGD, PLAN)), STARTS),
+    "streaming": (local_opt.streaming.streaming_rounds(SGD, fragments=1), STARTS),
+    "diloco": (local_opt.presets.diloco(SGD, local_opt.constant(2, total_steps=400)), STARTS),
+    "control": (local_opt.local_rounds(SGD, correction=local_opt.corrections.scaffold()), STARTS),
 }
 
 
@@ -31,7 +31,7 @@ def loss(x, target):
 
 
 def workers_of(kind, shape=(4,), names=("worker",)):
-    return jax.make_mesh(shape, names, (kind,) * len(names), devices=jax.devices()[: len(OWN)])
+    return jax.make_mesh(shape, names, (kind,) * len(names), devices=jax.devices()[: len(STARTS)])
 
 
 def moved(opt, mesh, *, cast=None, check_vma=True, names="worker"):
@@ -82,8 +82,8 @@ def test_a_mean_of_what_is_equal_by_its_type_is_refused_and_beside_others_it_is_
 
     with pytest.raises(ValueError, match=r"leaf \['w'\] is typed as equal"):
         over(lambda x, t: local_opt.pmean(jax.grad(loss)(x, t)), jax.P())
-    found = over(lambda x, t: local_opt.pmean({"own": t, "rate": x, "n": 3}), jax.P())
-    assert found["own"] == 2.5 and found["rate"]["w"] == 1 and found["n"] == 3
+    result = over(lambda x, t: local_opt.pmean({"own": t, "rate": x, "n": 3}), jax.P())
+    assert result["own"] == 2.5 and result["rate"]["w"] == 1 and result["n"] == 3
     rounds = local_opt.local_rounds(SGD)
     stream = local_opt.streaming.streaming_rounds(SGD, fragments=1, mixing=0.0)
 

@@ -61,8 +61,8 @@ def a_sync(way, run):
     def one(change, weight):
         start = jax.tree.map(jnp.ones_like, change)
         state = rounds.update(change, rounds.init(start), start)[1]  # momentum is the change
-        own = jax.tree.map(jnp.add, start, change)
-        return rounds.sync(own, state, weight=weight)
+        local = jax.tree.map(jnp.add, start, change)
+        return rounds.sync(local, state, weight=weight)
 
     return jax.jit(RUN[run](one))
 
@@ -119,9 +119,9 @@ EXTREME = {
 def test_only_the_ratios_of_weights_count(weights, scale, run):
     weights = np.float32(weights)
     x = scale * X["a"]
-    found = jax.jit(RUN[run](lambda x, v: local_opt.pmean(x, weight=v)))(x, weights)
+    actual = jax.jit(RUN[run](lambda x, v: local_opt.pmean(x, weight=v)))(x, weights)
     expected = reference.weighted_mean(np.float64(x), np.float64(weights))
-    np.testing.assert_allclose(found, copies(expected), rtol=1e-5, atol=1e-6 * scale)
+    np.testing.assert_allclose(actual, copies(expected), rtol=1e-5, atol=1e-6 * scale)
 
 
 @pytest.mark.parametrize("run", RUN)
@@ -135,8 +135,8 @@ def test_weights_without_a_mean_leave_no_finite_parameter(way, run):
 def collectives(run, *args):
     """How often each collective stands in the program of one worker on a mesh."""
     text = jax.jit(on_mesh(run)).lower(*args).as_text()
-    found = re.findall(r"stablehlo\.(all_reduce|all_gather|all_to_all|collective_\w+)", text)
-    return {name: found.count(name) for name in {*found, "all_reduce"}}, text
+    result = re.findall(r"stablehlo\.(all_reduce|all_gather|all_to_all|collective_\w+)", text)
+    return {name: result.count(name) for name in {*result, "all_reduce"}}, text
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -160,10 +160,10 @@ def test_every_sync_of_a_run_is_weighed_as_in_the_reference(run):
     right = reference.local_sgd(
         flat(START), square_gradient, PLAN.periods, RATE, MOMENTUM, weights=WEIGHTS
     )
-    found, state = run_squares(local_opt.local_steps(SGD, PLAN), RUNS[run], weights=WEIGHTS)
-    assert distance(found, right) < 1e-6
-    found, _ = run_rounds(local_opt.local_rounds(SGD), PLAN, RUNS[run], WEIGHTS)
-    assert distance(found, right) < 1e-6
+    result, state = run_squares(local_opt.local_steps(SGD, PLAN), RUNS[run], weights=WEIGHTS)
+    assert distance(result, right) < 1e-6
+    result, _ = run_rounds(local_opt.local_rounds(SGD), PLAN, RUNS[run], WEIGHTS)
+    assert distance(result, right) < 1e-6
     assert state.num_syncs.tolist() == [5] * W
 
 
@@ -201,7 +201,7 @@ def test_mean_gradients_are_weighed_in_steps_and_over_rounds():
 @pytest.mark.parametrize("compressor", [None, "int8"])
 def test_a_weight_counts_on_all_devices_of_a_worker(kind, compressor):
     mesh = jax.make_mesh((2, 2), ("worker", "model"), (kind,) * 2, devices=jax.devices()[:4])
-    specs, found = {"a": jax.P("model"), "b": jax.P()}, []
+    specs, results = {"a": jax.P("model"), "b": jax.P()}, []
     x = {"a": np.float32(RNG.normal(size=(2, 512))), "b": X["b"][:2]}
     for workers in (2, mesh):
         options = {"specs": specs, "drift": True} if workers is mesh else {}
@@ -211,10 +211,10 @@ def test_a_weight_counts_on_all_devices_of_a_worker(kind, compressor):
             return rounds.sync(x, rounds.init(jax.tree.map(jnp.zeros_like, x)), weight=w)[0]
 
         run = local_opt.map_workers(one, workers, in_specs="worker", out_specs="worker")
-        own = placed(x, specs, mesh) if workers is mesh else x
-        found.append(jax.jit(run)(own, jnp.array([3, 1])))
+        local = placed(x, specs, mesh) if workers is mesh else x
+        results.append(jax.jit(run)(local, jnp.array([3, 1])))
     # Shards have other rows of 128 numbers, and scales of their own.
-    assert distance(*found) < (1e-6 if compressor is None else 1e-2)
+    assert distance(*results) < (1e-6 if compressor is None else 1e-2)
 
 
 def one_number(weight):

@@ -36,7 +36,7 @@ def test_workers_that_are_equal_pass():
         local_opt.check_synced(equal, ulps=0)
 
 
-APART = {  # (leaf, change of it, how far apart, who)
+UNEQUAL = {  # (leaf, change of it, how far apart, who)
     "ulps": ("w", lambda x: x.at[2, 1, 0].add(1e-6), "9.54e-07", 2),
     "nan": ("w", lambda x: x.at[1, 0, 0].set(jnp.nan), "nan", 1),
     "nan of worker 0": ("w", lambda x: x.at[0, 0, 0].set(jnp.nan), "nan", 1),
@@ -46,8 +46,8 @@ APART = {  # (leaf, change of it, how far apart, who)
 }
 
 
-@pytest.mark.parametrize("leaf,change,apart,worker", APART.values(), ids=APART)
-def test_workers_that_are_not_equal_are_named(leaf, change, apart, worker):
+@pytest.mark.parametrize("leaf,change,largest,worker", UNEQUAL.values(), ids=UNEQUAL)
+def test_workers_that_are_not_equal_are_named(leaf, change, largest, worker):
     tree = inner = started()
     *above, last = leaf.split("/")
     for name in above:
@@ -56,8 +56,8 @@ def test_workers_that_are_not_equal_are_named(leaf, change, apart, worker):
     leaf = "".join(f"['{name}']" for name in leaf.split("/"))
     with pytest.raises(ValueError) as error:
         local_opt.check_synced(tree, what="weights", ulps=0)
-    said = f"workers' weights are {apart} apart in {leaf} (worker {worker} from worker 0)"
-    assert said in str(error.value)
+    message = f"workers' weights are {largest} apart in {leaf} (worker {worker} from worker 0)"
+    assert message in str(error.value)
 
 
 # A plan, another one, and the first made in another way.
@@ -77,7 +77,7 @@ def test_processes_with_another_plan_are_named(plan, other, same, monkeypatch):
     rows = [np.frombuffer(bytes.fromhex(p.digest()), np.uint8) for p in (plan, other, same)]
 
     def gathered(*which):
-        stacked = lambda own: np.stack([rows[i] for i in which])  # noqa: E731
+        stacked = lambda local_state: np.stack([rows[i] for i in which])  # noqa: E731
         monkeypatch.setattr(plans.multihost_utils, "process_allgather", stacked)
         plan.check_same()
 
@@ -160,15 +160,15 @@ def test_one_model_and_agreement_of_every_type_on_every_mesh(where):
     equal, _ = placed(jax.tree.map(lambda x: x[jnp.zeros(4, int)], given), where)
     for entered in {False, mesh is not None}:
         with jax.set_mesh(mesh) if entered else contextlib.nullcontext():
-            found = local_opt.mean_over_workers(tree)
+            actual = local_opt.mean_over_workers(tree)
             local_opt.check_synced(equal, ulps=0)
             for name in ("int32 number", "int4 matrix", "bool number", "float8_e5m2 matrix", "key"):
                 with pytest.raises(ValueError, match="parameters are .* apart"):
                     local_opt.check_synced({name: tree[name]})
         for name, x in given.items():
             expected = x[0] if name == "key" else mean_by_hand(x)
-            assert found[name].dtype == x.dtype and found[name].shape == x.shape[1:]
-            np.testing.assert_array_equal(data(found[name]), data(expected))
+            assert actual[name].dtype == x.dtype and actual[name].shape == x.shape[1:]
+            np.testing.assert_array_equal(data(actual[name]), data(expected))
 
 
 def test_means_of_every_floating_type():
@@ -182,16 +182,16 @@ def test_means_of_every_floating_type():
     with jax.numpy_dtype_promotion("strict"):
         every = [jax.jit(RUNS[run](local_opt.pmean))(x) for run in ("vmap", "shard_map")]
         once = local_opt.map_workers(lambda x: x, 4, in_specs="worker", out_specs="mean")(x)
-    for found in every:
-        jax.tree.map(np.testing.assert_array_equal, found, copies(expected))
+    for actual in every:
+        jax.tree.map(np.testing.assert_array_equal, actual, copies(expected))
     jax.tree.map(np.testing.assert_array_equal, once, expected)
 
 
 def test_numpy_leaves_of_64_bits_keep_their_type_and_their_numbers(recwarn):
     tree = {"w": np.array([[1.0], [1.0 + 1e-12]]), "n": np.array([2**40 + 9, 2**40 + 9])}
-    found = local_opt.mean_over_workers(tree)
-    assert found["w"].dtype == np.float64 and found["w"].tolist() == [1.0 + 5e-13]
-    assert isinstance(found["n"], np.ndarray) and found["n"].tolist() == 2**40 + 9
+    result = local_opt.mean_over_workers(tree)
+    assert result["w"].dtype == np.float64 and result["w"].tolist() == [1.0 + 5e-13]
+    assert isinstance(result["n"], np.ndarray) and result["n"].tolist() == 2**40 + 9
     assert isinstance(local_opt.mean_over_workers(np.array([7, 7], np.int32)), jax.Array)
     local_opt.check_synced(jax.tree.map(lambda x: x[[0, 0]], tree), ulps=0)
     for other in ({"w": tree["w"]}, {"n": tree["n"] + np.array([0, 2**33])}):
@@ -200,7 +200,7 @@ def test_numpy_leaves_of_64_bits_keep_their_type_and_their_numbers(recwarn):
     assert not list(recwarn)
 
 
-def met(before, workers=4, steps=1):
+def after_step(before, workers=4, steps=1):
     """Parameters of workers before and after a step of `local_steps` that ends a round."""
     plan = local_opt.constant(steps, total_steps=2)
     opt = local_opt.local_steps(optax.sgd(0.0), plan)
@@ -210,8 +210,8 @@ def met(before, workers=4, steps=1):
 
 
 def test_workers_that_meet_close_to_zero_agree_to_the_rounding_of_their_way():
-    own = np.float32(np.linspace(0.70, 0.71, 20))
-    before, after = met([own, 0.004 - own])
+    local = np.float32(np.linspace(0.70, 0.71, 20))
+    before, after = after_step([local, 0.004 - local])
     numbers = [*zip(before.T, after.T, strict=True)]
     refused = [pair for pair in numbers if pair[1][0] != pair[1][1]]
     assert refused
@@ -226,19 +226,19 @@ def test_workers_that_meet_close_to_zero_agree_to_the_rounding_of_their_way():
         for workers in (2, 3, 8):
             start = scale * rng.normal(size=(workers, 12))
             start -= (1 - 1e-4) * start.mean(axis=0)
-            before, after = met(start)
+            before, after = after_step(start)
             local_opt.check_synced([*after.T], before=[*before.T])
 
 
 def test_workers_that_were_not_moved_together_are_refused_whatever_was_before():
-    before, after = met([0.7036, -0.6956], steps=2)  # no sync yet
+    before, after = after_step([0.7036, -0.6956], steps=2)  # no sync yet
     with pytest.raises(ValueError, match="1.4 apart"):
         local_opt.check_synced(after, before=before)
     close = jnp.array([0.004, 0.004 + 6e-8])
     for before in (close, close + 1e-3, close * 1.01):
         with pytest.raises(ValueError, match="apart"):
             local_opt.check_synced(close, before=before)
-    before, after = met([[0.7, 0.1], [-0.7, 0.1]])
+    before, after = after_step([[0.7, 0.1], [-0.7, 0.1]])
     with pytest.raises(ValueError, match="1e-06 apart|9.54e-07 apart|1.01e-06 apart"):
         local_opt.check_synced(after.at[1, 0].add(1e-6), before=before)
     with pytest.raises(ValueError, match="before.* is real.*: pass a tree of the same leaves"):
@@ -275,5 +275,5 @@ def test_steps_and_syncs_keep_their_types(options, setting):
 
     other = jax.enable_x64(True) if setting == "x64" else jax.numpy_dtype_promotion("strict")
     with other:
-        found, _ = jax.eval_shape(vmap(run), x, jnp.ones(4, jnp.float32))
-    assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(lambda x: x.dtype, x)
+        result, _ = jax.eval_shape(vmap(run), x, jnp.ones(4, jnp.float32))
+    assert jax.tree.map(lambda x: x.dtype, result) == jax.tree.map(lambda x: x.dtype, x)

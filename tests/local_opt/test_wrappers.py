@@ -63,7 +63,7 @@ def mean(trees, of):
     return [structure.unflatten([row[w] for row in rows]) for w in range(W)]
 
 
-def expected(make, met=(), extra=(), plans=None):
+def expected(make, synced=(), extra=(), plans=None):
     """([W, STEPS, ...], kept): W states of optax in a loop, and means where a round ends.
 
     Args:
@@ -87,13 +87,13 @@ def expected(make, met=(), extra=(), plans=None):
         kept = min(kept, *map(float, shares))
         due = [name for name, plan in plans.items() if plan.syncs_after(t)]
         params = mean(params, lambda path, due=due: path[0] in due)
-        if due and met:
-            states = mean(states, lambda path: set(path) & set(met))
+        if due and synced:
+            states = mean(states, lambda path: set(path) & set(synced))
         history.append(jax.tree.map(lambda *x: np.stack(x), *params))
     return jax.tree.map(lambda *x: np.stack(x, axis=1), *history), kept
 
 
-def found(opt, run="vmap", extra=()):
+def result_of(opt, run="vmap", extra=()):
     """The same of what is to be tested, in one compiled loop: history, and the last state."""
 
     @jax.jit
@@ -165,7 +165,7 @@ LINKS = {
     "reduce_on_plateau": lambda: contrib.reduce_on_plateau(0.5, patience=1),  # by its own value
 }
 # What computes parameters from fields of its state is refused unless these meet, too.
-MET = {
+SYNCED = {
     "schedule_free": (lambda: contrib.schedule_free_sgd(0.1), ("z",)),
     "sam": (
         lambda: contrib.sam(SGD, optax.chain(contrib.normalize(), optax.sgd(0.05))),
@@ -194,19 +194,19 @@ def made(name):
     """A row's optimizer."""
     if name in LINKS:
         return optax.chain(LINKS[name](), SGD)
-    return MET[name][0]() if name in MET else OPTIMIZERS[name]()
+    return SYNCED[name][0]() if name in SYNCED else OPTIMIZERS[name]()
 
 
-def met(name):
-    return MET[name][1] if name in MET else ()
+def after_round(name):
+    return SYNCED[name][1] if name in SYNCED else ()
 
 
 @functools.cache
 def of_row(name):
     """(the expected history, what a step leaves of a move)."""
-    history, kept = expected(lambda: made(name), met(name), EXTRA.get(name, ()))
-    apart = max(np.ptp(x[:, -2], axis=0).max() for x in jax.tree.leaves(history))
-    assert apart > 1e-4, "inside a round workers differ, or nothing is tested"
+    history, kept = expected(lambda: made(name), after_round(name), EXTRA.get(name, ()))
+    spread = max(np.ptp(x[:, -2], axis=0).max() for x in jax.tree.leaves(history))
+    assert spread > 1e-4, "inside a round workers differ, or nothing is tested"
     return history, kept
 
 
@@ -214,29 +214,29 @@ MESHES = ["vmap", *(pytest.param(r, marks=pytest.mark.slow) for r in RUNS if r !
 
 
 @pytest.mark.parametrize("run", MESHES)
-@pytest.mark.parametrize("name", [*OPTIMIZERS, *LINKS, *MET])
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *LINKS, *SYNCED])
 def test_optax_inside_and_before_local_steps(name, run):
-    policy, extra = dict.fromkeys(met(name), "mean") or "local", EXTRA.get(name, ())
+    policy, extra = dict.fromkeys(after_round(name), "mean") or "local", EXTRA.get(name, ())
     if name in WITHOUT_VMA and run == "shard_map":
         with pytest.raises(TypeError, match="cond branches must have equal output types"):
-            found(made(name), run, extra)  # without anything of ours, too
+            result_of(made(name), run, extra)  # without anything of ours, too
         return
-    seen, state = found(local(made(name), sync_opt_state=policy), run, extra)
+    seen, state = result_of(local(made(name), sync_opt_state=policy), run, extra)
     history, kept = of_row(name)
-    assert (kept < 0.95) == (name in MET or name in LESS), "would its next step undo a sync?"
+    assert (kept < 0.95) == (name in SYNCED or name in LESS), "would its next step undo a sync?"
     assert_equal(seen, history)
     local_opt.check_synced(last(seen))
     assert state.num_syncs.tolist() == [PLAN.rounds] * W and state.num_steps.tolist() == [STEPS] * W
     if name in LINKS:
-        before, _ = found(optax.chain(LINKS[name](), local(SGD)), run, extra)
+        before, _ = result_of(optax.chain(LINKS[name](), local(SGD)), run, extra)
         assert_equal(before, history)
         local_opt.check_synced(last(before))
 
 
-@pytest.mark.parametrize("name", MET)
+@pytest.mark.parametrize("name", SYNCED)
 def test_state_that_would_undo_a_sync_is_refused(name):
     """Unless all of it meets, or is reset; fragments have no sync of it."""
-    fields, params = met(name), PARAMS
+    fields, params = after_round(name), PARAMS
     message = f"optax.contrib.{name} computes the next parameters from .* would be undone"
     chained = optax.chain(optax.clip(1.0), made(name))
     for inner in (made(name), chained):
@@ -275,8 +275,8 @@ def test_multi_steps_hands_on_what_an_update_is_passed():
     np.testing.assert_array_equal(opt.update(x, opt.init(x), x, value=2.0)[0], [-2.0] * 3)
     for make in (local_opt.local_rounds, local_opt.parallel_rounds):
         rounds = make(inner, axis_name=())
-        found, _ = rounds.update(x, rounds.init(x), x, value=2.0)
-        np.testing.assert_array_equal(found, [-2.0] * 3)
+        result, _ = rounds.update(x, rounds.init(x), x, value=2.0)
+        np.testing.assert_array_equal(result, [-2.0] * 3)
     outer = local_opt.local_rounds(SGD, axis_name=(), outer=inner)
     state = outer.init(x)._replace(since=jnp.int32(3))
     np.testing.assert_allclose(outer.sync(0.5 * x, state)[0], [1.0 - 3 * 0.5] * 3)
@@ -312,15 +312,15 @@ def test_optimizers_of_other_gradients_are_refused_by_name(name):
 
 def test_what_the_refusals_name_does_the_same():
     """Aggregation before local steps, and an outer step of SGD for lookahead."""
-    own = jax.tree.map(lambda p: jnp.stack([p, -2 * p, 3 * p]), PARAMS)  # of three examples
+    part = jax.tree.map(lambda p: jnp.stack([p, -2 * p, 3 * p]), PARAMS)  # of three examples
     plan = local_opt.constant(2, total_steps=STEPS)
     alone, aggregate = private(0.1), contrib.differentially_private_aggregate
     opt = optax.chain(
         aggregate(1.0, 0.0, key=jax.random.key(0)),
         local_opt.local_steps(optax.sgd(0.1), plan, axis_name=()),
     )
-    expected, _ = alone.update(own, alone.init(PARAMS), PARAMS)
-    assert_equal(opt.update(own, opt.init(PARAMS), PARAMS)[0], expected)
+    expected, _ = alone.update(part, alone.init(PARAMS), PARAMS)
+    assert_equal(opt.update(part, opt.init(PARAMS), PARAMS)[0], expected)
 
     ahead = optax.lookahead(SGD, 2, 0.5)
     alone = local_opt.local_steps(SGD, plan, axis_name=(), outer=optax.sgd(0.5))
@@ -339,8 +339,8 @@ def test_what_the_refusals_name_does_the_same():
 def test_the_state_of_every_row_may_be_donated_with_the_parameters():
     """Some begin with the parameters themselves: no buffer may be given away twice."""
     params, states = jax.tree.map(jnp.copy, PARAMS), []
-    for name in (*OPTIMIZERS, *LINKS, *MET):
-        policy = dict.fromkeys(met(name), "mean") or "local"
+    for name in (*OPTIMIZERS, *LINKS, *SYNCED):
+        policy = dict.fromkeys(after_round(name), "mean") or "local"
         states += [
             local(made(name), sync_opt_state=policy, outer=optax.sgd(1.0, 0.9)).init(params),
             local_opt.accumulated_rounds(made(name), axis_name="worker").init(params),
@@ -377,7 +377,7 @@ def test_optax_around_local_steps(name, run):
     plans = {"b": PLAN, "w": OTHER} if "two" in name else {"b": PLAN, "w": PLAN}
     if "never" in name:
         del plans["b"]
-    history, _ = found(AROUND[name](local), run)
+    history, _ = result_of(AROUND[name](local), run)
     assert_equal(history, expected(lambda: AROUND[name](lambda opt, *_: opt), plans=plans)[0])
     if "never" in name:  # nothing can refuse it: this is who finds it
         with pytest.raises(ValueError, match=r"workers' parameters are .* apart in \['b'\]"):
@@ -396,14 +396,14 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_check_synced_finds_what_is_wrong_around_local_steps(name):
     """No step can see what stands around it, but what that does is seen."""
-    history, _ = found(WRONG[name](local(SGD)))
+    history, _ = result_of(WRONG[name](local(SGD)))
     with pytest.raises(ValueError, match="where 1 roundings are allowed"):
         local_opt.check_synced(last(history))
 
 
 def test_the_evaluation_point_of_schedule_free_is_that_of_the_mean():
     opt = local(contrib.schedule_free_sgd(0.1), sync_opt_state={"z": "mean"})
-    history, state = found(opt)
+    history, state = result_of(opt)
     inner, params = state.rounds.inner, last(history)
     at = jax.vmap(contrib.schedule_free_eval_params)(inner, params)
     local_opt.check_synced(at, ulps=4)  # (y - 0.1 z) / 0.9, of equal y and z
