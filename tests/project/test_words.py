@@ -20,6 +20,7 @@ NAMES = {
     "meet": "barrier, sync",
     "met": "members, products",
     "own": "what of it: the arm, the process, its state",
+    "patience": "timeout",
     "said": "output",
     "settle": "converge",
     "settled": "reconciled",
@@ -31,11 +32,10 @@ TERMS = {
     r"lift(?:s|ed|ing)?": "map_workers",
     "meetings?": "syncs",
     "owned": "per_worker, replicated",
-    "patience": "timeout",
     "priced": "modelled",
     "wires?": "compressor",
 }
-SKIPPED = ("local_opt/", "syncopate/", "tests/local_opt/")
+SKIPPED = ("local_opt/mapping.py", "local_opt/replication.py", "local_opt/workers.py")
 TERM = re.compile(rf"(?<![a-z])(?:{'|'.join(f'({term})' for term in TERMS)})(?![a-z])", re.I)
 BLOCK = re.compile(r"```python\n(.*?)```", re.S)
 
