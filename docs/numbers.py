@@ -7,6 +7,7 @@ mean, `{x:i}` a mean and its 95 % interval, `{x:s}` the same with its sign, `{x:
 a rate is at an edge of those tried.
 """
 
+import itertools
 import pathlib
 import re
 import sys
@@ -19,6 +20,7 @@ from experiments.results import archive, frame, statistics, tables
 from experiments.study.cost import machines
 
 ROOT = pathlib.Path(__file__).parents[1]
+TASKS, SIZES = ("digits", "hmda", "sst2", "mlp"), ("32x2", "4x16")  # of the runs map_*
 
 
 class Effects(NamedTuple):
@@ -78,11 +80,15 @@ def _of_undecided():
 
 
 def _of_orders():
-    pair = "cd_grab+sketch256+dealt+parallel+none", "rr+dealt+parallel+none"
-    fewer = [times(f"map_{task}_4x16_e4", *pair, "loads") for task in ("digits", "hmda", "sst2")]
+    results = {}
+    for task, size in itertools.product(TASKS, SIZES):
+        for sync in ("parallel", "constant"):
+            pair = f"cd_grab+sketch256+dealt+{sync}+none", f"rr+dealt+{sync}+none"
+            results[f"{task}_{size}_{sync}"] = times(f"map_{task}_{size}_e4", *pair, "loads")
+    fewer = [results[f"{task}_4x16_parallel"] for task in TASKS[:-1]]
     fewer.append(times("combined_digits", "cd_grab+parallel+none", "rr+parallel+none", "step"))
     on_the_way = sorted(f"{one}" for one in fewer)
-    results = {"way_least": on_the_way[0], "way_most": on_the_way[-1]}
+    results |= {"way_least": on_the_way[0], "way_most": on_the_way[-1]}
     for run in ("digits_w64", "hmda", "sst2_w64", "m4_constant"):
         name = run.partition("_")[0]
         results |= {name: times(run), f"{name}_averaged": times(run, averaged=True)}
@@ -214,6 +220,10 @@ PHRASES = {
         "CD-GraB alone reached the target {modelled_order} times", "QSR alone {modelled_qsr} times",
         "both {modelled_both} times", "takes {pair_steps} times the steps",
         "({modelled_order_echo:.4} against {modelled_order:.4})", "× {hinder_steps:.4} steps",
+    ),
+    "docs/results/machine_map.md": tuple(
+        f"| {task} | {size.replace('x', ' x ')} | {{{task}_{size}_parallel:i}} | "
+        f"{{{task}_{size}_constant:i}} |" for task in TASKS for size in SIZES
     ),
     "docs/results/negative.md": (
         "of {digits}, {hmda} and at least {sst2} times fewer epochs {digits_averaged}, at least "

@@ -7,9 +7,9 @@ r"""One run: any task, any order, any synchronisation rule and any echo policy t
     python -m experiments.launch --processes=2 -- experiments.train --run=mesh --workers=2
 
 Writes metrics.jsonl, the plans, settings and versions into --output_dir, checkpoints of the whole
-state, and in the end the model, the mean over the workers. SIGTERM and SIGINT save and leave; the
-same command, given again, goes on from the last checkpoint, and ends bitwise as the run that was
-never stopped. With --elastic it may have other --workers (docs/use/clusters.md).
+state, and in the end report.html and the model, the mean over the workers. SIGTERM and SIGINT save
+and leave; the same command, given again, goes on from the last checkpoint, and ends bitwise as the
+run that was never stopped. With --elastic it may have other --workers (docs/use/clusters.md).
 
 T is --total_steps, or --epochs passes over the data without echoing; with echoing the same steps
 take fewer loads.
