@@ -14,6 +14,7 @@ from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from local_opt import nnx
 from local_opt.replication import fold_in_workers, spec_of
 from local_opt.workers import LEAVES, wide_type
 from syncopate.mesh import is_key, names_of, typed_key
@@ -53,6 +54,9 @@ def map_workers(
     return losses as "worker". Leaves that are not arrays, as an equinox model's functions, pass
     through. Legacy keys, uint32[2], are only known as "key": elsewhere they are two numbers.
 
+    Modules, optimizers and metrics of flax.nnx that the function updates in place are updated, as
+    by `nnx.jit`, which compiles the result; under `jax.jit` return them.
+
     Args:
       function: of one worker. Gradients by a replicated argument are the worker's own.
       workers: W >= 1, simulated on one device by `jax.vmap`; or a mesh, one worker per position on
@@ -70,8 +74,9 @@ def map_workers(
 
     Raises:
       ValueError: at construction for words or a mesh that do not fit; from a call for arguments or
-        results that do not, for no mesh in scope, and for a replicated result that differs between
-        workers or is not proved to be equal, as by collectives over groups of them and callbacks.
+        results that do not, for no mesh in scope, and for a replicated result, or object of
+        flax.nnx, that differs between workers or is not proved to be equal, as by collectives over
+        groups of them and callbacks.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -105,12 +110,17 @@ def map_workers(
         raise ValueError("in_turn proves no result to be 'replicated': say 'worker' in out_specs.")
 
     def run(inputs, over, arrays):
+        graph = inputs.tree(arrays).objects
+        known = sorted({*words, *(graph.graph.of_objects if graph else ())})
+
         def one(arrays):
             call = inputs.tree(arrays)
-            return _results(function(*call.args, **call.kwargs), out_specs, words)
+            objects = nnx.merge(call.objects)
+            args, kwargs = nnx.put((call.args, call.kwargs), objects)
+            return _results(function(*args, **kwargs), out_specs, known, call.objects, objects)
 
         how = _on_mesh if over.mesh is not None else _in_turn if in_turn else _simulated
-        results, arrays = how(one, _enter(inputs, arrays, over), words, over)
+        results, arrays = how(one, _enter(inputs, arrays, over), known, over)
         return results, _leave(arrays, over.mesh)
 
     compiled = jax.jit(run, static_argnums=(0, 1))
@@ -118,7 +128,8 @@ def map_workers(
     @functools.wraps(function, updated=())
     def mapped(*args, **kwargs):
         over = fixed or count_of(None, axis_name)
-        inputs, arrays = _split(_Call(args, kwargs), _words(in_specs, args, kwargs), INPUTS)
+        taken = nnx.take(_Call(args, kwargs), _words(in_specs, args, kwargs))
+        inputs, arrays = _split(taken.tree._replace(objects=taken.objects), taken.words, INPUTS)
         # JAX leaves axes of a mesh to the compiler where a program is compiled, and only there.
         several = over.mesh is not None and len(over.mesh.shape) > 1
         alone = several and not any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays))
@@ -129,7 +140,9 @@ def map_workers(
         except TypeError:  # of a leaf that has no hash: compiled for this call
             call = jax.jit(functools.partial(run, inputs), static_argnums=0)
         results, arrays = call(over, arrays)
-        return results.tree(arrays)
+        returned = results.tree(arrays)
+        nnx.update(taken, returned.objects)
+        return nnx.put(returned.result, taken.given)
 
     return mapped
 
@@ -137,6 +150,12 @@ def map_workers(
 class _Call(NamedTuple):
     args: tuple
     kwargs: dict
+    objects: Any = None  # of flax.nnx, taken out of both
+
+
+class _Returned(NamedTuple):
+    result: Any
+    objects: dict  # the arrays of the call's objects afterwards
 
 
 @jax.tree_util.register_static
@@ -163,13 +182,14 @@ class _Skeleton:
         )
 
 
-def _split(tree, words, known, root="") -> tuple[_Skeleton, dict[str, list]]:
+def _split(tree, words, known) -> tuple[_Skeleton, dict[str, list]]:
     """A tree without its arrays, and these by their words."""
     arrays, names, rest = {word: [] for word in known}, [], []
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     for (path, x), word in zip(leaves, words, strict=True):
         is_array = isinstance(x, LEAVES | NUMBERS if word in REDUCE else LEAVES)
-        names.append((root + jax.tree_util.keystr(path)).removeprefix("."))
+        of_object = getattr(path[0], "name", None) == "objects"
+        names.append(path[-1].key if of_object else jax.tree_util.keystr(path).removeprefix("."))
         rest.append(None if is_array else (type(x), x))
         if is_array:
             arrays[word].append(x)
@@ -203,9 +223,14 @@ def _broadcast(name, specs, tree) -> list[str]:
         raise ValueError(f"{name} is {specs!r}, which is no prefix: {why}") from None
 
 
-def _results(tree, out_specs, words) -> tuple[_Skeleton, dict[str, list]]:
-    """As of `_split`, of what one worker returns."""
-    results, arrays = _split(tree, _broadcast("out_specs", out_specs, tree), words, "result")
+def _results(tree, out_specs, known, before, objects) -> tuple[_Skeleton, dict[str, list]]:
+    """As of `_split`, of what one worker returns, and of the objects that it was given."""
+    words, changed = _broadcast("out_specs", out_specs, tree), {}
+    if before is not None:
+        tree = nnx.places_of(tree, words, before.graph, objects)
+        changed, word_of = nnx.changes(before, objects)
+        words = _broadcast("out_specs", out_specs, tree) + jax.tree.leaves(word_of)
+    results, arrays = _split(_Returned(tree, changed), words, known)
     for word, leaves in arrays.items():
         for name, x in zip(results.names_of(word), leaves, strict=True):
             if word == "batch" and not jnp.ndim(x):
@@ -233,7 +258,17 @@ def _in_turn(one, arrays, words, over):
     del words
     same = {"replicated": arrays["replicated"]}
     mapped = {word: leaves for word, leaves in arrays.items() if word not in same}
-    return jax.lax.scan(lambda _, x: (None, one(x | same)), None, mapped, over.count)[1]
+
+    def body(_, x):
+        results, arrays = one(x | same)
+        for name in results.names_of("replicated"):
+            raise ValueError(
+                f"{name} is 'replicated' in in_specs and the function changes it: in_turn proves "
+                "nothing to be equal. Say 'worker', for what local_opt.replicate makes of it."
+            )
+        return None, (results, arrays)
+
+    return jax.lax.scan(body, None, mapped, over.count)[1]
 
 
 def _on_mesh(one, arrays, words, over):
@@ -283,6 +318,9 @@ def _proved(one, arrays, over):
         found = core.jaxpr_as_fun(jaxpr)(*jax.tree.leaves(arrays))
         return jax.tree.unflatten(jax.tree.structure(shapes), found)
 
+    if not shapes[1]["replicated"]:  # as of a replicated object that no step changes
+        return again(arrays)
+
     def of_all(arrays):
         many = jax.tree.map(lambda x: jax.lax.broadcast(x, (over.count,)), arrays)
         return many | {"replicated": arrays["replicated"]}
@@ -296,8 +334,8 @@ def _proved(one, arrays, over):
     _refuse(names)
     if not proved:
         raise ValueError(
-            f"{shapes[0].names_of('replicated')[0]} is 'replicated' in out_specs, and is not "
-            f"proved to be equal on all workers ({why}): say 'worker', 'mean' or 'sum'."
+            f"{_place(shapes[0].names_of('replicated')[0])}, and is not proved to be equal on all "
+            f"workers ({why}): say 'worker', 'mean' or 'sum'."
         )
     return again(arrays)
 
@@ -331,9 +369,16 @@ def _differing(one, arrays, over) -> list[str]:
 def _refuse(differing) -> None:
     if differing:
         raise ValueError(
-            f"{differing[0]} is 'replicated' in out_specs and differs between workers: make it "
-            "equal, as by jax.lax.pmean or local_opt.pmean, or say 'worker', 'mean' or 'sum'."
+            f"{_place(differing[0])} and differs between workers: make it equal, as by "
+            "jax.lax.pmean or local_opt.pmean, or say 'worker', 'mean' or 'sum'."
         )
+
+
+def _place(name: str) -> str:
+    """Where a replicated array stands in the specs."""
+    if name.startswith("result"):
+        return f"{name} is 'replicated' in out_specs"
+    return f"{name} is 'replicated' in in_specs, is changed by the function"
 
 
 def _enter(inputs, arrays, over) -> dict[str, list]:

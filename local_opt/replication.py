@@ -11,6 +11,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Key, PyTree
 
+from local_opt import nnx
 from local_opt.workers import check_synced, is_module, joined, parted
 from syncopate.mesh import is_key, is_legacy, name_of
 from syncopate.workers import count_of
@@ -84,7 +85,7 @@ def replicate(
     if keys == "fold":
         own = _spread(of_keys, count, mesh, axis_name, folds=True)
         found = joined(own, found)
-    return joined(found, rest)
+    return nnx.share_as(tree, joined(found, rest))
 
 
 def _counters(tree):

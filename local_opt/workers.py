@@ -10,6 +10,7 @@ from jax.sharding import AxisType
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
+from local_opt import nnx
 from syncopate.mesh import is_key, name_of
 from syncopate.plans import check_like, check_number
 from syncopate.unstable import axis_names
@@ -62,7 +63,7 @@ def mean_over_workers(tree: PyTree) -> PyTree:
 
     arrays, rest = (jax.tree.map(of_modules(part), tree, is_leaf=is_module) for part in (0, 1))
     check_leading(arrays, "worker")
-    return joined(jax.tree.map(mean, arrays), rest)
+    return nnx.share_as(tree, joined(jax.tree.map(mean, arrays), rest))
 
 
 def check_synced(
