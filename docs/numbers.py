@@ -115,6 +115,7 @@ def _of_local_steps():
         compared = archive.load(f"qsr_{rule}")
         printed = tables.table(compared, tables.SYNC_COLUMNS)
         results[f"{kind}_volume"] = cell(printed, "QSR", "volume").replace("%", " %")
+        results[f"{kind}_over_constant"] = points(f"qsr_{rule}", "qsr", "constant")
         for arm in ("qsr", "accumulate", "swap", "cubic"):
             results[f"{kind}_{arm}"] = points(f"qsr_{rule}", arm)
     for arm in ("constant", "inverse", "cubic"):
@@ -206,6 +207,8 @@ PHRASES = {
         "With {resnet_volume} of the syncs QSR ends {resnet_qsr:i}", "SWAP is {resnet_swap:i}",
         "1/η³ {resnet_cubic:i} points", "QSR ends {digits_qsr:i} points above parallel",
         "{digits_constant:i} points below a constant H",
+        "{digits_inverse:i} and {digits_cubic:i} below 1/η",
+        "not half is there: {vit_over_constant:s} (six seeds)",
         "{vit_muon:i} and {gpt_muon:i} points below", "AdamW's is {vit_adamw:i} and {gpt_adamw:i}",
     ),
     "docs/results/found_echoing.md": (
@@ -229,6 +232,7 @@ PHRASES = {
         "of {digits}, {hmda} and at least {sst2} times fewer epochs {digits_averaged}, at least "
         "{hmda_averaged} and {sst2_averaged} are left; on M4 Weekly {m4_averaged:i} of {m4}",
         "gives {hmda} times fewer epochs", "| {gpt_times} times fewer epochs on the GPT |",
+        "not half of it: {vit_over_constant:s} points, six seeds",
         "none: {vit_qsr:s} points, with {vit_volume} of the syncs", "loses {resnet_qsr:i} points",
         "loses {gpt_adamw} to {text_points:.4} points; under Muon {gpt_muon}",
         "end {digits_constant}, {digits_inverse} and {digits_cubic} points above it",
