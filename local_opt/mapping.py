@@ -111,16 +111,16 @@ def map_workers(
 
     def run(inputs, over, arrays):
         graph = inputs.tree(arrays).objects
-        known = sorted({*words, *(graph.graph.of_objects if graph else ())})
+        kinds = sorted({*words, *(graph.graph.of_objects if graph else ())})
 
         def one(arrays):
             call = inputs.tree(arrays)
             objects = nnx.merge(call.objects)
             args, kwargs = nnx.put((call.args, call.kwargs), objects)
-            return _results(function(*args, **kwargs), out_specs, known, call.objects, objects)
+            return _results(function(*args, **kwargs), out_specs, kinds, call.objects, objects)
 
         how = _on_mesh if over.mesh is not None else _in_turn if in_turn else _simulated
-        results, arrays = how(one, _enter(inputs, arrays, over), known, over)
+        results, arrays = how(one, _enter(inputs, arrays, over), kinds, over)
         return results, _leave(arrays, over.mesh)
 
     compiled = jax.jit(run, static_argnums=(0, 1))
@@ -182,9 +182,9 @@ class _Skeleton:
         )
 
 
-def _split(tree, words, known) -> tuple[_Skeleton, dict[str, list]]:
+def _split(tree, words, kinds) -> tuple[_Skeleton, dict[str, list]]:
     """A tree without its arrays, and these by their words."""
-    arrays, names, rest = {word: [] for word in known}, [], []
+    arrays, names, rest = {word: [] for word in kinds}, [], []
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     for (path, x), word in zip(leaves, words, strict=True):
         is_array = isinstance(x, LEAVES | NUMBERS if word in REDUCE else LEAVES)
@@ -223,14 +223,14 @@ def _broadcast(name, specs, tree) -> list[str]:
         raise ValueError(f"{name} is {specs!r}, which is no prefix: {why}") from None
 
 
-def _results(tree, out_specs, known, before, objects) -> tuple[_Skeleton, dict[str, list]]:
+def _results(tree, out_specs, kinds, before, objects) -> tuple[_Skeleton, dict[str, list]]:
     """As of `_split`, of what one worker returns, and of the objects that it was given."""
     words, changed = _broadcast("out_specs", out_specs, tree), {}
     if before is not None:
         tree = nnx.places_of(tree, words, before.graph, objects)
         changed, word_of = nnx.changes(before, objects)
         words = _broadcast("out_specs", out_specs, tree) + jax.tree.leaves(word_of)
-    results, arrays = _split(_Returned(tree, changed), words, known)
+    results, arrays = _split(_Returned(tree, changed), words, kinds)
     for word, leaves in arrays.items():
         for name, x in zip(results.names_of(word), leaves, strict=True):
             if word == "batch" and not jnp.ndim(x):
@@ -288,10 +288,10 @@ def _on_mesh(one, arrays, words, over):
             word: [of_worker(word, *x) for x in zip(passed[word], arrays[word], strict=True)]
             for word in passed
         }
-        results, found = _proved(one, given, over) if "replicated" in words else one(given)
+        results, by_word = _proved(one, given, over) if "replicated" in words else one(given)
         return results, {
             word: x if word in WITHOUT_AXIS else [jnp.expand_dims(a, 0) for a in x]
-            for word, x in found.items()
+            for word, x in by_word.items()
         }
 
     # With check_vma=True JAX refuses scans of one worker that start from zeros, and adds up
@@ -315,8 +315,8 @@ def _proved(one, arrays, over):
     jaxpr, shapes = jax.make_jaxpr(one, return_shape=True)(arrays)  # traced once for both
 
     def again(arrays):
-        found = core.jaxpr_as_fun(jaxpr)(*jax.tree.leaves(arrays))
-        return jax.tree.unflatten(jax.tree.structure(shapes), found)
+        leaves = core.jaxpr_as_fun(jaxpr)(*jax.tree.leaves(arrays))
+        return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
     if not shapes[1]["replicated"]:  # as of a replicated object that no step changes
         return again(arrays)
@@ -437,13 +437,13 @@ def _leave(arrays, mesh) -> dict[str, list]:
     return {word: [leave(word, x) for x in leaves] for word, leaves in arrays.items()}
 
 
-def _check_words(name, specs, known) -> list[str]:
+def _check_words(name, specs, allowed) -> list[str]:
     """The words of a prefix tree, each once."""
     leaves = jax.tree_util.tree_leaves_with_path(specs)
     for path, word in leaves:
-        if not isinstance(word, str) or word not in known:
+        if not isinstance(word, str) or word not in allowed:
             place = name + jax.tree_util.keystr(path)
-            raise ValueError(f"{place} is {word!r}: pass one of {', '.join(known)}.")
+            raise ValueError(f"{place} is {word!r}: pass one of {', '.join(allowed)}.")
     return sorted({word for _, word in leaves})
 
 

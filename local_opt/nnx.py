@@ -111,12 +111,12 @@ def changes(before: Objects, objects: tuple) -> tuple[dict[str, Any], dict[str, 
             "is no array, as model.train() does: do that before, outside of map_workers."
         )
     word_of = dict(zip(before.graph.names, before.graph.words, strict=True))
-    found = dict(zip(before.graph.names, jax.tree.leaves(state), strict=True))
-    found = {
-        name: x for name, x in found.items()
+    arrays = dict(zip(before.graph.names, jax.tree.leaves(state), strict=True))
+    arrays = {
+        name: x for name, x in arrays.items()
         if word_of[name] != "replicated" or x is not before.arrays[name]
     }  # fmt: skip
-    return found, {name: word_of[name] for name in found}
+    return arrays, {name: word_of[name] for name in arrays}
 
 
 def update(taken: Taken, arrays: dict[str, Any]) -> None:

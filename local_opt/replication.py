@@ -65,9 +65,9 @@ def replicate(
     if keys not in KEYS:
         raise ValueError(f"keys is {keys!r}: pass 'fold', for a key of each worker, or 'copy'.")
     arrays, rest = parted(_counters(tree))
-    found = _spread(arrays, count, mesh, axis_name)
+    copies = _spread(arrays, count, mesh, axis_name)
     if mesh is not None and jax.process_count() > 1:
-        check_synced(found, what="state", ulps=0)
+        check_synced(copies, what="state", ulps=0)
     of_keys = jax.tree.map(lambda x: x if is_key(x) else None, arrays)
     leaves = jax.tree_util.tree_leaves_with_path(arrays)
     legacy = [name_of(path) for path, x in leaves if is_legacy(x)]
@@ -83,9 +83,9 @@ def replicate(
             stacklevel=3,  # beyond the transfer guard
         )
     if keys == "fold":
-        own = _spread(of_keys, count, mesh, axis_name, folds=True)
-        found = joined(own, found)
-    return nnx.share_as(tree, joined(found, rest))
+        keys_of = _spread(of_keys, count, mesh, axis_name, folds=True)
+        copies = joined(keys_of, copies)
+    return nnx.share_as(tree, joined(copies, rest))
 
 
 def _counters(tree):

@@ -104,13 +104,13 @@ def check_synced(
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     wide = any(map(_beyond_jax, jax.tree.leaves((tree, before))))
     with jax.transfer_guard("allow"), jax.enable_x64(wide or jax.config.read("jax_enable_x64")):
-        found = jax.device_get(_apart(tree, tree if before is None else before))
+        distances = jax.device_get(_distances(tree, tree if before is None else before))
     # Not by looking for tuples: the tree may hold some, as the states of optax do.
-    found = jax.tree.structure(tree).flatten_up_to(found)
-    for path, (apart, worker, largest, allowed) in zip(paths, found, strict=True):
-        if not apart <= ulps * allowed:
+    distances = jax.tree.structure(tree).flatten_up_to(distances)
+    for path, (distance, worker, largest, allowed) in zip(paths, distances, strict=True):
+        if not distance <= ulps * allowed:
             raise ValueError(
-                f"workers' {what} are {float(apart):.3g} apart in {name_of(path)} "
+                f"workers' {what} are {float(distance):.3g} apart in {name_of(path)} "
                 f"(worker {worker} from worker 0), of numbers up to {float(largest):.3g}, where "
                 f"{ulps:g} roundings are allowed: start all from one key, and check after a step "
                 "that ends a round (plan.syncs_after(step)), which no worker may skip; of "
@@ -119,7 +119,7 @@ def check_synced(
 
 
 @jax.jit
-def _apart(tree, before):
+def _distances(tree, before):
     """(distance of the workers, the furthest one, the largest number, its error) of every leaf."""
 
     def distance(x, b):
@@ -128,14 +128,14 @@ def _apart(tree, before):
         floating = jnp.issubdtype(x.dtype, jnp.inexact)
         eps = float(jnp.finfo(x.dtype).eps) if floating else 0
         x, b = (a.astype(wide_type(a.dtype)) for a in (x, b))
-        own = first(x)[None]
-        same = x == own
+        reference = first(x)[None]
+        same = x == reference
         if floating:  # NaN on both is agreement
-            same |= jnp.isnan(x) & jnp.isnan(own)
-        apart = jnp.where(same, 0, jnp.abs(x - own) if floating else 1)
-        apart = jnp.max(apart, axis=tuple(range(1, x.ndim)), initial=0)
+            same |= jnp.isnan(x) & jnp.isnan(reference)
+        furthest = jnp.where(same, 0, jnp.abs(x - reference) if floating else 1)
+        furthest = jnp.max(furthest, axis=tuple(range(1, x.ndim)), initial=0)
         largest, moved = (jnp.max(jnp.abs(a), where=jnp.isfinite(a), initial=0) for a in (x, x - b))
-        return jnp.max(apart), jnp.argmax(apart), largest, eps * (largest + moved)
+        return jnp.max(furthest), jnp.argmax(furthest), largest, eps * (largest + moved)
 
     return jax.tree.map(distance, tree, before)
 
@@ -163,8 +163,8 @@ def first(x: jax.Array) -> jax.Array:
     wide = x.astype(wide_type(x.dtype))  # devices do not send the narrowest types
     where = jax.typeof(x).sharding
     if AxisType.Explicit in where.mesh.axis_types:  # such an axis cannot be sliced
-        own = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0, out_sharding=where) == 0
-        return jnp.sum(jnp.where(own, wide, jnp.zeros_like(wide)), axis=0).astype(x.dtype)
+        is_first = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0, out_sharding=where) == 0
+        return jnp.sum(jnp.where(is_first, wide, jnp.zeros_like(wide)), axis=0).astype(x.dtype)
     return wide[0].astype(x.dtype)
 
 
@@ -209,12 +209,12 @@ def check_kind(params: PyTree, kind: Any = jnp.inexact, why: str = TRAINED) -> N
     """Raises ValueError for a leaf of another kind, and says why."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         try:
-            found = jax.typeof(leaf).dtype
-            fits = jnp.issubdtype(found, kind)
+            dtype = jax.typeof(leaf).dtype
+            fits = jnp.issubdtype(dtype, kind)
         except TypeError:  # not an array
-            found, fits = type(leaf).__name__, False
+            dtype, fits = type(leaf).__name__, False
         if not fits:
-            raise ValueError(f"leaf {name_of(path)} is {found}: {why}")
+            raise ValueError(f"leaf {name_of(path)} is {dtype}: {why}")
 
 
 def wide_type(dtype: DTypeLike) -> Any:

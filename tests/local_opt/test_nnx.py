@@ -125,8 +125,8 @@ def test_an_unchanged_replicated_object_needs_no_proof():
         return jax.pure_callback(np.sin, jax.typeof(y := model.linear(x)), y)
 
     model = Net(nnx.Rngs(0))
-    found = jax.jit(mapped(scores, MESH, "replicated", "batch", out_specs="batch"))(model, X)
-    np.testing.assert_allclose(found, np.sin(model.linear(X)), atol=1e-6)
+    result = jax.jit(mapped(scores, MESH, "replicated", "batch", out_specs="batch"))(model, X)
+    np.testing.assert_allclose(result, np.sin(model.linear(X)), atol=1e-6)
 
 
 def test_equal_calls_compile_once():

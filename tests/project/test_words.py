@@ -35,7 +35,6 @@ TERMS = {
     "priced": "modelled",
     "wires?": "compressor",
 }
-SKIPPED = ("local_opt/mapping.py", "local_opt/replication.py", "local_opt/workers.py")
 TERM = re.compile(rf"(?<![a-z])(?:{'|'.join(f'({term})' for term in TERMS)})(?![a-z])", re.I)
 BLOCK = re.compile(r"```python\n(.*?)```", re.S)
 
@@ -43,7 +42,7 @@ BLOCK = re.compile(r"```python\n(.*?)```", re.S)
 def texts(*kinds: str) -> dict[str, str]:
     """{path: text} of the files of these kinds that git tracks, without this one."""
     listed = subprocess.check_output(["git", "ls-files", "-z", *kinds], cwd=ROOT, text=True)
-    paths = [ROOT / name for name in listed.split("\0") if name and not name.startswith(SKIPPED)]
+    paths = [ROOT / name for name in listed.split("\0") if name]
     return {
         str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
         for path in paths if path.is_file() and path != pathlib.Path(__file__)
