@@ -214,6 +214,7 @@ def _mean_of_all(workers, axis_name, alone=False):
         one = 0 if weight is None else jnp.argmax(weight != 0)  # others may be NaN
         floating = {i: x for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)}
         first = {i: x[one][None] for i, x in floating.items()}
+        first = {i: jnp.where(jnp.isfinite(x), x, 0) for i, x in first.items()}  # inf - inf is NaN
         changes = run(moved_from(first, floating), weight)
         means = {i: (x + changes[i]).astype(x.dtype) for i, x in first.items()}
         return [means.get(i, x) for i, x in enumerate(leaves)]

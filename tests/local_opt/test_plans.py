@@ -251,3 +251,15 @@ BAD = {
 }  # fmt: skip
 
 test_bad_plans_are_refused = refuses(BAD)
+
+
+INF = math.inf
+INFINITE = [([INF, 1, 1], INF), ([1, -INF, 1], -INF), ([INF] * 3, INF), ([-INF, 1, INF], math.nan)]
+
+
+@pytest.mark.parametrize("of_workers, mean", INFINITE)
+def test_the_mean_of_infinities_is_theirs_on_one_device_as_on_a_mesh(of_workers, mean):
+    plan, x = local_opt.constant(1, total_steps=1), jnp.array(of_workers)
+    mesh = jax.make_mesh((3,), ("worker",), devices=jax.devices()[:3])
+    for workers in (3, mesh):
+        np.testing.assert_array_equal(plan.after(0, jnp.copy(x), workers), np.full(3, mean))
