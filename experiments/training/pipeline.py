@@ -86,7 +86,7 @@ class Reads(batches.Reader):
             loads=first_load, ahead=LOOK_AHEAD,
         )  # fmt: skip
 
-    def live(self):
+    def newest_state(self):
         return self._orders()
 
 
