@@ -227,17 +227,38 @@ def test_rollouts_that_are_used_again_need_fewer_at_a_small_rate(load, capsys):
     ("nanodo/qsr", 13), ("nanodo/constant", 12), ("nanodo/cd_grab", 20), ("slowrun/cd_grab", 4),
 ])  # fmt: skip
 def test_few_lines_of_others_change_by_public_names(name, most):
-    text = (FOLDER / f"{name}.diff").read_text()
-    old, new = (re.findall(rf"^[{sign}](?![{sign}]{{2}} )(.*)$", text, re.M) for sign in "-+")
+    _, new = changed_by((FOLDER / f"{name}.diff").read_text())
     assert len(new) <= most
     row = f"| [{name}.diff]({name}.diff) | {len(new)} |"
     assert row in (FOLDER / "README.md").read_text()
-    sizes = np.array(re.findall(r"^@@ -\d+(?:,(\d))? \+\d+(?:,(\d))? @@$", text, re.M))
-    assert [len(old), len(new)] == np.where(sizes == "", "1", sizes).astype(int).sum(0).tolist()
     used = re.findall(r"\b((?:local_opt|ordering)(?:\.\w+)+)", "\n".join(new))
     assert used or "balanced" in new[0]
     for name in used:
         operator.attrgetter(name)(syncopate)
+
+
+def changed_by(text):
+    """The lines that a diff takes away and those that it adds, which its headers count."""
+    old, new = (re.findall(rf"^[{sign}](?![{sign}]{{2}} )(.*)$", text, re.M) for sign in "-+")
+    sizes = np.array(re.findall(r"^@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@$", text, re.M))
+    assert [len(old), len(new)] == np.where(sizes == "", "1", sizes).astype(int).sum(0).tolist()
+    return old, new
+
+
+@pytest.mark.parametrize("folder", sorted(path.name for path in (FOLDER / "others").iterdir()))
+def test_the_table_counts_the_lines_of_the_diffs(folder):
+    """Without blank ones and comments."""
+    counts = []
+    for name in ("qsr", "order", "echo"):
+        _, new = changed_by((FOLDER / "others" / folder / f"{name}.diff").read_text())
+        new = [line for line in new if line.strip() and not line.strip().startswith("#")]
+        counts.append(f"[{len(new)}](../../examples/others/{folder}/{name}.diff)")
+        used = re.findall(r"\b((?:local_opt|ordering)(?:\.\w+)+)", "\n".join(new))
+        for public in used:
+            operator.attrgetter(public)(syncopate)
+        assert used
+    table = (FOLDER.parent / "docs" / "results" / "outside.md").read_text()
+    assert re.search(".*".join(map(re.escape, counts)), table)
 
 
 @pytest.mark.parametrize("flags,says", [
