@@ -107,7 +107,7 @@ def parts(tree: PyTree, specs: PyTree, axes: tuple[str, ...]) -> PyTree:
     """This device's parts of a worker's arrays, so that no entry is on two devices.
 
     A shard is kept as it is; a leaf that is replicated over some of the worker's `axes` becomes a
-    flat share, ceil(size / devices) entries.
+    flat part, ceil(size / devices) entries.
     """
 
     def part(leaf, spec):
