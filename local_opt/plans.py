@@ -18,7 +18,7 @@ from jaxtyping import PyTree
 
 from local_opt.mapping import map_workers
 from local_opt.mean import moved_from, pmean
-from local_opt.workers import check_leading
+from local_opt.workers import check_leading, joined, parted_modules
 from syncopate import plans
 from syncopate.workers import count_of
 
@@ -106,8 +106,8 @@ class SyncPlan(plans.Plan):
 
         Args:
           step: in 0 .. T - 1, the step that was taken.
-          tree: arrays [W, ...], as of `replicate`; integers, booleans and keys stay each worker's
-            own.
+          tree: arrays [W, ...], as of `replicate`, also a module of equinox or flax.nnx; integers,
+            booleans and keys stay each worker's own.
           workers, axis_name: as of `map_workers`.
           weight: [W], as of `pmean`.
 
@@ -126,16 +126,17 @@ class SyncPlan(plans.Plan):
         """
         if not self.syncs_after(plans.check_whole("step", step, 0, self.total_steps - 1)):
             return tree
-        check_leading({"tree": tree, "weight": weight}, "worker")
+        arrays, rest = parted_modules(tree)
+        check_leading({"tree": arrays, "weight": weight}, "worker")
         count, axis_name, mesh = count_of(workers, axis_name)
-        leaves, treedef = jax.tree.flatten(tree)
+        leaves, treedef = jax.tree.flatten(arrays)
         if mesh is None:
             traced = any(isinstance(x, Tracer) for x in leaves)
             alone = not traced and len(set().union(*map(_devices_of, leaves))) <= 1
             means = _mean_of_all(count, axis_name, alone)(leaves, weight)
         else:
             means = _mean_of_all(mesh, axis_name)(_on_mesh(leaves, mesh, axis_name), weight)
-        return jax.tree.unflatten(treedef, _where_they_were(means, leaves))
+        return joined(jax.tree.unflatten(treedef, _where_they_were(means, leaves)), rest)
 
     def aligned(self, *, every: float, fresh: np.ndarray | None = None) -> "SyncPlan":
         """A plan whose rounds end at whole multiples of a number of loads, as of an epoch.

@@ -58,10 +58,7 @@ def mean_over_workers(tree: PyTree) -> PyTree:
         x = jnp.asarray(x)
         return _mean(x) if floating else first(x)
 
-    def of_modules(part):
-        return lambda x: (parted(x) if is_module(x) else (x, None))[part]
-
-    arrays, rest = (jax.tree.map(of_modules(part), tree, is_leaf=is_module) for part in (0, 1))
+    arrays, rest = parted_modules(tree)
     check_leading(arrays, "worker")
     return nnx.share_as(tree, joined(jax.tree.map(mean, arrays), rest))
 
@@ -172,6 +169,16 @@ def parted(tree: PyTree) -> tuple[PyTree, PyTree]:
     """The tree's arrays, and its other leaves; None in place of the other kind."""
     arrays = jax.tree.map(lambda x: x if isinstance(x, LEAVES) else None, tree)
     return arrays, jax.tree.map(lambda x: None if isinstance(x, LEAVES) else x, tree)
+
+
+def parted_modules(tree: PyTree) -> tuple[PyTree, PyTree]:
+    """The tree without what is no array in equinox' modules, and that; all else is in the first."""
+
+    def part(of):
+        return lambda x: (parted(x) if is_module(x) else (x, None))[of]
+
+    arrays, rest = (jax.tree.map(part(of), tree, is_leaf=is_module) for of in (0, 1))
+    return arrays, rest
 
 
 def joined(arrays: PyTree, rest: PyTree) -> PyTree:

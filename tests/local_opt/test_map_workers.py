@@ -391,6 +391,16 @@ def test_sizes_of_an_equinox_module_stay_whole_numbers():
     assert type(one.size) is int and one.activation is jnp.tanh and one.w.shape == ()
 
 
+def test_a_plan_takes_the_mean_of_an_equinox_model_whole():
+    eqx = pytest.importorskip("equinox")
+    model = local_opt.replicate(eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(0)), 2)
+    rows = jnp.arange(2.0)[:, None]
+    model = eqx.tree_at(lambda m: m.layers[0].bias, model, jnp.tile(rows, (1, 4)))
+    after = local_opt.constant(1, total_steps=1).after(0, model, 2)
+    assert after.activation is model.activation and after.layers[0].in_features == 3
+    np.testing.assert_array_equal(after.layers[0].bias, np.full((2, 4), 0.5))
+
+
 @by_kind
 def test_equal_starts_are_compiled_once(way):
     over = WAYS[way]("worker")
