@@ -71,6 +71,7 @@ def test_lists_are_lists_and_no_line_has_runs_of_spaces():
         for line in text.splitlines():
             if not line.startswith(("|", "    ")):
                 assert not re.search(r"\S {3,}\S|[.;:)] [2-9]\. [A-Z`]", line), (page, line)
+        assert not re.search(r"^[^\n]*[^.:\n]\n0\. ", text, re.M), f"{page}: 0. begins a list"
 
 
 def test_the_reference_has_every_public_name_once():
