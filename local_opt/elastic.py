@@ -141,16 +141,16 @@ def membership_of(client: Any) -> Membership:
 class ElasticSync:
     """The sync of the processes that live, in a loop whose steps stay within each process.
 
-    x_w <- sync over the workers w of the living: a mean is divided by their number, or by the sum
-    of their weights. An outer optimizer and a residual stay in the state of each.
+    x_w <- sync over the workers w that are members: a mean is divided by their number, or by the
+    sum of their weights. An outer optimizer and a residual stay in the state of each.
 
     A process is dead after `heartbeat_timeout_seconds` of `jax.distributed.initialize`; process 0
     holds the coordination service and must live. The units of the dead are not visited any more. A
     process that comes back under its number, where the backend can take it (not gloo), first syncs
     at once: it gets the trees of the first worker that has gone on, orders included, counts with
     weight 0 and takes the mean; its random keys become its own (any uint32[..., 2] is one), and its
-    residual zero. Where members change, the control variates of `scaffold` lose their mean over the
-    living, so that they add up to nothing again, and are zero on one that has come back.
+    residual zero. Where members change, the control variates of `scaffold` have their mean over the
+    members taken off, so that they add up to zero again, and are zero on one that has come back.
 
     If a process dies inside a collective, the sync raises an error on the others and the run must
     go on from its checkpoint, as the trees were donated.
@@ -239,7 +239,7 @@ class ElasticSync:
         return members
 
     def __call__(self, step: int, *trees: PyTree, weight: Any = None) -> tuple:
-        """The trees after a sync of the living, which has the step `elastic.members.step`.
+        """The trees after a sync of the members, which has the step `elastic.members.step`.
 
         Args:
           step: how many steps this process has taken; equal on all that live.

@@ -394,7 +394,7 @@ def scaffold_in_numpy(phases, length=60):
 
 
 def test_control_variates_add_up_to_nothing_over_those_that_live():
-    """Workers converge to the optimum of the living, after a death and after a return."""
+    """Workers converge to the optimum of the members, after a death and after a return."""
     rounds = local_opt.local_rounds(optax.sgd(RATE), correction=local_opt.corrections.scaffold())
 
     @jax.jit
