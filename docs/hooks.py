@@ -1,11 +1,14 @@
 """What the documentation site shows of files outside docs/: pages, downloads and docstrings.
 
-In the repository a link from a page leads to the file; in the site, to its copy.
+In the repository a link from a page leads to the file; in the site, to its copy. A page of the
+reference says in a comment of which modules it shows the public names.
 """
 
+import functools
 import html
 import pathlib
 import re
+from collections.abc import Iterator
 
 import griffe
 from latex2mathml import converter
@@ -31,6 +34,7 @@ def copied() -> dict[str, str]:
 
 
 def on_files(files, config):
+    reference.cache_clear()  # for `mkdocs serve`
     for source, target in copied().items():
         file = File.generated(config, target, abs_src_path=str(ROOT / source))
         file.edit_uri = f"../{source}"
@@ -49,8 +53,7 @@ def on_page_markdown(markdown, page, config, files):
         depth = page.file.src_uri.count("/")
         return f"{match[1]}{'../' * depth}{site}{match[3]}"
 
-    if page.file.src_uri == "reference/names.md":
-        markdown = markdown.replace("\n## ", f"\n{index()}\n## ", 1)
+    markdown = NAMES.sub(lambda _: listed(page.file.src_uri), markdown)
     return re.sub(r"(\]\()((?!\w+:|#)[^)#\s]+)((?:#[^)\s]*)?\))", moved, markdown)
 
 
@@ -124,18 +127,45 @@ def shown(docstring: str) -> str:
     return re.sub(r"https://[^\s,;)]+[^\s,;).]", r"<\g<0>>", docstring)
 
 
+NAMES = re.compile(r"^<!-- names of (.+) -->$", re.M)
+
+
+def public(package: griffe.Module) -> Iterator[griffe.Object | griffe.Alias]:
+    """What the `__all__` of a package names, and of the modules that it names."""
+    for name in package.exports:
+        member = package[name]
+        if not member.is_module:
+            yield member
+        elif member.exports is None:  # it hides the function that has its name: models.gpt2.gpt2
+            yield member[name]
+        else:
+            yield from public(member)
+
+
+@functools.cache
 def reference() -> dict[str, dict[str, griffe.Object | griffe.Alias]]:
-    """The objects that each page of the reference shows, in the sequence of the navigation."""
+    """{page: {path: object}}: a name is on the page that has the nearest module around it."""
     loader = griffe.GriffeLoader(search_paths=[ROOT], extensions=griffe.load_extensions(Docstrings))
-    packages = {name: loader.load(name) for name in ("ordering", "local_opt", "models")}
+    packages = [loader.load(name) for name in ("ordering", "local_opt", "models")]
     loader.resolve_aliases()
     pages = re.findall(r": reference/(?!names)(\w+)\.md", (ROOT / "mkdocs.yml").read_text())
-    names = {}
+    names, pages_of = {page: {} for page in pages}, {}
     for page in pages:
         text = (ROOT / "docs" / "reference" / f"{page}.md").read_text()
-        paths = (path.partition(".") for path in re.findall(r"^::: (\S+)$", text, re.M))
-        names[page] = {".".join((a, b)): packages[a][b] for a, _, b in paths}
+        pages_of |= dict.fromkeys(NAMES.search(text)[1].split(", "), page)
+    for package in packages:
+        for member in public(package):
+            module = member.canonical_path
+            while module not in pages_of:
+                module = module.rpartition(".")[0]
+            names[pages_of[module]][member.path] = member
     return names
+
+
+def listed(uri: str) -> str:
+    """The names of a page, which mkdocstrings shows, or a table of all names."""
+    page = pathlib.PurePosixPath(uri).stem
+    return index() if page == "names" else "\n\n".join(f"::: {path}" for path in reference()[page])
 
 
 def index() -> str:

@@ -97,7 +97,3 @@ def test_the_page_says_where_changes_go():
     assert len(rows) >= 10, "questions of a stranger, each with its file"
     for file in re.findall(r"`((?:experiments|ordering|local_opt)/[\w/]+\.py)`", page):
         assert (ROOT / file).is_file(), file
-    inside = re.findall(r"^`(ordering|local_opt)/`:(.*?)(?=^`local_opt/`|\n\n)", page, re.M | re.S)
-    for package, text in inside:
-        for path in (ROOT / package).glob("[a-z]*.py"):
-            assert f"`{path.stem}`" in text, f"{package}/{path.name}"

@@ -18,7 +18,7 @@ USE = sorted((DOCS / "use").glob("*.md"))
 PAGES = [DOCS / "index.md", DOCS / "start.md", *USE]
 BLOCKS = {
     f"{page.stem}-{number}": result
-    for page in (*PAGES, DOCS / "reference" / "names.md")
+    for page in PAGES
     for number, result in enumerate(
         re.findall(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", page.read_text(), re.S)
     )
@@ -174,7 +174,7 @@ def test_a_loop_that_is_stopped_ends_with_the_same_bits(capsys, tmp_path, monkey
     np.testing.assert_array_equal(again["run"]["w"], whole["run"]["w"])
 
 
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if not name.startswith("names-")])
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_are_short_and_show_what_they_print(name):
     assert SHOWN[name] or "print(" not in PROGRAMS[name]
     lines = [line for line in PROGRAMS[name].split("\n") if line.strip()]
