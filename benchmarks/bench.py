@@ -24,14 +24,14 @@ from absl import flags
 import local_opt
 from benchmarks import local_timing, peers, timing
 from experiments.cluster import entry
-from experiments.study import recipes
-from experiments.study.arms import row_of
-from experiments.study.cost import lower_step, order_traffic
-from experiments.study.flags import definer
-from experiments.tasks import TASKS, Recipe
-from experiments.tasks.base import COUNT
+from experiments.compare import recipes
+from experiments.compare.arms import row_of
+from experiments.compare.cost import lower_step, order_traffic
+from experiments.compare.flags import definer
+from experiments.data import TASKS, Recipe
+from experiments.data.base import COUNT
 from experiments.timing import medians, training_calls
-from experiments.training.config import num_params, sizes_of
+from experiments.trainer.config import num_params, sizes_of
 
 LOOPS = [(o, r) for o in ("rr", "id_pair", "cd_grab") for r in ("parallel", "accumulate", "qsr")]
 # {task: {unit: (workers, units per step, unit size, epochs of a timed call)}}

@@ -20,11 +20,11 @@ from absl import app, flags
 
 import local_opt
 import ordering
-from experiments.study.cost import tree_bytes
+from experiments.compare.cost import tree_bytes
 from experiments.timing import carry_on, medians
-from experiments.training import checkpoint
-from experiments.training.config import Plans
-from experiments.training.loop import Progress
+from experiments.trainer import checkpoint
+from experiments.trainer.config import Plans
+from experiments.trainer.loop import Progress
 from ordering import echo
 
 GRADIENT, PER_STEP, SKETCH = 64, 64, 8  # entries, units per worker and step, numbers of a sketch

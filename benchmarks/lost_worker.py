@@ -15,8 +15,8 @@ import optax
 
 import local_opt
 import models
-from experiments.results.statistics import interval
-from experiments.tasks import TASKS
+from experiments.data import TASKS
+from experiments.report.statistics import interval
 
 WORKERS, SEEDS, BATCH = 4, 5, 8
 THIRD = 1 / 3

@@ -26,7 +26,7 @@ from absl import app, flags
 from scipy.linalg import blas
 
 import ordering
-from experiments.tasks import wikitext
+from experiments.data import wikitext
 
 WORKERS, EPOCHS, STARTS = 64, 5, 2
 

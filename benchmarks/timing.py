@@ -10,7 +10,7 @@ import numpy as np
 from scipy.special import bdtr
 
 import models
-from experiments.tasks import Task
+from experiments.data import Task
 from experiments.timing import in_turns
 
 

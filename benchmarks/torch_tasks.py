@@ -14,7 +14,7 @@ import numpy as np
 
 import models
 from benchmarks import bench
-from experiments.study import recipes
+from experiments.compare import recipes
 
 MOMENTUM = 0.9
 SIZES = ((4, 16, 40), (32, 2, 640), (64, 4, 640), (4, 16, 10_000))  # W, units of each, parameters

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments import claims, combined
-from experiments.results import archive, frame, statistics, tables
-from experiments.study.cost import machines
+from experiments.compare.cost import machines
+from experiments.report import archive, frame, statistics, tables
 
 ROOT = pathlib.Path(__file__).parents[1]
 TASKS, SIZES = ("digits", "hmda", "sst2", "mlp"), ("32x2", "4x16")  # of the runs map_*

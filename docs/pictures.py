@@ -13,8 +13,8 @@ import numpy as np
 
 from experiments import advise, combined, slow_drift, slowrun
 from experiments.cluster import progress
-from experiments.results import archive, frame, plots, statistics, tables
-from experiments.study.cost import Machine
+from experiments.compare.cost import Machine
+from experiments.report import archive, frame, plots, statistics, tables
 
 FOLDER = pathlib.Path(__file__).parent / "results"
 

@@ -9,7 +9,7 @@ all-reduce of the parameters over the devices of one or several processes; other
 --gigabits is one network. It then prices every combination of decisions in the recorded factorials
 (runs/map.json; those with the nearest number of units per worker and step), and prints the fastest
 one, and which others are statistically tied with it. To use your own task, add a file to
-experiments/tasks/.
+experiments/data/.
 """
 
 import os
@@ -22,12 +22,12 @@ from absl import flags as absl_flags
 
 import syncopate
 from experiments.cluster import entry, files
-from experiments.results import tables
-from experiments.results.statistics import interval
-from experiments.study import flags
-from experiments.study.arms import row_of
-from experiments.tasks.base import SPEED
-from experiments.training.config import Sizes, num_params
+from experiments.compare import flags
+from experiments.compare.arms import row_of
+from experiments.data.base import SPEED
+from experiments.report import tables
+from experiments.report.statistics import interval
+from experiments.trainer.config import Sizes, num_params
 from syncopate.refusals import UserError
 
 # Of the recorded runs: the order, and H of local steps.
@@ -90,7 +90,7 @@ def near(tasks: Sequence[Factorial], units_per_step: int) -> list[Factorial]:
 
 def logs_of(machine, task: Factorial) -> dict[Combination, np.ndarray]:
     """log(time to the target) of every combination, [..., seeds], on machines [..., 1]."""
-    from experiments.study.cost import order_traffic, run_time
+    from experiments.compare.cost import order_traffic, run_time
 
     traffic = order_traffic(row_of("order", ORDER), task.sizes, machine.parameters)
     result = {}

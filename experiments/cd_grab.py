@@ -23,10 +23,10 @@ best learning rate, and independent balance and the unzip order are added as con
 
 from absl import flags as absl_flags
 
-from experiments.results import plots, tables
-from experiments.results.statistics import Criterion
-from experiments.study import flags, study
-from experiments.study.study import Study, arm_of
+from experiments.compare import flags, study
+from experiments.compare.study import Study, arm_of
+from experiments.report import plots, tables
+from experiments.report.statistics import Criterion
 from syncopate.refusals import UserError
 
 # The short comparison of digits: among its rates is every order's best of the long one.

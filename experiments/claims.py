@@ -18,12 +18,12 @@ import numpy as np
 from absl import flags
 
 from experiments.cluster import entry
-from experiments.results import statistics, tables
-from experiments.results.frame import COSTS, frame, named, paired
-from experiments.results.statistics import ABOVE, LOSS, Comparison
-from experiments.study import recipes
-from experiments.study.arms import arm_of, plans_of
-from experiments.study.flags import definer
+from experiments.compare import recipes
+from experiments.compare.arms import arm_of, plans_of
+from experiments.compare.flags import definer
+from experiments.report import statistics, tables
+from experiments.report.frame import COSTS, frame, named, paired
+from experiments.report.statistics import ABOVE, LOSS, Comparison
 
 LEAST_SEEDS = 3
 RUNS = {
@@ -259,7 +259,7 @@ def looked(claim: Claim, effect: Effect, looks: int) -> str:
 
 def page(folder=None) -> str:
     """The Markdown of all claims: docs/results/papers.md between its head and its runs."""
-    from experiments.results import archive
+    from experiments.report import archive
 
     folder = folder or archive.FOLDER
     recorded = {name: archive.load(name, folder) for name in RUNS}
@@ -304,7 +304,7 @@ def define_flags(values: flags.FlagValues) -> None:
 
 
 def main(values: flags.FlagValues) -> None:
-    from experiments.results import archive
+    from experiments.report import archive
 
     if values.record is not None:
         target = archive.FOLDER / pathlib.Path(values.record).resolve().name

@@ -28,11 +28,8 @@ import numpy as np
 from absl import flags as absl_flags
 
 from experiments.cluster import entry
-from experiments.results import plots, statistics, tables
-from experiments.results.frame import column, frame, measured, paired
-from experiments.results.statistics import Comparison, Criterion, interval, last, spent
-from experiments.study import flags, study
-from experiments.study.arms import (
+from experiments.compare import flags, study
+from experiments.compare.arms import (
     ECHO_POLICIES,
     TABLES,
     arm_from_flags,
@@ -40,9 +37,12 @@ from experiments.study.arms import (
     define_decisions,
     parsed,
 )
-from experiments.study.study import Arm, Study
-from experiments.tasks.base import SECONDS, STEPS
-from experiments.tasks.metrics import METRICS
+from experiments.compare.study import Arm, Study
+from experiments.data.base import SECONDS, STEPS
+from experiments.data.metrics import METRICS
+from experiments.report import plots, statistics, tables
+from experiments.report.frame import column, frame, measured, paired
+from experiments.report.statistics import Comparison, Criterion, interval, last, spent
 from syncopate.refusals import UserError
 
 FACTORS = tuple(TABLES)  # fields of the records
@@ -156,7 +156,7 @@ def effects_picture(comparison: Comparison) -> tuple[str, Callable | str]:
 
 def modelled_table(machines: Sequence) -> Callable:
     """Section: modelled speed-up to the target over the first arm, paired by seed."""
-    from experiments.study import cost
+    from experiments.compare import cost
 
     def modelled(comparison, chosen, machine):
         steps = spent(comparison, chosen.runs, "step")
@@ -200,7 +200,7 @@ def define_flags(values: absl_flags.FlagValues) -> None:
 
 def fit(study, task, recipe, values):
     """Takes the levels, prices and target from the flags."""
-    from experiments.study import cost
+    from experiments.compare import cost
 
     criterion = study.criterion
     if recipe.target is not None:

@@ -21,11 +21,11 @@ Writes metrics, table.md and pictures into --output_dir; give the command again 
 docs/results/echoing.md holds the tables of these commands and explains their numbers.
 """
 
-from experiments.results import plots, tables
-from experiments.results.statistics import Criterion
-from experiments.study import study
-from experiments.study.study import Arm, Study, arm_of
-from experiments.tasks.metrics import METRICS
+from experiments.compare import study
+from experiments.compare.study import Arm, Study, arm_of
+from experiments.data.metrics import METRICS
+from experiments.report import plots, tables
+from experiments.report.statistics import Criterion
 from syncopate.refusals import UserError
 
 USUAL = {"sync": "every_load"}  # unless an arm says otherwise

@@ -20,15 +20,15 @@ from collections.abc import Sequence
 from absl import flags
 
 from experiments.cluster import entry
-from experiments.results import plots
-from experiments.results.statistics import volume
-from experiments.results.tables import markdown
-from experiments.study import flags as dialect
-from experiments.study import recipes
-from experiments.study.arms import SYNC_RULES, Arm, arm_of, plans_of, rows_from_flag
-from experiments.tasks import Recipe, Task
-from experiments.tasks.base import POSITIVE, SPEED
-from experiments.training.config import Plans, num_params, sizes_of
+from experiments.compare import flags as dialect
+from experiments.compare import recipes
+from experiments.compare.arms import SYNC_RULES, Arm, arm_of, plans_of, rows_from_flag
+from experiments.data import Recipe, Task
+from experiments.data.base import POSITIVE, SPEED
+from experiments.report import plots
+from experiments.report.statistics import volume
+from experiments.report.tables import markdown
+from experiments.trainer.config import Plans, num_params, sizes_of
 from local_opt import costs
 from syncopate.refusals import UserError
 
@@ -63,7 +63,7 @@ def row_of(
 ) -> dict:
     """A table row: what a rule's plan costs on links of these speeds, in Gb/s."""
     import local_opt
-    from experiments.study.cost import traffic
+    from experiments.compare.cost import traffic
 
     order, row, _ = arm.rows
     sizes, size = sizes_of(task, recipe, deals=order.deals), num_params(task.model)
@@ -114,7 +114,7 @@ def forecast_of(name: str, values: flags.FlagValues) -> tuple[str, str, tuple]:
 
 
 def main(values: flags.FlagValues) -> None:
-    from experiments.results import page
+    from experiments.report import page
 
     names = PUBLISHED if values.task == "all" else [values.task]
     forecasts = [forecast_of(name, values) for name in names]  # before it, what is wrong with flags

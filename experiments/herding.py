@@ -19,11 +19,11 @@ from collections.abc import Iterable, Sequence
 from absl import flags
 
 from experiments.cluster import entry
-from experiments.results import plots, tables
-from experiments.study import flags as dialect
-from experiments.study.arms import choices_of, row_of, rows_from_flag
-from experiments.tasks.base import COUNT, Range
-from experiments.training.config import OrderSetting
+from experiments.compare import flags as dialect
+from experiments.compare.arms import choices_of, row_of, rows_from_flag
+from experiments.data.base import COUNT, Range
+from experiments.report import plots, tables
+from experiments.trainer.config import OrderSetting
 from syncopate.refusals import UserError
 
 ARMS = ("rr", "id_mean", "id_pair", "cd_grab")
@@ -112,7 +112,7 @@ def main(values: flags.FlagValues) -> None:
             f"--workers has {max(values.workers)}, and --num_vectors is {values.num_vectors}: each "
             "worker needs two vectors. Raise --num_vectors or lower --workers."
         )
-    from experiments.results import page, records
+    from experiments.report import page, records
 
     with page.opened("herding", values) as folder:
         measured = measure(values, arms)

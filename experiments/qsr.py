@@ -16,11 +16,11 @@ all but digits. Differences from Gu et al. 2024: small models on small sets, no 
 network time.
 """
 
-from experiments.results import plots, tables
-from experiments.results.statistics import Criterion
-from experiments.study import study
-from experiments.study.study import Study, arm_of
-from experiments.tasks.metrics import METRICS
+from experiments.compare import study
+from experiments.compare.study import Study, arm_of
+from experiments.data.metrics import METRICS
+from experiments.report import plots, tables
+from experiments.report.statistics import Criterion
 
 RULES = ("parallel", "accumulate", "constant", "post_local", "swap", "inverse", "qsr", "cubic")
 

@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 from absl import flags
 
 from experiments.cluster import entry
-from experiments.results import tables
-from experiments.study import flags as dialect
-from experiments.tasks.base import COUNT, Range
+from experiments.compare import flags as dialect
+from experiments.data.base import COUNT, Range
+from experiments.report import tables
 
 
 def table(measured: Sequence[Mapping], name: str) -> str:
@@ -57,7 +57,7 @@ def define_flags(values: flags.FlagValues) -> None:
 
 def main(values: flags.FlagValues) -> None:
     from experiments.cluster import progress
-    from experiments.results import page, records
+    from experiments.report import page, records
     from experiments.slow_drift import PROBLEMS, measure
 
     rates = sorted(values.rates, reverse=True)

@@ -17,11 +17,11 @@ balanced there; `shifted` cuts the text anew too, but a window keeps most of its
 train on windows that are cut once.
 """
 
-from experiments.results import statistics, tables
-from experiments.results.plots import Panel
-from experiments.results.statistics import Criterion
-from experiments.study import study
-from experiments.study.study import Study, arm_of
+from experiments.compare import study
+from experiments.compare.study import Study, arm_of
+from experiments.report import statistics, tables
+from experiments.report.plots import Panel
+from experiments.report.statistics import Criterion
 
 AVERAGED = "test/loss/averaged"
 ORDERS = (

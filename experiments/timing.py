@@ -11,12 +11,12 @@ import optax
 
 import ordering.data
 from experiments.cluster import progress
-from experiments.study.arms import ECHO_POLICIES, row_of
-from experiments.study.cost import Machine
-from experiments.tasks import Recipe, Task
-from experiments.training import loop
-from experiments.training.config import config_of, plans_of
-from experiments.training.program import build
+from experiments.compare.arms import ECHO_POLICIES, row_of
+from experiments.compare.cost import Machine
+from experiments.data import Recipe, Task
+from experiments.trainer import loop
+from experiments.trainer.config import config_of, plans_of
+from experiments.trainer.program import build
 from models import Model
 
 

@@ -18,9 +18,9 @@ take fewer loads.
 from absl import flags as absl_flags
 
 from experiments.cluster import entry
-from experiments.study import flags
-from experiments.study.arms import define_decisions
-from experiments.tasks.base import COUNT, RATE, SEED
+from experiments.compare import flags
+from experiments.compare.arms import define_decisions
+from experiments.data.base import COUNT, RATE, SEED
 
 POLICIES = ("mean", "reset", "first")  # of `local_opt.resize`
 
@@ -41,7 +41,7 @@ def define_flags(values: absl_flags.FlagValues) -> None:
 
 def run(values: absl_flags.FlagValues) -> None:
     """Trains with parsed flags, as `study.one_run` does."""
-    from experiments.study import one_run
+    from experiments.compare import one_run
 
     one_run.run(values)
 

@@ -2,7 +2,7 @@
 
 Hypothesis draws SYNCOPATE_CASES times as many cases as in the default suite:
 
-SYNCOPATE_CASES=20 pytest -m "slow or not slow" -n 0 tests/study/test_flags.py
+SYNCOPATE_CASES=20 pytest -m "slow or not slow" -n 0 tests/compare/test_flags.py
 """
 
 import importlib.metadata

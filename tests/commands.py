@@ -12,7 +12,7 @@ import numpy as np
 from absl import flags as absl_flags
 
 from experiments import train
-from experiments.study import search, study
+from experiments.compare import search, study
 from tests.cases import FAST_XLA
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]

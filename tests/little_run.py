@@ -11,9 +11,9 @@ import numpy as np
 
 import models
 from experiments.cluster.devices import worker_mesh
-from experiments.study.arms import row_of
-from experiments.tasks.base import Recipe, Task
-from experiments.training import checkpoint, config, measure, program, run
+from experiments.compare.arms import row_of
+from experiments.data.base import Recipe, Task
+from experiments.trainer import checkpoint, config, measure, program, run
 from tests.sources import Rolled
 
 WORKERS, STEPS, UNITS, PER_STEP = 4, 60, 11, 3

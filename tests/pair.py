@@ -15,12 +15,12 @@ import local_opt
 import models
 from experiments.cluster import coordination, processes
 from experiments.cluster.devices import worker_mesh, worker_sharding
-from experiments.results import records
-from experiments.study import flags
-from experiments.study.arms import row_of
-from experiments.tasks import Recipe, Task
-from experiments.tasks.base import first_of
-from experiments.training import config, measure, pipeline, program, run
+from experiments.compare import flags
+from experiments.compare.arms import row_of
+from experiments.data import Recipe, Task
+from experiments.data.base import first_of
+from experiments.report import records
+from experiments.trainer import config, measure, pipeline, program, run
 
 WORKERS, STEPS = 2, 24
 RECIPE = Recipe(

@@ -10,7 +10,7 @@ import optax
 from jax.sharding import AxisType, PartitionSpec
 
 import local_opt
-from experiments.study import arms
+from experiments.compare import arms
 from tests import reference
 
 W = 4

@@ -1,6 +1,6 @@
 """The rows of the tables of decisions that tests go through: names, and words that change them."""
 
-from experiments.study.arms import OPTIONS, TABLES
+from experiments.compare.arms import OPTIONS, TABLES
 
 
 def further(kind: str) -> dict[str, str]:

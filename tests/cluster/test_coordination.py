@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from absl import flags
 
-import experiments.study.flags
+import experiments.compare.flags
 from experiments.cluster import coordination
 from tests.commands import ROOT
 
@@ -57,7 +57,7 @@ def test_processes_that_differ_or_do_not_answer_are_named_on_all():
 
 def facts_of(*arguments):
     values = flags.FlagValues()
-    experiments.study.flags.define(values, "task", "setting", "run")
+    experiments.compare.flags.define(values, "task", "setting", "run")
     values(["test", *arguments])
     return coordination.facts_of(values)
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from experiments.cluster import entry, files, lock, strict
-from experiments.results import archive
-from experiments.results import records as records_of
-from experiments.training import checkpoint
+from experiments.report import archive
+from experiments.report import records as records_of
+from experiments.trainer import checkpoint
 from tests.commands import ROOT, SAVED, environment, records, train_run
 from tests.refused import refuses
 

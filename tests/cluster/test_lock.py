@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from experiments.cluster import lock, progress
-from experiments.training import checkpoint
+from experiments.trainer import checkpoint
 from tests.commands import ROOT, SHORT, records, train_run
 
 HOLDER = """

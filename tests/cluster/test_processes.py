@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from absl import flags
 
-import experiments.study.flags
+import experiments.compare.flags
 from experiments.cluster import processes
 from experiments.cluster.devices import worker_mesh
 from tests import pair
@@ -89,9 +89,9 @@ def test_differences_are_reported_in_both_processes(two):
 
 PROCESS = """
 from absl import app, flags
-import experiments.study.flags
+import experiments.compare.flags
 from experiments.cluster import processes
-experiments.study.flags.define(flags.FLAGS, "run")
+experiments.compare.flags.define(flags.FLAGS, "run")
 processes.CONNECT = 1.0
 app.run(lambda argv: processes.start(flags.FLAGS))
 """
@@ -134,7 +134,7 @@ PART = {"num_processes": 2, "process_id": 1}
 )  # fmt: skip
 def test_processes_are_configured_by_their_flags(given, chosen, monkeypatch):
     values, calls, updates = flags.FlagValues(), [], []
-    experiments.study.flags.define(values, "run")
+    experiments.compare.flags.define(values, "run")
     values(["test", *(f"--{name}={value}" for name, value in given.items())])
     # What start sets belongs to the process.
     monkeypatch.setattr(jax.config, "update", lambda *setting: updates.append(setting))

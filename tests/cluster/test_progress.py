@@ -8,7 +8,7 @@ import tqdm.std as tqdm_module
 from tqdm import tqdm
 
 from experiments.cluster import progress
-from experiments.results import records
+from experiments.report import records
 from tests.commands import ROOT, SHORT, train_run
 
 

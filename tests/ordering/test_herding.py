@@ -38,9 +38,9 @@ def test_the_bound_of_coordinated_orders_does_not_grow_with_the_workers():
 
 
 def test_bound_of_the_training_metric_equals_the_function(monkeypatch):
-    """training/measure.py, which reads the data twice, against the bound of stacked gradients."""
+    """trainer/measure.py, which reads the data twice, against the bound of stacked gradients."""
     import models
-    from experiments.training import measure
+    from experiments.trainer import measure
 
     model = models.softmax_regression(num_features=5, num_classes=3)
     rng = np.random.default_rng(0)

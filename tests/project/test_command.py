@@ -269,7 +269,7 @@ def test_the_distribution_has_one_name():
 ])  # fmt: skip
 def test_a_report_names_the_command_as_it_was_typed(typed, expected, monkeypatch):
     pytest.importorskip("absl")
-    from experiments.results import page
+    from experiments.report import page
 
     main = types.SimpleNamespace(__spec__=types.SimpleNamespace(name="experiments.cd_grab"))
     monkeypatch.setitem(sys.modules, "__main__", main)

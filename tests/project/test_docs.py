@@ -12,7 +12,7 @@ import types
 import pytest
 import yaml
 
-from experiments.study.arms import TABLES
+from experiments.compare.arms import TABLES
 from tests import commands
 from tests.installed import module_of
 from tests.public import PACKAGES

@@ -10,9 +10,9 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 LAYERS = (
     ("syncopate",),
     ("ordering", "local_opt", "models"),
-    ("experiments/tasks", "experiments/cluster"),
-    ("experiments/results", "experiments/training"),
-    ("experiments/study",),
+    ("experiments/data", "experiments/cluster"),
+    ("experiments/report", "experiments/trainer"),
+    ("experiments/compare",),
     ("experiments",),
     ("benchmarks",),
 )

@@ -16,9 +16,9 @@ from benchmarks import (
     torch_tasks,
 )
 from experiments.cluster.devices import worker_mesh
-from experiments.study.arms import row_of
-from experiments.tasks import TASKS
-from experiments.training import loop
+from experiments.compare.arms import row_of
+from experiments.data import TASKS
+from experiments.trainer import loop
 from tests import reference
 from tests.commands import parsed
 

@@ -11,8 +11,8 @@ from scipy.integrate import solve_ivp
 
 import local_opt
 from experiments import slow_drift, slow_sde
-from experiments.results import records
-from experiments.results.statistics import interval
+from experiments.report import records
+from experiments.report.statistics import interval
 from experiments.slow_drift import PROBLEMS, RULES
 from tests.commands import parsed
 

@@ -1,0 +1,188 @@
+"""One run with the parsed flags of `experiments.train`: its folder, its program and its files."""
+
+import functools
+import os
+import sys
+
+import jax
+from absl import flags as absl_flags
+
+from experiments.cluster import coordination, lock, members, processes, progress
+from experiments.cluster.coordination import data_hash
+from experiments.compare import flags
+from experiments.compare.arms import arm_from_flags
+from experiments.compare.cost import dry_run, traffic
+from experiments.compare.search import go_on
+from experiments.compare.study import Study
+from experiments.report import page, records
+from experiments.trainer import checkpoint, config, measure, optimizers, pipeline, program, resize
+from experiments.trainer import run as training_run
+from experiments.trainer.step import worker_of
+from ordering.echo import EchoPlan
+from syncopate.refusals import UserError
+from syncopate.workers import AXIS
+
+
+def run(values: absl_flags.FlagValues) -> None:
+    """Trains with parsed flags, from the last checkpoint of --output_dir on.
+
+    Raises:
+      SystemExit: 128 + n if signal n stopped it; with the reason if it diverged; `lock.BUSY` if
+        another run has the folder.
+    """
+    processes.start(values, values.survive)
+    task, recipe = flags.setting_from_flags(values)
+    rates = recipe.learning_rates
+    rate = rates[len(rates) // 2] if values.learning_rate is None else values.learning_rate
+    recipe = recipe._replace(learning_rates=(rate,))
+    recipe = _without_bounds(values, recipe)
+    arm = arm_from_flags(values, "run")
+    flags.check_used(values, recipe, [arm])
+    _check_survives(values, recipe, arm.rows)
+    if values.dry_run:
+        only = Study("train", {"run": arm}, values.task, None, (), ())
+        return processes.say(dry_run(task, recipe, only, values))
+    coordination.check_data(task)
+    config.sizes_of(task, recipe, deals=arm.rows[0].deals)  # before there is a folder
+    folder = values.output_dir or os.path.join("results", f"train_{values.task}")
+    settings = {**flags.settings(values, recipe), **arm.words, "data": data_hash(task)}
+    settings |= {"seed": values.seed, "learning_rate": rate}
+    with members.left_together(), lock.held(folder):
+        done, saved = [], None
+        if not values.overwrite:
+            done = records.read_folder(folder)
+            saved = resize.newest(folder, settings, values.elastic, [r["step"] for r in done])
+        checkpoint.check_export(folder)
+        built, plans, begun = _prepared(task, recipe, arm.rows, values, saved)
+        outcome = _train(task, recipe, arm, built, plans, values, folder, settings, begun, done)
+        _finish(outcome, built, plans, folder, values, " + ".join(row.label for row in arm.rows))
+
+
+def _without_bounds(values, recipe):
+    """With --survive a task's own bounds are left out: they add up gradients of all."""
+    by_default = values.survive is not None and values.bound_every is None
+    return recipe._replace(bound_every=0) if by_default else recipe
+
+
+def _check_survives(values, recipe, rows):
+    """Refuses, with --survive, what needs all workers between two syncs."""
+    if values.survive is None:
+        return
+    order, rule, policy = rows
+    if not processes.several():
+        raise UserError(f"--survive is {values.survive} in one process: leave it out.")
+    if recipe.run == "mesh" and recipe.workers != jax.device_count():
+        raise UserError(
+            f"--survive needs a worker on each of the {jax.device_count()} devices: pass "
+            f"--workers={jax.device_count()}, or start fewer processes."
+        )
+    in_step = rule.rounds(optimizers.inner(recipe), axis_name=AXIS).in_step
+    needs = {
+        f"--sync={values.sync} averages in every step": in_step,
+        f"--order={values.order} adds up the gradients of all in every step; with --sketch=1024 it "
+        "does at syncs": order.coordinated and not order.sketch,
+        "--deal and --cut give units anew to all in every epoch": order.deals,
+        "--scale takes the mean of all at an epoch's end": order.scaled,
+        f"--team={values.team} needs all of a team": values.team,
+        "--correction adds up to nothing over all alone": values.correction,
+        f"--echo={values.echo} asks all in every step": policy.online,
+        "--bound_every adds up gradients of all": recipe.bound_every,
+    }
+    if wrong := [text for text, holds in needs.items() if holds]:
+        reasons = "; ".join(wrong)
+        raise UserError(
+            f"--survive needs no worker between two syncs, and {reasons}: leave it out."
+        )
+
+
+def _prepared(task, recipe, rows, values, saved):
+    """(program, plans, where the run goes on if with other workers)."""
+    order, rule, policy = rows
+    sizes = resize.sizes_of(task, recipe, saved, deals=order.deals)
+    setting = config.config_of(recipe, sizes, seed=values.seed)
+    plans = config.plans_of(setting, rule, policy, rate=recipe.learning_rates[0])
+    begun, units = None, None
+    if saved:
+        of_sizes = functools.partial(
+            worker_of, task, recipe, order, rule.rounds, in_turn=recipe.run == "turns"
+        )
+        begun, units = resize.begun(
+            saved, of_sizes, plans, sizes, policy=values.elastic, seed=values.seed,
+            traffic=functools.partial(traffic, task, order, rule),
+        )  # fmt: skip
+    reads = None if values.input == "device" else values.input
+    built = program.build(
+        task, recipe, order, rule.rounds, sizes=sizes, units=units,
+        mesh=processes.mesh_of(recipe.run, recipe.workers),
+        reads="thread" if policy.online and reads is None else reads,
+        survives=values.survive is not None,
+    )  # fmt: skip
+    if text := config.left_out(task, sizes, deals=order.deals):
+        processes.say(text)
+    return built, plans, begun
+
+
+def _train(task, recipe, arm, built, plans, values, folder, settings, begun, done):
+    records.open_folder(folder, settings, overwrite=values.overwrite)
+    checkpoints = os.path.join(folder, "checkpoints")
+    at = checkpoint.newest(checkpoints)
+    kept = [r for r in done if r["step"] <= at] if at else []
+    fixed = {name: settings[name] for name in ("order", "sync", "echo", "seed", "learning_rate")}
+    identity = {"study": "train", "arm": "run", "speed": None, "phase": "run", **fixed}
+    saving = training_run.Saving(checkpoints, values.checkpoint_every, at_end=True, about=settings)
+    if begun is None:  # decided by `resize.newest`; with --overwrite there is none
+        begun = checkpoint.restore(checkpoints, at, plans, built.shapes, settings)
+    scalars = measure.scalars_of(task, recipe)(built, arm.rows[0])
+    labels = " + ".join(row.label for row in arm.rows)
+    if left := plans.total_steps - at:
+        text = f"Compiling {labels}: {left:,} steps of {recipe.workers} workers"
+        processes.say(text, file=sys.stderr)
+    else:
+        processes.say(f"The run in {folder} had come to its end, step {at:,}.")
+    with (
+        progress.bar(total=plans.total_steps, initial=at, unit="step") as bar,
+        records.writing(folder, trackers=values.track, keep=kept, console=bar.write) as write,
+    ):
+
+        def on_record(record):
+            write(identity | record)
+            progress.note(bar, record, examples=built.sizes.examples_per_step)
+
+        watch = training_run.Watch(
+            on_record, scalars, on_step=lambda step: bar.update(step - bar.n),
+            traffic=traffic(task, *arm.rows[:2], built.sizes, built.sync_in_step),
+        )  # fmt: skip
+        return training_run.train(built, plans, watch, seed=values.seed, begun=begun, saving=saving)
+
+
+def _finish(outcome, built, plans, folder, values, label):
+    """Writes the model and report of a run that has ended; raises SystemExit otherwise."""
+    # What was decided online is a plan too, as far as the run has come.
+    echo = EchoPlan(list(outcome.decided), "measured") if plans.echo.online else plans.echo
+    for name, plan in {"sync_plan": plans.sync, "echo_plan": echo}.items():
+        if plan is not None and processes.is_first():
+            plan.save(os.path.join(folder, f"{name}.json"))
+    if not outcome.ended:
+        place = f"at step {outcome.step} of {plans.total_steps}"
+        processes.say(f"Stopped and saved {place}: {go_on(values)} continues.")
+        sys.exit(128 + outcome.stopped)
+    if outcome.diverged:
+        sys.exit(outcome.diverged)
+    checkpoint.export(folder, pipeline.on_host(built.mean_params(outcome.state)))
+    rows = records.read_folder(folder)
+    if processes.is_first():
+        title = f"{values.task}, {built.sizes.workers} workers"
+        print(page.write_run(rows, label, folder, title))
+        print(_sent(rows[-1]))
+    processes.say(f"This took {training_run.duration(outcome.seconds)}.")
+    processes.say(f"Written to {folder}: report.html, metrics, plans, checkpoints, model")
+
+
+def _sent(record) -> str:
+    """What a worker has sent: sketches and compressed syncs are parts of an all-reduce."""
+    rounds, sent = record["rounds"], record["allreduces"]
+    order = " and for the order" * (sent > rounds)
+    return (
+        f"A worker has sent as much as {sent:,.0f} all-reduces of the parameters: in {rounds:,} "
+        f"syncs{order}."
+    )

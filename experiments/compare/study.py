@@ -1,0 +1,78 @@
+"""Studies: comparisons of arms, their flags, and the `main` that runs any of them.
+
+A study is one file: a table of arms, a `Study`, and `study.main(STUDY)`. All have one protocol,
+that of `search`, which needs JAX and is imported when a study runs.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from absl import flags as absl_flags
+
+from experiments.cluster import entry
+from experiments.compare import flags
+from experiments.compare.arms import Arm, arm_of
+from experiments.data.base import COUNT, SECONDS, SLOWNESS
+from experiments.report.statistics import Criterion
+from syncopate.refusals import UserError
+
+
+class Study(NamedTuple):
+    """A comparison: its arms, its setting and its question."""
+
+    name: str  # of its folders
+    arms: Mapping[str, Arm]  # by name, the baseline first; --arms takes others by their words
+    recipe: str  # what --task is if unset, a name of RECIPES or TASKS
+    criterion: Criterion  # what chooses an arm's rate; a train loss less its minimum, if known
+    columns: Sequence  # these three: as of `results.page.write`
+    panels: Sequence
+    sections: Sequence[Callable] = ()
+    define: Callable[[absl_flags.FlagValues], None] = lambda values: None  # its own flags
+    default: Callable[[absl_flags.FlagValues], None] = lambda values: None  # sets unset flags
+    fit: Callable = lambda study, task, recipe, values: study  # adapts it to the flags
+    speeds: tuple[float, ...] = ()  # R of slow input; () if input is not slow
+    paced: bool = True  # batches are used as often as R says, and runs are longer by it
+    sync_steps: float = 0.0  # with slow input: the delay of a sync, in steps
+    finalists: int | None = 2  # learning rates that run with all seeds; None: all
+    seeds: int = 5  # what --seeds is if unset
+    usual: Mapping[str, str] = {}  # decisions that the words of an arm leave open
+
+
+def define_flags(study: Study, values: absl_flags.FlagValues) -> None:
+    """Defines the flags of a study: its setting, how it runs, and what is compared."""
+    flags.define(values, "task", "setting", "run", "forecast", task=study.recipe)
+    add = flags.definer(values, f"{entry.GROUP}the comparison")
+    text = f"of {', '.join(study.arms)}, or any words, as cd_grab+sketch64+qsr; unset: these"
+    add(absl_flags.DEFINE_list, "arms", None, text)
+    text = "runs per arm at its best rates"
+    add(COUNT, "seeds", study.seeds, text)
+    if study.speeds:
+        add([SLOWNESS], "speeds", [*study.speeds], "R, a load's time in steps")
+        text = "behind the delays; measured if unset; 0: no delay, for loads and steps alone"
+        add(SECONDS, "step_seconds", None, text)
+    study.define(values)
+
+
+def main(study: Study) -> None:
+    """Runs a study from the command line, as `python -m` does."""
+
+    def run(values):
+        from experiments.compare import search
+
+        search.run(study, values)
+
+    entry.main(functools.partial(define_flags, study), run, defaults=flags.defaults)
+
+
+def arms_of(study: Study, names: Iterable[str]) -> dict[str, Arm]:
+    """The arms of these names: the study's own first, in its order, then others by their words."""
+    names, others = dict.fromkeys(names), {}
+    for name in names:
+        if name not in study.arms:
+            try:
+                others[name] = arm_of(name, **study.usual)
+            except UserError as error:
+                listed = ", ".join(study.arms)
+                raise UserError(f"--arms has {name!r}, none of {listed}: {error}") from error
+    return {name: arm for name, arm in study.arms.items() if name in names} | others

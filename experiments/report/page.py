@@ -1,0 +1,168 @@
+"""The report of a comparison: tables, pictures, and one page that contains both.
+
+report.html contains its pictures, loads nothing from elsewhere and runs no script, so that it can
+be mailed, archived and printed.
+"""
+
+import base64
+import contextlib
+import functools
+import html
+import os
+import pathlib
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from absl import flags
+
+from experiments.cluster import entry, files, lock
+from experiments.report import archive, plots, records, statistics, tables
+from experiments.report.statistics import Comparison, Criterion
+from syncopate.command import experiments
+
+TABLE = "table.md"
+OUTPUT = {"output_dir", "overwrite", "traceback"}  # flags that are no settings of what is made
+SHOWN = ("settings.json", "versions.json")
+STYLE = pathlib.Path(__file__).with_name("style.css")
+# The browser refuses everything that is not in the file.
+PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy"
+  content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+{body}
+</body>
+</html>
+"""
+INTERVALS = (
+    "± is the half width of the 95 % interval over seeds (Student's t); “2 of 5” counts the seeds "
+    "that arrive at all. A factor with its interval in brackets, as “1.2 (1.1 to 1.3)”, is the "
+    "geometric mean of the seeds' factors. A rate is at an “edge” if it is the smallest or the "
+    "largest of those tried: a better one may lie beyond."
+)
+
+
+def write(comparison: Comparison, study, folder: str, title: str) -> str:
+    """Writes tables, pictures, comparison.json, command.txt and report.html. Returns the tables.
+
+    Args:
+      study: a `Study`: its columns, a table per speed; its panels, a picture per speed; and its
+        sections, functions of the comparison that give a text below the main table, (file name,
+        text), or for a picture (file name, function of a path and a title).
+    """
+    texts, pictures = {TABLE: []}, {}
+    for speed in comparison.speeds:
+        end = "" if speed is None else f"_R{speed:g}"
+        head = "" if speed is None else f"### R = {speed:g}\n\n"
+        texts[TABLE].append(head + tables.table(comparison, study.columns, speed))
+        draw = functools.partial(plots.comparison, comparison, study.panels, speed=speed)
+        pictures[f"comparison{end}.png"] = draw
+    for section in study.sections:
+        made = section(comparison)
+        name, made = (TABLE, made) if isinstance(made, str) else made
+        if made and not callable(made):
+            texts.setdefault(name, []).append(made)
+        elif name not in texts:
+            pictures[name] = made
+    files.write_json(os.path.join(folder, archive.COMPARISON), archive.describe(comparison))
+    archive.note_command(folder, command_line())
+    texts = {name: "\n\n".join(parts) for name, parts in texts.items()}
+    question = experiments().get(study.name, "").partition(" (")[0]
+    return write_all(folder, title, texts, pictures, (question, tables.answer(comparison)))
+
+
+def write_run(rows: Sequence[Mapping], label: str, folder: str, title: str) -> str:
+    """Writes a table, a picture and report.html of the records of one run. Returns its result."""
+    above = any(statistics.ABOVE in row for row in rows)
+    criterion = Criterion(statistics.ABOVE if above else statistics.LOSS)
+    compared = statistics.compare(rows, {"run": label}, criterion)
+    draw = functools.partial(plots.comparison, compared, plots.RUN_PANELS)
+    sentence = tables.result(rows[-1])
+    texts, pictures = {"table_run.md": tables.course(rows)}, {"run.png": draw}
+    write_all(folder, title, texts, pictures, (label, sentence))
+    return sentence
+
+
+@contextlib.contextmanager
+def opened(command: str, values: flags.FlagValues) -> Iterator[str]:
+    """Holds --output_dir for a command without a comparison, whose flags are the folder's settings.
+
+    Raises:
+      ValueError: if the folder holds what another command or other flags have made, and there is no
+        --overwrite.
+    """
+    folder = values.output_dir or os.path.join("results", command)
+    flags_of = {flag.name: flag.value for flag in values.get_key_flags_for_module(sys.argv[0])}
+    settings = {"command": command} | {k: v for k, v in flags_of.items() if k not in OUTPUT}
+    with lock.held(folder):
+        records.open_folder(folder, settings, overwrite=values.overwrite)
+        yield folder
+
+
+def write_all(
+    folder: str, title: str, texts: Mapping[str, str], pictures: Mapping[str, Callable | str],
+    asked: tuple[str, str] = ("", ""),
+) -> str:  # fmt: skip
+    """Writes tables, pictures, and report.html of both. Returns the tables.
+
+    Args:
+      texts: Markdown by the name of its file, of which tables, headings and emphasis are shown as
+        such, and everything else as it stands.
+      pictures: functions of a path and a title, by the name of theirs; "" if there is none. What an
+        earlier call left under its name is removed.
+      asked: the question, and its answer in a sentence.
+    """
+    drawn = []
+    for name, draw in pictures.items():
+        path = pathlib.Path(folder, name)
+        path.unlink(missing_ok=True)
+        if draw:
+            draw(path=str(path), title=title)
+        drawn += [path] * path.exists()
+    for name, text in texts.items():
+        files.write_whole(os.path.join(folder, name), text + "\n")
+    fields = {"title": html.escape(title), "style": STYLE.read_text(encoding="utf-8")}
+    body = "\n".join(_body(pathlib.Path(folder), title, texts, drawn, asked))
+    files.write_whole(os.path.join(folder, "report.html"), PAGE.format(body=body, **fields))
+    return "\n\n".join(texts.values())
+
+
+def _body(folder, title, texts, drawn, asked) -> Iterator[str]:
+    """What this call has made, this command, and folded the settings."""
+    from markdown_it import MarkdownIt
+
+    parser = MarkdownIt("zero").enable(["table", "heading", "emphasis"])
+    question, answer, title = map(html.escape, (*asked, title))
+    yield f"<h1>{question or title}</h1>"
+    yield f"<p><strong>{answer}</strong></p>" * bool(answer)
+    yield f"<p>{title}</p>" * bool(question)
+    for name, text in texts.items():
+        words = name.removesuffix(".md").removeprefix("table").strip("_").replace("_", " ")
+        words = html.escape(words[:1].upper() + words[1:] or "Comparison")
+        yield f"<h2>{words}</h2>\n{parser.render(text)}"
+    yield f"<p>{INTERVALS}</p>" * any("±" in text or "arrive" in text for text in texts.values())
+    yield from map(_picture, drawn)
+    yield f"<h2>Command</h2>\n<pre>{html.escape(command_line())}</pre>"
+    for path in filter(pathlib.Path.exists, (folder / name for name in SHOWN)):
+        text = html.escape(files.content(path).decode())
+        summary = f"<summary>{path.stem.capitalize()}</summary>"
+        yield f"<details>{summary}<pre>{text}</pre></details>"
+
+
+def _picture(path: pathlib.Path) -> str:
+    data = base64.b64encode(path.read_bytes()).decode()
+    return f'<p><img alt="{html.escape(path.name)}" src="data:image/png;base64,{data}"></p>'
+
+
+def command_line() -> str:
+    """The command of this process, as it was typed: python -m MODULE --flags, or syncopate NAME."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    start = ["python", "-m", spec.name] if spec else ["python", *sys.argv[:1]]
+    return entry.in_words_of_user(shlex.join(start + sys.argv[1:]))

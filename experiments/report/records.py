@@ -1,0 +1,261 @@
+"""The records of a run, the folder they are written to, and the trackers that receive them.
+
+A record is one evaluation, flat JSON: study, arm, order, sync, echo, speed (R, null where input is
+not slow), learning_rate, seed, phase ("run", or "tune" and then "report"), step, epoch, loads,
+rounds, allreduces, seconds, scalars named PART/NAME ("train/loss", "train/above_optimum",
+"train/batch_loss", "valid/accuracy", "test/loss", "bound/linf", "drift"), and in the
+last record of a run "ended": true, "diverged": null or the message, and "load_steps" where echoing
+was measured. "allreduces" is what a worker has sent, in all-reduces of the parameters: also parts
+of one, for an order or compressed. With --average also PART/NAME/averaged of the "average" with the
+least training loss. Where "train/loss" is that of the first training examples alone there are
+"train_examples", their number. Where seconds say nothing, for loads were not waited for or another
+run shared the device, there is "timed": false. With --survive "living" are the workers whose
+processes live. A scalar that is null was measured and is not finite: NaN or infinite.
+
+metrics.sha256 holds a hash of every line of metrics.jsonl, so that a changed line is noticed.
+Of several processes all read, and process 0 alone writes.
+"""
+
+import contextlib
+import hashlib
+import importlib.metadata
+import os
+import pathlib
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import syncopate
+from experiments.cluster import files, lock, processes, strict
+from experiments.report import trackers as tracking
+from syncopate.refusals import UserError
+
+WORD = re.compile(r"[\w=.,+-]+")
+METRICS, HASHES = "metrics.jsonl", "metrics.sha256"
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "scikit-learn", "tensorflow-cpu")
+
+
+class Run(NamedTuple):
+    """The identity of a run, in all its records."""
+
+    arm: str
+    speed: float | None  # R of slow input
+    learning_rate: float
+    seed: int
+    phase: str  # "run"; where input is slow "tune" and then "report"
+
+    @property
+    def name(self) -> str:
+        """Its name, also that of its folder."""
+        parts = [f"{key}={value}" for key, value in self._asdict().items() if value is not None]
+        return re.sub(r"[^\w=.,+-]", "_", ",".join(parts))
+
+
+def run_of(record: Mapping) -> Run:
+    return Run(*map(record.get, Run._fields))
+
+
+def whole_runs(records: Sequence[Mapping]) -> list[dict]:
+    """The records of runs that have ended."""
+    ended = {run_of(r) for r in records if r.get("ended")}
+    return [r for r in records if run_of(r) in ended]
+
+
+def read_folder(folder: str) -> list[dict]:
+    """The records in an output folder."""
+    path = os.path.join(folder, METRICS)
+    kept = read(path) if os.path.exists(path) else []
+    processes.wait(f"read {folder}")  # before the first of them writes
+    first = processes.of_first(len(kept))
+    if first != len(kept):
+        raise UserError(
+            f"{folder!r} holds {len(kept)} records here and {first} for process 0: pass an "
+            "--output_dir that all processes share."
+        )
+    for number, record in enumerate(kept, 1):
+        if type(record.get("step")) is not int:
+            raise UserError(f"line {number} of {path!r} has no step: {strict.WHAT_TO_DO}")
+        for name, value in run_of(record)._asdict().items():
+            if type(value) is str and not WORD.fullmatch(value):  # it becomes a name of a folder
+                raise UserError(
+                    f"line {number} of {path!r} has {value!r} as its {name}, which is no name of "
+                    f"one: {strict.WHAT_TO_DO}"
+                )
+    return kept
+
+
+def open_folder(folder: str, settings: Mapping, *, overwrite: bool = False) -> None:
+    """Prepares an output folder, which gets settings.json (JSON values) and versions.json.
+
+    With `overwrite` the records and checkpoints of an earlier run are deleted.
+    """
+    settings, path = strict.plain(settings), os.path.join(folder, "settings.json")
+    before = None if overwrite else files.read_json(path)
+    left = [n for n in (METRICS, "checkpoints") if os.path.exists(os.path.join(folder, n))]
+    if before is None and left and not overwrite:
+        raise UserError(
+            f"{folder!r} holds {' and '.join(left)} and no settings.json that says of which run: "
+            "bring it back, choose another --output_dir, or pass --overwrite to begin again."
+        )
+    if before not in (None, settings):
+        changed = files.differences(before, settings)
+        raise UserError(
+            f"{folder!r} holds a run with other settings ({', '.join(changed)}): choose "
+            "another --output_dir, or pass --overwrite to forget that run."
+        )
+    processes.wait(f"settings of {folder}")  # before the first of them writes
+    if overwrite and processes.is_first():  # before the new settings are there
+        _forget(os.path.join(folder, "checkpoints"))
+        _remove(folder, METRICS, HASHES)
+    files.write_json(path, settings)
+    files.write_json(os.path.join(folder, "versions.json"), versions())
+
+
+def _forget(path):
+    """Deletes a folder. A link is removed without the folder that it names."""
+    with files.advised(path):
+        if os.path.islink(path):
+            os.unlink(path)
+        elif os.path.exists(path):
+            shutil.rmtree(path)
+
+
+def _remove(folder, *names):
+    with files.advised(folder):
+        for name in names:
+            pathlib.Path(folder, name).unlink(missing_ok=True)
+
+
+def commit() -> str | None:
+    """The commit of the sources, with a + if files differ from it; None without a repository."""
+    root = pathlib.Path(__file__).parents[2]
+
+    def git(*words):  # writes nothing into the repository, as `describe --dirty` does
+        call = ["git", "--no-optional-locks", "-C", str(root), *words]
+        options = {"capture_output": True, "text": True, "check": True, "timeout": 10}
+        return subprocess.run(call, **options).stdout.strip()
+
+    if not (root / ".git").exists():  # an installed copy
+        return None
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "--short=12", "HEAD") + "+" * bool(changed)
+    except (OSError, subprocess.SubprocessError):  # no git
+        return None
+
+
+def versions() -> dict:
+    """Versions of the code, packages and Python, and the device, to reproduce a run."""
+    import jax
+
+    packages = {}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            packages[package] = importlib.metadata.version(package)
+    return packages | {
+        "syncopate": syncopate.__version__,
+        "commit": commit(),
+        "python": platform.python_version(),
+        "backend": jax.default_backend(),
+        "device": jax.devices()[0].device_kind,
+        "devices": jax.device_count(),
+        "processes": jax.process_count(),
+        "cores": os.cpu_count(),
+    }
+
+
+def read(path: str) -> list[dict]:
+    """The records of a JSON-lines file.
+
+    A last line that was cut off, or has no hash yet, is reported and left out.
+
+    Raises:
+      ValueError: for any other line that is not a record, or not the one that was written.
+    """
+    path, hashes = pathlib.Path(path), None
+    *lines, cut = files.content(path).split(b"\n")
+    if path.name == METRICS and path.with_name(HASHES).exists():
+        hashes = files.content(path.with_name(HASHES)).split(b"\n")[:-1]
+    if cut or (hashes is not None and len(lines) == len(hashes) + 1):
+        why = "was cut off" if cut else "has no hash"
+        processes.say(f"Line {len(lines) + bool(cut)} of {str(path)!r} {why}, and is left out.")
+        lines = lines if cut else lines[:-1]
+    names = [f"line {number} of {str(path)!r}" for number in range(1, len(lines) + 1)]
+    for number, (name, line) in enumerate(zip(names, lines, strict=True)):
+        if hashes is not None and hashes[number : number + 1] != [_hash(line).encode()]:
+            what = f"restore both from a copy, delete {HASHES} if the change is meant"
+            raise UserError(
+                f"{name} was changed, as {HASHES} says: {what}, choose another --output_dir, or "
+                "pass --overwrite to begin again."
+            )
+    return [*map(strict.loads, lines, names)]
+
+
+def _hash(line: bytes) -> str:
+    """Of a line, whatever ends it."""
+    return hashlib.sha256(line.strip()).hexdigest()[:16]
+
+
+def write_lines(path: str, records: Iterable[Mapping]) -> None:
+    files.write_whole(path, "".join(strict.dumps(r) + "\n" for r in records))
+
+
+@contextlib.contextmanager
+def writing(
+    folder: str,
+    *,
+    trackers: Sequence[str] = (),
+    keep: Iterable[Mapping] = (),
+    console: Callable[[str], None] | None = None,
+) -> Iterator[Callable[[Mapping], None]]:
+    """Yields `write(record)`, after which a record is in metrics.jsonl and with the trackers.
+
+    The file is first rewritten from `keep`, without later records of an earlier call. Trackers
+    continue their runs. Only process 0 writes.
+
+    Args:
+      trackers: names of TRACKERS, which receive the numbers of every new record by step.
+      console: receives every new record as one readable line, such as `print`.
+    """
+    if not processes.is_first():
+        yield lambda record: None
+        return
+    paths = [os.path.join(folder, name) for name in (METRICS, HASHES)]
+    lines = [strict.dumps(record) for record in keep]
+    with tracking.hook(trackers, folder, anew=not lines) as track:
+        _remove(folder, HASHES)  # first: a kill in between leaves lines without hashes
+        for path, each in zip(paths, (lines, [_hash(x.encode()) for x in lines]), strict=True):
+            files.write_whole(path, "".join(f"{line}\n" for line in each))
+        with open(paths[0], "ab", buffering=0) as file, open(paths[1], "ab", buffering=0) as sums:
+
+            def write(record: Mapping) -> None:
+                lock.check()
+                line = strict.dumps(record)
+                files.append(file, f"{line}\n")
+                files.append(sums, f"{_hash(line.encode())}\n")
+                if trackers or console:  # they get what is written
+                    record = strict.loads(line, "a record")
+                numbers = numbers_of(record) if trackers else {}
+                track(run_of(record).name, record["step"], numbers)
+                if console:
+                    console(console_line(record))
+
+            yield write
+
+
+def numbers_of(record: Mapping) -> dict[str, float]:
+    """The numbers that trackers plot over steps."""
+    scalars = {name: v for name, v in record.items() if name not in ("step", *Run._fields)}
+    return {name: v for name, v in scalars.items() if type(v) in (int, float)}
+
+
+def console_line(record: Mapping) -> str:
+    """The numbers of a record in one line, and which of its scalars are not finite."""
+    numbers = {"step": record["step"]} | numbers_of(record)
+    whole = lambda k, v: isinstance(v, int) or k == "allreduces"  # noqa: E731
+    words = [f"{k} {v:,.0f}" if whole(k, v) else f"{k} {v:.4g}" for k, v in numbers.items()]
+    words += [f"{k} not finite" for k, v in record.items() if v is None and "/" in k]
+    return "  ".join(words)

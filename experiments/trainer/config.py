@@ -1,0 +1,198 @@
+"""What a run is made of before it begins: sizes, what its decisions depend on, and its plans.
+
+Shape letters: W workers, M units per worker, B units per worker and step, S examples per unit.
+"""
+
+import functools
+import hashlib
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from experiments.data.base import SEED, Recipe, Task, check_recipe
+from syncopate.refusals import UserError
+
+EXAMPLES, UNITS = "examples", "units"  # of the whole training set
+
+
+class Sizes(NamedTuple):
+    workers: int  # W
+    num_units: int  # M, per worker
+    units_per_step: int  # B, per worker and load
+    unit_size: int  # S, examples
+
+    @property
+    def loads_per_epoch(self) -> int:
+        return -(-self.num_units // self.units_per_step)
+
+    @property
+    def examples_per_step(self) -> int:
+        return self.workers * self.units_per_step * self.unit_size
+
+
+class OrderSetting(NamedTuple):
+    """What an order may need to know about a run."""
+
+    num_units: int  # M
+    units_per_step: int  # B
+    total: int | None = None  # units of the whole training set; None: W M
+    gathers: str = "step"  # when workers tell each other the sketches of their pairs
+
+
+class RunConfig(NamedTuple):
+    """What a synchronisation rule or an echo policy may need to know about a run."""
+
+    rates: np.ndarray  # float64[T], learning rates as a factor of their peak
+    seed: int  # of all coins of the run, shared by its workers
+    warmup_steps: int = 0
+    h_base: int = 4  # least steps per round
+    growth: float = 2.0  # alpha / peak rate of QSR
+    echo_factor: int = 4  # e, the uses of a batch, or those that a falling p ends at
+    horizon: int = 1  # steps over which a falling p falls
+    fresh: np.ndarray | None = None  # bool[T], for rules that follow the loads
+    loads_per_epoch: int | None = None  # for rules that follow the epochs; None: not known
+
+    @property
+    def key(self):
+        """Of the coins, for the rules that toss any."""
+        import jax
+
+        return jax.random.fold_in(jax.random.key(self.seed), 3)
+
+    @property
+    def total_steps(self) -> int:
+        return len(self.rates)
+
+
+class Plans(NamedTuple):
+    """The decisions of a run, all of one length T."""
+
+    sync: Any  # a SyncPlan; None: before every load but the first, and at the end
+    echo: Any  # an EchoPlan, or what decides online
+    rates: np.ndarray  # float64[T], learning rates
+
+    @property
+    def total_steps(self) -> int:
+        return len(self.rates)
+
+    def check(self) -> None:
+        """Raises ValueError where the lengths differ, or another process has other plans."""
+        for plan in [self.echo] if self.sync is None else [self.sync, self.echo]:
+            if plan.total_steps != self.total_steps:
+                raise UserError(
+                    f"a plan has {plan.total_steps} steps and the run {self.total_steps}: make it "
+                    "with the run's total_steps."
+                )
+            if not plan.online:
+                plan.check_same()
+
+    def digests(self) -> dict[str, str]:
+        """Hashes of all that is decided before the run."""
+        rates = hashlib.sha256(np.asarray(self.rates, "<f4").tobytes()).hexdigest()
+        sync = "by loads" if self.sync is None else self.sync.digest()
+        echo = "online" if self.echo.online else self.echo.digest()
+        return {"sync": sync, "echo": echo, "learning rate": rates}
+
+
+def sizes_of(task: Task, recipe: Recipe, *, deals: str | None = None) -> Sizes:
+    """The sizes of a run; ValueError where the data are too few for the workers.
+
+    Of EXAMPLES that are dealt anew in every epoch the last ones, which fill no step, are left out.
+    """
+    check_recipe(recipe)
+    size = size_of(task.train)
+    per_unit = recipe.workers * recipe.unit_size
+    per_step = per_unit * recipe.units_per_step
+    if per_step > size:
+        raise UserError(
+            f"{recipe.workers} workers with {recipe.units_per_step} units of {recipe.unit_size} "
+            f"examples need at least {per_step} examples; the training set has {size}. Lower "
+            "--workers, --units_per_step or --unit_size."
+        )
+    if deals == EXAMPLES:
+        batch = recipe.units_per_step * recipe.unit_size
+        return Sizes(recipe.workers, size // per_step * batch, batch, 1)
+    return Sizes(recipe.workers, size // per_unit, recipe.units_per_step, recipe.unit_size)
+
+
+def left_out(task: Task, sizes: Sizes, *, deals: str | None = None) -> str:
+    """What is not visited in an epoch, in words; "" if nothing is."""
+    size = size_of(task.train)
+    count = size - sizes.workers * sizes.num_units * sizes.unit_size
+    if not count:
+        return ""
+    if deals == EXAMPLES:
+        return f"{count} of {size:,} examples, others in every epoch, fill no step"
+    return f"{count} of {size:,} examples fill no unit of every worker, and are left out"
+
+
+def size_of(data) -> int:
+    """Examples of arrays, of their shapes, or of a random-access source."""
+    return next(iter(data.values())).shape[0] if isinstance(data, dict) else len(data)
+
+
+@functools.lru_cache(maxsize=8)  # a large model takes seconds to trace, and every arm asks
+def num_params(model) -> int:
+    """D, without making any."""
+    import jax
+
+    params = jax.eval_shape(lambda: model.init(jax.random.key(0)))
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+def seed_of(seed: int) -> np.uint32:
+    """A seed of 32 bits; ValueError for another, which JAX would take modulo 2^32."""
+    SEED.check("seed", seed)
+    return np.uint32(seed)
+
+
+def total_steps_of(recipe: Recipe, sizes: Sizes) -> int:
+    if recipe.total_steps is not None:
+        return recipe.total_steps
+    return recipe.epochs * sizes.loads_per_epoch
+
+
+def config_of(recipe: Recipe, sizes: Sizes, *, seed: int, speed: float | None = None) -> RunConfig:
+    """What plans of a run are made from, with the seed of their coins.
+
+    In studies of slow input a load takes R steps, `speed`: the echo factor is then R, and 2 where
+    no echo is free; at a larger factor the run has more steps, for echoed ones are shorter.
+    """
+    from experiments.data import schedules
+    from syncopate.plans import MOST_STEPS
+    from syncopate.schedules import evaluate_schedule
+
+    check_recipe(recipe)
+    total, factor = total_steps_of(recipe, sizes), recipe.echo_factor
+    if speed is not None:
+        factor = max(2, round(speed))
+        total = total * factor // 2
+    if total > MOST_STEPS:
+        most = MOST_STEPS * total_steps_of(recipe, sizes) // total
+        raise UserError(
+            f"a run has {total:,} steps, and may have {MOST_STEPS:,}: pass at most "
+            f"--total_steps={most} or --epochs={most // sizes.loads_per_epoch}."
+        )
+    if recipe.warmup_steps >= total:
+        raise UserError(
+            f"--warmup_steps is {recipe.warmup_steps} of {total} steps: a run has at least one "
+            "step after its warmup. Raise --total_steps (or --epochs), or lower the warmup."
+        )
+    schedule = schedules.schedule(recipe, total, sizes.loads_per_epoch)
+    return RunConfig(
+        rates=evaluate_schedule(schedule, total, "lr"),
+        seed=seed_of(seed),
+        warmup_steps=recipe.warmup_steps,
+        h_base=recipe.h_base,
+        growth=recipe.growth,
+        echo_factor=factor,
+        horizon=recipe.horizon or total,
+        loads_per_epoch=sizes.loads_per_epoch,
+    )
+
+
+def plans_of(config: RunConfig, sync, echo, *, rate: float) -> Plans:
+    """The plans of a run, made before it, from rows of the tables and a peak learning rate."""
+    policy = echo.make(config)
+    fresh = None if policy.online else policy.fresh
+    return Plans(sync.plan(config._replace(fresh=fresh)), policy, rate * config.rates)

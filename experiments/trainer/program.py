@@ -1,0 +1,280 @@
+"""The compiled parts of a run. They do not depend on its plans, seed or learning rate."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+import local_opt
+import ordering
+from experiments.cluster import members
+from experiments.cluster.devices import replicated_sharding, worker_sharding
+from experiments.data.base import Recipe, Task
+from experiments.trainer import config, pipeline, step
+from experiments.trainer.config import Sizes, seed_of
+from experiments.trainer.step import TrainState, Worker
+from ordering.gradients import check_separable
+from syncopate.mesh import platform
+from syncopate.refusals import UserError
+
+
+class Program(NamedTuple):
+    """The part of a run that does not depend on its plans, seed or learning rate."""
+
+    sizes: Sizes
+    sharding: Any  # of arrays with a worker axis
+    init: Callable  # seed -> TrainState
+    shapes: TrainState  # which say where a state lies
+    # (fresh, units) -> (state, batch, start, stop, first unit, rates) -> state: steps without an
+    # event on the host between them; compiled when first called.
+    steps: Callable
+    sync: Callable  # (state, rate, at) -> state, as of `optimizers.inner`
+    epoch_end: Callable  # state -> state, of orders that observe gradients
+    data: Any  # on the devices, instead of batches; None if batches are read
+    source: pipeline.Source | None  # what is read; None if the data stay on the devices
+    units: np.ndarray | None  # int32[W, M], of each worker; None: neighbouring, or all are dealt
+    following: Callable | None  # orders -> the next epoch's, twice, if they observe no gradients
+    sync_in_step: bool  # workers synchronise within every step
+    reset: Callable  # stats -> those of a start
+    mean: Callable | None  # parameters of all workers -> the model; None where these are one
+    # state -> the model, on the host of every process if workers are devices of a mesh. Elsewhere
+    # it may be the state's own memory, which the next steps use again.
+    mean_params: Callable
+    averaged: Callable  # (state, t, T) -> {name: the model averaged over t steps of T}, likewise
+
+
+def build(
+    task: Task,
+    recipe: Recipe,
+    row,
+    rounds: Callable,
+    *,
+    reads: str | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    sizes: Sizes | None = None,
+    units: np.ndarray | None = None,
+    survives: bool = False,
+) -> Program:
+    """Places the data and prepares the segments.
+
+    Args:
+      row: of ORDERS; rounds: `(inner optimizer, axis_name=) -> local_opt.Rounds`.
+      reads: None keeps arrays on the devices; "thread" or "tfdata" reads batches in the background.
+        Sources are always read, by a thread unless "tfdata" is given.
+      mesh: one device per worker, in one or several processes; None runs all on one device.
+      sizes, units: of a run that began with another number of workers; None: the recipe's.
+      survives: processes may be lost from now on, see `members`.
+    """
+    sizes = sizes or config.sizes_of(task, recipe, deals=row.deals)
+    if sizes.unit_size == 1 and row.deals != config.EXAMPLES:
+        check_units(task, observed=row.observes and sizes.units_per_step > 1)
+    if reads is None and not isinstance(task.train, dict):
+        reads = "thread"
+    turns = mesh is None and recipe.run == "turns"
+    if turns and row.coordinated:
+        raise UserError(
+            f"{row.label} coordinates workers in every step, and workers in turn cannot: pass "
+            "--run=vmap or --run=mesh."
+        )
+    train = task.train
+    if row.recut:
+        train, reads = _recut(task, row), reads or "thread"
+    worker = step.worker_of(task, recipe, row, rounds, sizes, in_turn=turns)
+    over = mesh or sizes.workers
+    total = config.size_of(task.train) // sizes.unit_size if row.deals else None
+    sync = step.sync_of(worker)
+    data, source = None, None
+    if reads is None:
+        if row.deals:
+            data, where = pipeline.pool(task.train, sizes), replicated_sharding(mesh)
+        else:
+            data, where = pipeline.partition(task.train, sizes, units), worker_sharding(mesh)
+        data = pipeline.place(data, where)
+    else:
+        numbers = pipeline.workers_here(mesh, sizes.workers)
+        source = pipeline.Source(train, sizes, total, numbers, worker_sharding(mesh), reads, units)
+    same = 2 * ("replicated",)  # the rate, and the place
+    sync = members.begin(sync, mesh) if survives else mapped(worker, over, sync, *same)
+    return Program(
+        sizes=sizes,
+        sharding=worker_sharding(mesh),
+        init=_initial(worker, mesh),
+        shapes=state_shapes(worker, over, places=_places(mesh)),
+        steps=steps_of(worker, over, reads=bool(reads), in_turn=turns),
+        sync=sync,
+        epoch_end=mapped(worker, over, step.epoch_end_of(worker)),
+        data=data,
+        source=source,
+        units=units,
+        following=following_of(worker, over),
+        sync_in_step=worker.rounds.in_step,
+        # It lies where the stats lay: otherwise the steps compile again.
+        reset=jax.jit(_of_all(lambda stats: step.zero_stats(worker), over), keep_unused=True),
+        **_readers(worker, mesh),
+    )
+
+
+def _recut(task: Task, row):
+    if task.recut is None:
+        raise UserError(
+            f"{row.label} cuts a text anew in every epoch, and {task.name} has none in memory with "
+            f"known documents: pass --task=wikitext2, or leave +{row.recut} out."
+        )
+    return task.recut.by(row.recut)
+
+
+def mapped(worker: Worker, over, function: Callable, *more: str, in_turn=False) -> Callable:
+    """Compiles `(state, ...) -> state` of all workers from that of one worker.
+
+    Args:
+      over: a number of workers, or their mesh; more: words of `local_opt.map_workers` for the
+        arguments after the state.
+    """
+    fields = len(TrainState._fields)
+    of_all = local_opt.map_workers(
+        lambda *a: tuple(function(TrainState(*a[:fields]), *a[fields:])),
+        over, in_specs=(*worker.sides, *more), out_specs=tuple(worker.sides), in_turn=in_turn,
+    )  # fmt: skip
+    return jax.jit(lambda state, *rest: TrainState(*of_all(*state, *rest)), donate_argnums=0)
+
+
+_of_all = functools.partial(local_opt.map_workers, in_specs="worker", out_specs="worker")
+
+
+def steps_of(worker: Worker, over, *, reads: bool, in_turn=False) -> Callable:
+    """(fresh, units) -> the compiled steps of a segment, all in one loop."""
+    take = (lambda batch, units: batch) if reads else pipeline.take_units
+    of_batch = "replicated" if worker.row.deals and not reads else "worker"
+
+    def compiled(fresh: bool, size: int):
+        steps = step.segment(worker, take, fresh=fresh, size=size)
+        words = (of_batch, *["replicated"] * 4)  # the batch, start, stop, first unit, rates
+        return mapped(worker, over, steps, *words, in_turn=in_turn)
+
+    return functools.cache(compiled)
+
+
+def start_of(worker: Worker, over) -> Callable:
+    """`(params, seed) -> TrainState` of all workers."""
+
+    def start(params, order_key, key):
+        like = params if worker.sketch is None else jnp.zeros(worker.sketch)
+        orders, opt_state = worker.order.init(order_key, like), worker.rounds.init(params)
+        means = worker.averages.init(params)
+        scale = worker.scale(opt_state, params) if worker.scale else ()
+        return params, opt_state, orders, key, step.zero_stats(worker), means, scale
+
+    words = (worker.sides.params, "worker", "worker")
+    started = local_opt.map_workers(start, over, in_specs=words, out_specs=tuple(worker.sides))
+    # Called once in a run: on a CPU its optimisation takes half of its compilation.
+    options = {"xla_backend_optimization_level": 0} if platform() == "cpu" else None
+
+    def of_seed(params, seed):
+        return TrainState(*started(params, *keys_of(seed, worker.sizes.workers)[1:]))
+
+    return jax.jit(of_seed, compiler_options=options)
+
+
+@functools.lru_cache(8)
+def params_of(model) -> Callable:
+    """`seed -> params`, compiled once for a model."""
+    return jax.jit(lambda seed: model.init(keys_of(seed, 1)[0]))
+
+
+def state_shapes(worker: Worker, over, *, places=None) -> TrainState:
+    """The shapes of a state of all workers, with the shardings of its fields if these are given."""
+    workers, places = worker.sizes.workers, places or dict.fromkeys(("worker", "replicated"))
+    params = jax.eval_shape(lambda: worker.model.init(jax.random.key(0)))
+    if worker.sides.params == "worker":
+        wide = lambda p: jax.ShapeDtypeStruct((workers, *p.shape), p.dtype)  # noqa: E731
+        params = jax.tree.map(wide, params)
+
+    def placed(tree, side):
+        struct = functools.partial(jax.ShapeDtypeStruct, sharding=places[side])
+        return jax.tree.map(lambda x: struct(x.shape, x.dtype), tree)
+
+    shapes = jax.eval_shape(start_of(worker, over), params, seed_of(0))
+    return TrainState(*map(placed, shapes, worker.sides))
+
+
+def _places(mesh) -> dict[str, jax.sharding.Sharding]:
+    """Where a state lies: on the mesh, or on the first device, as that of `_initial`."""
+    if mesh is None:
+        return dict.fromkeys(("worker", "replicated"), SingleDeviceSharding(jax.devices()[0]))
+    return {"worker": worker_sharding(mesh), "replicated": replicated_sharding(mesh)}
+
+
+def following_of(worker: Worker, over) -> Callable | None:
+    """`orders -> the next epoch's, twice` for orders that observe nothing: see `loop.Ahead`."""
+    if worker.row.observes:
+        return None
+    following = _of_all(worker.order.next_epoch, over)
+
+    def twice(orders):
+        orders = following(orders)
+        return orders, jax.tree.map(jnp.copy, orders)
+
+    return jax.jit(twice)
+
+
+def check_units(task: Task, observed: bool) -> None:
+    """Raises ValueError if units are single examples and the loss mixes examples."""
+    if task.model.statistics is not None:
+        raise UserError(
+            f"the model of {task.name} normalises over batches, so one example is no unit: pass "
+            "--unit_size=2 or more, or choose another --model."
+        )
+    if observed:
+        few = ordering.data.as_source(task.train)[:3]
+        params = params_of(task.model)(seed_of(0))
+        # The key is made where the loss is compiled: alone it would be compiled, too.
+        loss = lambda params, batch: task.model.loss(params, batch, jax.random.key(0))  # noqa: E731
+        check_separable(loss, params, few)
+
+
+def keys_of(seed, workers: int):
+    """(of the parameters, of the workers' orders, of the workers' steps)."""
+    key = jax.random.key(seed)
+    orders, steps = (jax.random.split(jax.random.fold_in(key, part), workers) for part in (1, 2))
+    return jax.random.fold_in(key, 0), orders, steps
+
+
+def _initial(worker: Worker, mesh) -> Callable:
+    workers, per_worker = worker.sizes.workers, worker.sides.params == "worker"
+    started = start_of(worker, mesh or workers)
+
+    def init(seed: int) -> TrainState:
+        """A seed determines the parameters and first permutations, the same for all orders."""
+        seed = seed_of(seed)
+        params = jax.device_get(params_of(worker.model)(seed))
+        if per_worker:
+            params = jax.tree.map(lambda p: np.broadcast_to(p, (workers, *np.shape(p))), params)
+        params = pipeline.place(
+            params, worker_sharding(mesh) if per_worker else replicated_sharding(mesh)
+        )
+        state = started(params, seed)
+        # Committed to the device, as a restored state is: otherwise the steps compile twice.
+        return jax.device_put(state, jax.devices()[0]) if mesh is None else state
+
+    return init
+
+
+def _readers(worker: Worker, mesh) -> dict[str, Callable]:
+    """`mean`, `mean_params` and `averaged` of a program."""
+    per_worker, average = worker.sides.params == "worker", jax.jit(worker.averages.update)
+    mean = jax.jit(local_opt.mean_over_workers) if per_worker else None
+
+    def model(tree):
+        tree = pipeline.on_host(tree) if members.on() else tree
+        tree = mean(tree) if mean else tree
+        return tree if mesh is None else pipeline.on_host(tree)
+
+    return {
+        "mean": mean,
+        "mean_params": lambda state: model(state.params),
+        "averaged": lambda state, t, total: model(average(state.averages, state.params, t, total)),
+    }

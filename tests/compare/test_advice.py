@@ -1,0 +1,122 @@
+"""The advice: times by hand, choices beyond the intervals, and their records."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from experiments import advise, timing
+from experiments.advise import Combination, Factorial
+from experiments.compare import flags
+from experiments.compare.arms import row_of
+from experiments.compare.cost import Machine, order_traffic
+from experiments.report import archive, frame
+from experiments.trainer.config import Sizes
+from syncopate.refusals import UserError
+from tests.commands import TWO_DEVICES, parsed
+
+SIZES = Sizes(workers=4, num_units=32, units_per_step=16, unit_size=1)
+PLAIN, ORDER = Combination(), Combination(order=True)
+LOCAL, ECHO = Combination(local=True), Combination(uses=4)
+ALL = Combination(True, True, 4)
+
+
+def taken(steps, loads, rounds, spread=(0.9, 1.0, 1.1)):
+    """Three seeds, which differ by the same factors in all combinations."""
+    return np.outer((steps, loads, rounds), spread)
+
+
+def factorial(task="a", **changes):
+    of = {
+        PLAIN: taken(1000, 1000, 1000),
+        ORDER: taken(400, 400, 400),
+        LOCAL: taken(1000, 1000, 50),
+        ECHO: taken(2000, 500, 2000),
+        ALL: taken(1200, 300, 60),
+    } | changes.get("taken", {})
+    return Factorial(task, SIZES, of)
+
+
+def test_times_equal_a_sum_by_hand():
+    actual = factorial()
+    machine = Machine(step=2.0, load=16.0, sync=20.0, parameters=10**6, latency=4.0, ordered=1.1)
+    times = {c: np.exp(log) for c, log in advise.logs_of(machine, actual).items()}
+    np.testing.assert_allclose(times[PLAIN], [0.9, 1.0, 1.1] * np.array(2e3 + 20e3))
+    traffic = order_traffic(row_of("order", "cd_grab+sketch256+dealt"), SIZES, 10**6)
+    for place, loads in enumerate((270, 300, 330)):
+        computing = 2.0 * (4 * loads + 0.1 * loads)  # four uses, and the order's share of loads
+        expected = max(computing + 20.0 * loads / 5 + 16.0 * traffic(loads), 16.0 * loads)
+        assert times[ALL][place] == pytest.approx(expected)
+
+
+def test_the_best_has_no_rivals_only_beyond_the_interval():
+    same = np.log([1.0, 1.2, 0.9])
+    logs = {PLAIN: same + 1, ORDER: same, LOCAL: same + np.array([0.1, -0.1, 0.05])}
+    assert advise.best_of(logs) == (ORDER, [LOCAL])
+    # Of equal ones the one with fewer decisions.
+    assert advise.best_of({ALL: same, PLAIN: same})[0] == PLAIN
+
+
+@pytest.mark.parametrize(
+    "load,sync,best", [(0.0, 0.0, ORDER), (8.0, 10.0, ALL), (0.0, 10.0, LOCAL)]
+)
+def test_the_best_depends_on_the_machine(load, sync, best):
+    results = factorial(taken={ORDER: taken(990, 990, 990)} if best == LOCAL else {})
+    machine = Machine(1.0, load, sync, parameters=10**8)
+    assert advise.best_of(advise.logs_of(machine, results))[0] == best
+
+
+def test_only_combinations_of_all_tasks_are_predicted():
+    few = Factorial("b", SIZES, {PLAIN: taken(9, 9, 9), ORDER: taken(3, 3, 3)})
+    result = advise.predict(Machine(parameters=10**6), [factorial(), few])
+    assert set(result) == {PLAIN, ORDER}
+
+
+def test_the_table_of_factorials_is_that_of_the_recorded_runs():
+    """Steps, loads and rounds to the target, at each arm's best rate."""
+    (digits,) = (f for f in advise.load() if f.task == "digits" and f.sizes.units_per_step == 16)
+    for uses in (2, 4):
+        comparison = archive.load(f"map_digits_4x16_e{uses}")
+        runs = frame.frame(comparison)
+        for arm in comparison.arms:
+            echoed = uses if arm.endswith("+fixed") else 1
+            combination = Combination(arm.startswith(advise.ORDER), "+constant+" in arm, echoed)
+            to = runs.loc[arm, ["to step", "to loads", "to rounds"]].to_numpy(float).T
+            np.testing.assert_array_equal(digits.taken[combination], to)
+
+
+def test_advice_measures_and_recommends(capsys):
+    given = ("--task=digits", "--workers=4", "--units_per_step=16", "--gigabits=1,100")
+    advise.run(parsed(advise, *given))
+    out = capsys.readouterr().out
+    assert out.count("Use ") + out.count("Nothing is shown to help") == 2
+    assert "1 Gb/s: a load takes" in out and "100 Gb/s: a load takes" in out
+
+
+def test_the_network_of_a_mesh_is_an_all_reduce_of_the_parameters(monkeypatch):
+    monkeypatch.setattr(advise, "order_ratio", lambda *_: 1.0)
+    monkeypatch.setattr(timing, "measure", lambda *_: Machine())
+    timed = {}
+    monkeypatch.setattr(timing, "medians", lambda calls, _: timed.update(calls) or {"sync": 3.0})
+    values = parsed(advise, *TWO_DEVICES)
+    (machine,) = advise.machines_of(*flags.setting_from_flags(values), values)
+    assert (machine.label, machine.sync, machine.parameters) == ("measured", 3.0, 650)
+    (sent,) = re.findall(r"f32\[(\d+)\] = psum", str(jax.make_jaxpr(timed["sync"])()))
+    assert int(sent) == 650  # 10 classes of 64 pixels and a bias
+    values = parsed(advise, *TWO_DEVICES, "--gigabits=10")
+    with pytest.raises(UserError, match="--gigabits is unused"):
+        advise.machines_of(*flags.setting_from_flags(values), values)
+
+
+@pytest.mark.parametrize("taken_by_order,expected", [
+    ([400] * 3, "Use order: 2.5 times as fast as none (2.5 to 2.5, 95 % over 3 tasks). No"),
+    ([100, 400, 1600], "Nothing is shown to help: order is 2.5 times as fast as none (0.1 to 7"),
+    ([2000] * 3, "Nothing is shown to help.\n"),
+])  # fmt: skip
+def test_what_may_be_slower_is_not_recommended(taken_by_order, expected):
+    """Of 1,000 steps without; the interval of three tasks is wide, and may include 1."""
+    counts = [{ORDER: taken(n, n, n), ALL: taken(9e9, 1, 1)} for n in taken_by_order]
+    tasks = [factorial(name, taken=times) for name, times in zip("abc", counts, strict=True)]
+    text = advise.advice(Machine(), tasks)
+    assert expected in text and ("--order=" in text) == expected.startswith("Use"), text

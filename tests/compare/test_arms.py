@@ -1,0 +1,156 @@
+"""The tables of decisions: their rows, the words that modify them, and their plans."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import ordering
+from experiments.compare.arms import TABLES, Arm, arm_of, parsed, row_of
+from experiments.data import TASKS
+from experiments.trainer import config
+from local_opt import Rounds
+from tests.problems import ends_of
+from tests.words import all_rows, further
+
+
+def test_every_word_belongs_to_one_table():
+    words = [word for kind, table in TABLES.items() for word in (*table, *further(kind))]
+    assert len(set(words)) == len(words)
+
+
+@pytest.mark.parametrize(
+    "text,decisions,label",
+    [
+        ("rr", {"order": "rr"}, "D-RR"),
+        ("qsr+int8+epoch", {"sync": "qsr+int8+epoch"}, "QSR, int8, to the epoch"),
+        ("cd_grab+sketch48+dealt+diffusion+cosine",
+         {"order": "cd_grab+sketch48+dealt", "echo": "diffusion+cosine"},
+         "CD-GraB, 48 numbers, dealt + error diffusion, cosine p"),
+        ("rr+dealt+constant+none", {"order": "rr+dealt", "sync": "constant", "echo": "none"},
+         "D-RR, dealt + constant H + no echo"),
+    ],
+)  # fmt: skip
+def test_words_name_decisions(text, decisions, label):
+    arm = arm_of(text)
+    assert decisions.items() <= arm.words.items() and arm.label == label
+    assert Arm(**parsed(text)).words == arm.words, "an arm is a value, words or not"
+    assert "+".join(decisions.values()) == text
+    assert row_of("order", "cd_grab+sketch48") is row_of("order", "cd_grab+sketch48"), (
+        "programs of it are shared"
+    )
+    assert (
+        row_of("order", "cd_grab+sketch48").sketch == 48
+        and row_of("order", "id_pair+scaled").scaled == 0.5
+    )
+
+
+@pytest.mark.parametrize(
+    "text,message",
+    [
+        ("cats", "'cats', which is no word: choose of --order: rr, .*, and of .sketchN, .teamN"),
+        ("int8", "'int8' has a --compress and no --sync: name one of parallel, accumulate"),
+        ("rr+cd_grab", "'rr.cd_grab' says --order twice, rr and cd_grab"),
+        (
+            "unzip+sketch4",
+            "unzip cannot be sketch4 .--sketch.: choose one of id_pair, cd_grab, or leave",
+        ),
+        ("qsr+int8+int4", "says --compress twice, int8 and int4"),
+        ("cd_grab+team4", "--team is 4 without a sketch"),
+    ],
+)
+def test_invalid_words_are_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        arm_of(text)
+
+
+def setting_of(total_steps=60, units=8, **fields):
+    given = {"schedule": "cosine", "floor": 0.01, "warmup_steps": 5, "h_base": 2} | fields
+    recipe = TASKS["digits"](abstract=True).recipe._replace(total_steps=total_steps, **given)
+    return config.config_of(recipe, config.Sizes(4, units, 2, 1), seed=0, speed=4)
+
+
+def test_every_row_builds_its_decision():
+    setting = config.OrderSetting(num_units=8, units_per_step=2)
+    for name in all_rows("order"):
+        assert isinstance(row_of("order", name).make(setting), ordering.Ordering), name
+    given = setting_of(growth=1.5, horizon=20)
+    assert (given.total_steps, given.echo_factor) == (120, 4), "more steps: echoed ones are shorter"
+    for name in all_rows("echo"):
+        policy = row_of("echo", name).make(given)
+        assert policy.total_steps == 120 and policy.online == row_of("echo", name).online, name
+    for name in all_rows("sync"):
+        rule = row_of("sync", name)
+        plans = config.plans_of(given, rule, row_of("echo", "diffusion"), rate=0.1)
+        plans.check()
+        assert plans.sync.syncs_after(119) and plans.sync.total_steps == 120, name
+        assert isinstance(rule.rounds(optax.sgd(0.1), axis_name="worker"), Rounds), name
+        if "+" not in name:
+            online = config.plans_of(given, rule, row_of("echo", "measured"), rate=0.1)
+            assert (online.sync is None) == (name == "every_load")
+
+
+OTHERS = {"h_base": 9, "growth": 2.5, "echo_factor": 3, "horizon": 9}
+
+
+@pytest.mark.parametrize("kind,name", [
+    *(("sync", name) for name in TABLES["sync"]),
+    *(("echo", name) for name in (*TABLES["echo"], "diffusion+cosine")),
+])  # fmt: skip
+def test_a_row_says_which_fields_of_a_recipe_change_its_plan(kind, name):
+    row, given = row_of(kind, name), setting_of(600, floor=1e-3, horizon=40)
+
+    def plan(**fields):
+        config = given._replace(**fields)
+        if kind == "sync":
+            return row.plan(config)
+        return row.make(config).max_factor if row.online else row.make(config)
+
+    changed = {field for field, other in OTHERS.items() if plan(**{field: other}) != plan()}
+    assert changed == {*row.reads}
+
+
+def test_rules_of_other_powers_communicate_as_much_as_qsr():
+    given = setting_of(1250, floor=1e-3, warmup_steps=125)
+    results = {
+        name: row_of("sync", name).plan(given).rounds for name in ("qsr", "inverse", "cubic")
+    }
+    assert results["inverse"] == results["cubic"] == results["qsr"] < 2500 / 2
+
+
+def test_words_of_the_outer_optimizer():
+    given = setting_of(1250, floor=1e-3, warmup_steps=125)
+    qsr, constant = (row_of("sync", name).plan(given) for name in ("qsr", "matched"))
+    period = int(constant.periods[0])
+    assert set(constant.periods[:-1].tolist()) == {period}
+    assert constant.rounds <= qsr.rounds < -(-given.total_steps // (period - 1))
+    label = "QSR, normalized Nesterov 0.7, 0.9"
+    assert row_of("sync", "qsr+normalized0.7_0.9").label == label
+    x, ends = jnp.array([[0.0], [2.0]]), []  # two workers, which move by 4 and by 6 per step
+    for words in ("constant", "constant+nesterov0.7_0.9", "constant+normalized0.7_0.9"):
+        rounds = row_of("sync", words).rounds(optax.sgd(1.0), axis_name="worker")
+        params, state = x, jax.vmap(rounds.init)(x * 0)
+        for _ in range(2):
+            updates, state = jax.vmap(rounds.update)(jnp.array([[-4.0], [-6.0]]), state, params)
+            params += updates
+        ends.append(jax.vmap(rounds.sync, axis_name="worker")(params, state)[0].tolist())
+    # The mean is 11 after a start at 0: Nesterov's first step is 0.7 * 1.9 of that.
+    np.testing.assert_allclose(np.ravel(ends), np.repeat([11, 14.63, 14.63], 2), rtol=1e-6)
+
+
+def test_aligned_rules_end_rounds_with_epochs():
+    # Epochs of 7 loads.
+    given = setting_of(60, 14, floor=1e-3, growth=1.0, h_base=4, warmup_steps=0)
+    halves = {*range(7, 120, 7), *range(4, 120, 7), 120}
+    ends = ends_of(row_of("sync", "constant+half").plan(given))
+    assert set(ends) < halves and ends[:6] == [4, 11, 14, 18, 21, 25]  # of 4, 8, 12, 16, 20, 24
+    for name in ("qsr", "constant"):
+        starts = row_of("sync", f"{name}+epoch").plan(given).starts
+        assert not (starts % 7).any() and len(starts) < row_of("sync", name).plan(given).rounds
+    # Of an echoed run, seven loads: no round ends before the last use of the seventh.
+    plan = row_of("echo", "fixed").make(given)
+    starts = row_of("sync", "qsr+epoch").plan(given._replace(fresh=plan.fresh)).starts
+    assert given.echo_factor == 4 and not (starts % 28).any()
+    with pytest.raises(ValueError, match="needs an epoch's loads: use a study"):
+        row_of("sync", "qsr+half").plan(given._replace(loads_per_epoch=None))
