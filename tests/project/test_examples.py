@@ -250,7 +250,10 @@ def test_the_table_counts_the_lines_of_the_diffs(folder):
     """Without blank ones and comments."""
     counts = []
     for name in ("qsr", "order", "echo"):
-        _, new = changed_by((FOLDER / "others" / folder / f"{name}.diff").read_text())
+        path = FOLDER / "others" / folder / f"{name}.diff"
+        if not path.exists():
+            continue
+        _, new = changed_by(path.read_text())
         new = [line for line in new if line.strip() and not line.strip().startswith("#")]
         counts.append(f"[{len(new)}](../../examples/others/{folder}/{name}.diff)")
         used = re.findall(r"\b((?:local_opt|ordering)(?:\.\w+)+)", "\n".join(new))
@@ -258,7 +261,7 @@ def test_the_table_counts_the_lines_of_the_diffs(folder):
             operator.attrgetter(public)(syncopate)
         assert used
     table = (FOLDER.parent / "docs" / "results" / "outside.md").read_text()
-    assert re.search(".*".join(map(re.escape, counts)), table)
+    assert counts and re.search(".*".join(map(re.escape, counts)), table)
 
 
 @pytest.mark.parametrize("flags,says", [
