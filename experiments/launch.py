@@ -31,11 +31,8 @@ GRACE = 5.0  # seconds that the others get once one has failed; gloo has no time
 DEVICES = "--xla_force_host_platform_device_count"
 
 
-def launch(command: Sequence[str], processes: int, survive: int | None = None) -> int:
-    """Returns the first failure's exit code, 128 + n if signal n ended that process; 0 if none.
-
-    If `survive` is given, it is passed on, and the failure of process 0 alone counts.
-    """
+def launch(command: Sequence[str], processes: int) -> int:
+    """Returns the first failure's exit code, 128 + n if signal n ended that process; 0 if none."""
     if not command:
         raise UserError("no experiment: pass --processes=2 -- experiments.NAME --run=mesh")
     cores = os.cpu_count() or 1
@@ -53,7 +50,6 @@ def launch(command: Sequence[str], processes: int, survive: int | None = None) -
     # Pass -P unless the current folder is on this process's own path.
     isolated = [] if {"", os.getcwd()} & set(sys.path) else ["-P"]
     command = [sys.executable, *isolated, "-m", *command, f"--num_processes={processes}"]
-    command += [] if survive is None else [f"--survive={survive}"]
     running, asked = [], []
 
     def send(number):
@@ -75,7 +71,7 @@ def launch(command: Sequence[str], processes: int, survive: int | None = None) -
             options = {"env": environment, "stdout": out, "start_new_session": True}
             options["preexec_fn"] = _ends_with(os.getpid())
             running.append(subprocess.Popen([*command, *process_flags], **options))
-        return _first_failure(running, send, 1 if survive else processes)
+        return _first_failure(running, send)
     finally:
         send(signal.SIGKILL)
 
@@ -94,19 +90,16 @@ def _ends_with(parent: int) -> Callable[[], None] | None:
     return bind
 
 
-def _first_failure(running, send, needed) -> int:
-    """Waits for all processes, and ends them once one of the first, needed ones has failed."""
-    first, until, reported = 0, math.inf, set()
+def _first_failure(running, send) -> int:
+    """Waits for all processes, and ends them once one has failed."""
+    first, until = 0, math.inf
     while True:
         codes = [process.poll() for process in running]
         for number, code in enumerate(codes):
-            if not code or first or number in reported:
+            if not code or first:
                 continue
-            code = 128 - code if code < 0 else code
-            print(f"[launch] process {number} ended with exit code {code}", file=sys.stderr)
-            reported.add(number)
-            if number < needed:
-                first, until = code, time.monotonic() + GRACE
+            first, until = 128 - code if code < 0 else code, time.monotonic() + GRACE
+            print(f"[launch] process {number} ended with exit code {first}", file=sys.stderr)
         if None not in codes:
             return first
         if time.monotonic() > until:
@@ -117,12 +110,9 @@ def _first_failure(running, send, needed) -> int:
 def define_flags(values: flags.FlagValues) -> None:
     bounds = {"lower_bound": 1, "upper_bound": 2**31 - 1, "flag_values": values}
     flags.DEFINE_integer("processes", 2, "number of processes", **bounds)
-    text = "of experiments.train, which see: a process but the first may die"
-    flags.DEFINE_integer("survive", None, text, **bounds)
-    for name in ("processes", "survive"):
-        values.register_key_flag_for_module(entry.THIS_COMMAND, values[name])
+    values.register_key_flag_for_module(entry.THIS_COMMAND, values["processes"])
 
 
 if __name__ == "__main__":
-    run = lambda values, rest: launch(rest, values.processes, values.survive)  # noqa: E731
+    run = lambda values, rest: launch(rest, values.processes)  # noqa: E731
     entry.main(define_flags, run, rest=True)

@@ -20,7 +20,7 @@ from absl import flags as absl_flags
 from experiments.cluster import entry
 from experiments.compare import flags
 from experiments.compare.arms import define_decisions
-from experiments.data.base import COUNT, RATE, SEED
+from experiments.data.base import RATE, SEED
 
 POLICIES = ("mean", "reset", "first")  # of `local_opt.resize`
 
@@ -35,8 +35,6 @@ def define_flags(values: absl_flags.FlagValues) -> None:
     define(SEED, "seed", 0, "of parameters, orders, coins")
     text = "other --workers than the run has had: what becomes of their optimizers' states"
     define(enum, "elastic", None, text, [*POLICIES])
-    text = "go on without processes that have died: seconds without a sign of life; unset: end"
-    define(COUNT, "survive", None, text)
 
 
 def run(values: absl_flags.FlagValues) -> None:

@@ -168,15 +168,6 @@ def for_disk(what: str, path: str) -> contextlib.AbstractContextManager:
     return for_others(what) if several() else limited(timeout, lambda: advice)
 
 
-def check_new() -> None:
-    """Refuses a process that a run has lost, and that was started again."""
-    if jax.process_index() in _reported_places():
-        raise UserError(
-            f"process {jax.process_index()} has died in this run, which goes on without it: give "
-            "the command again, to all processes, once the run has ended."
-        )
-
-
 def came_to(step: int) -> None:
     """Records in the coordinator's store that this process has finished a step."""
     if several():
@@ -206,10 +197,6 @@ def _places() -> dict[int, int]:
     """{process: last step}; empty if the coordinator does not answer."""
     if _get(store(), f"{PLACES}/0", ASKING) is None:
         return {}
-    return _reported_places()
-
-
-def _reported_places() -> dict[int, int]:
     entries = store().key_value_dir_get(PLACES)
     return {int(key.rpartition("/")[2]): int(value) for key, value in entries}
 

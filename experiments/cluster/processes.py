@@ -26,7 +26,7 @@ import numpy as np
 from absl import flags
 from jax.sharding import Mesh
 
-from experiments.cluster import coordination, members, strict
+from experiments.cluster import coordination, strict
 from experiments.cluster.coordination import several as several
 from experiments.cluster.devices import worker_mesh
 from experiments.cluster.entry import AUTO, PROCESSES
@@ -41,13 +41,11 @@ leaving = threading.Event()  # set once an error has been told that ends this pr
 CALLS = itertools.count()  # number of calls of `of_first`, the same in all processes
 
 
-def start(values: flags.FlagValues = flags.FLAGS, survive: int | None = None) -> None:
+def start(values: flags.FlagValues = flags.FLAGS) -> None:
     """Connects to the other processes, if there are any. Call it before anything else of JAX.
 
     Args:
       values: parsed flags, including those of PROCESSES; if these are unset there is one process.
-      survive: seconds without a sign of life after which a process is lost, and the others may go
-        on: see `members`; None: all end.
     """
     coordination.timeout = values["timeout"].value
     given = {name: values[name].value for name in PROCESSES}
@@ -59,17 +57,14 @@ def start(values: flags.FlagValues = flags.FLAGS, survive: int | None = None) ->
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # JAX's own service would intercept SIGTERM, and the process would continue.
     jax.config.update("jax_enable_preemption_service", False)
-    options = {} if survive is None else {"heartbeat_timeout_seconds": survive}
-    jax.config.update("jax_enable_recoverability", survive is not None)
-    _connect(*given.values(), **options)
+    _connect(*given.values())
     if several():
-        coordination.check_new()
         sys.excepthook = functools.partial(_leave, sys.excepthook)
         coordination.came_to(0)
         coordination.check("settings", coordination.facts_of(values), coordination.SETTINGS_SECONDS)
 
 
-def _connect(address, count, number, **chosen):
+def _connect(address, count, number):
     host, _, port = (address or "").rpartition(":")
     fits = port.isdigit() and 0 < int(port) < 1 << 16 and None not in (count, number)
     fits = fits and 0 <= number < count
@@ -80,8 +75,9 @@ def _connect(address, count, number, **chosen):
             "port of process 0), the same --num_processes=N and its own --process_id, 0 to N - 1; "
             f"or, under SLURM and on TPU pods, only --coordinator_address={AUTO}; or none of them."
         )
+    chosen = {}
     if fits:
-        chosen |= dict(zip(PROCESSES, (address, count, number), strict=True))
+        chosen = dict(zip(PROCESSES, (address, count, number), strict=True))
         chosen["coordinator_bind_address"] = None if number else _place_of(address)
 
     def absent():  # JAX would abort with a C++ stack trace
@@ -135,8 +131,7 @@ def _leave(tell: Callable, *error):
 
     At exit a process waits for all others, which in turn wait for it in their next collective. By
     ending it, whatever started the processes sees that one has failed. One that has lost another
-    ends at once, before JAX aborts it, and so does any with `survive`, where process 0 waits for
-    none; process 0 does not, as the rest would lose it, too.
+    ends at once, before JAX aborts it; process 0 does not, as the rest would lose it, too.
     """
     gone = isinstance(error[1], RuntimeError | ValueError) and GONE.search(str(error[1]))
     if gone:
@@ -146,7 +141,7 @@ def _leave(tell: Callable, *error):
         tell(*error)
     sys.stderr.flush()
     leaving.set()
-    if not is_first() and (gone or jax.config.jax_enable_recoverability):
+    if gone and not is_first():
         os._exit(1)
     timer = threading.Timer(GRACE, os._exit, (1,))
     timer.daemon = True
@@ -174,10 +169,7 @@ def wait(name: str) -> None:
     """Waits until all processes are here; `name` distinguishes such places."""
     if several():
         with coordination.for_others(f"all processes to reach: {name}"):
-            if members.on():
-                members.barrier()
-            else:
-                multihost_utils.sync_global_devices(name)
+            multihost_utils.sync_global_devices(name)
 
 
 def mesh_of(run: str, workers: int) -> Mesh | None:
@@ -217,8 +209,7 @@ def interrupts() -> Iterator[Callable[[bool], tuple[int, bool]]]:
         if not several():
             return here
         with coordination.for_others("whether any of them was asked to stop or save"):
-            gather = members.exchanged if members.on() else multihost_utils.process_allgather
-            every = gather(np.array(here, np.uint8))
+            every = multihost_utils.process_allgather(np.array(here, np.uint8))
         number, save = np.max(every, axis=0)
         return int(number), bool(save)
 

@@ -4,10 +4,9 @@ import functools
 import os
 import sys
 
-import jax
 from absl import flags as absl_flags
 
-from experiments.cluster import coordination, lock, members, processes, progress
+from experiments.cluster import coordination, lock, processes, progress
 from experiments.cluster.coordination import data_hash
 from experiments.compare import flags
 from experiments.compare.arms import arm_from_flags
@@ -15,12 +14,10 @@ from experiments.compare.cost import dry_run, traffic
 from experiments.compare.search import go_on
 from experiments.compare.study import Study
 from experiments.report import page, records
-from experiments.trainer import checkpoint, config, measure, optimizers, pipeline, program, resize
+from experiments.trainer import checkpoint, config, measure, pipeline, program, resize
 from experiments.trainer import run as training_run
 from experiments.trainer.step import worker_of
 from ordering.echo import EchoPlan
-from syncopate.refusals import UserError
-from syncopate.workers import AXIS
 
 
 def run(values: absl_flags.FlagValues) -> None:
@@ -30,15 +27,13 @@ def run(values: absl_flags.FlagValues) -> None:
       SystemExit: 128 + n if signal n stopped it; with the reason if it diverged; `lock.BUSY` if
         another run has the folder.
     """
-    processes.start(values, values.survive)
+    processes.start(values)
     task, recipe = flags.setting_from_flags(values)
     rates = recipe.learning_rates
     rate = rates[len(rates) // 2] if values.learning_rate is None else values.learning_rate
     recipe = recipe._replace(learning_rates=(rate,))
-    recipe = _without_bounds(values, recipe)
     arm = arm_from_flags(values, "run")
     flags.check_used(values, recipe, [arm])
-    _check_survives(values, recipe, arm.rows)
     if values.dry_run:
         only = Study("train", {"run": arm}, values.task, None, (), ())
         return processes.say(dry_run(task, recipe, only, values))
@@ -47,7 +42,7 @@ def run(values: absl_flags.FlagValues) -> None:
     folder = values.output_dir or os.path.join("results", f"train_{values.task}")
     settings = {**flags.settings(values, recipe), **arm.words, "data": data_hash(task)}
     settings |= {"seed": values.seed, "learning_rate": rate}
-    with members.left_together(), lock.held(folder):
+    with lock.held(folder):
         done, saved = [], None
         if not values.overwrite:
             done = records.read_folder(folder)
@@ -56,43 +51,6 @@ def run(values: absl_flags.FlagValues) -> None:
         built, plans, begun = _prepared(task, recipe, arm.rows, values, saved)
         outcome = _train(task, recipe, arm, built, plans, values, folder, settings, begun, done)
         _finish(outcome, built, plans, folder, values, " + ".join(row.label for row in arm.rows))
-
-
-def _without_bounds(values, recipe):
-    """With --survive a task's own bounds are left out: they add up gradients of all."""
-    by_default = values.survive is not None and values.bound_every is None
-    return recipe._replace(bound_every=0) if by_default else recipe
-
-
-def _check_survives(values, recipe, rows):
-    """Refuses, with --survive, what needs all workers between two syncs."""
-    if values.survive is None:
-        return
-    order, rule, policy = rows
-    if not processes.several():
-        raise UserError(f"--survive is {values.survive} in one process: leave it out.")
-    if recipe.run == "mesh" and recipe.workers != jax.device_count():
-        raise UserError(
-            f"--survive needs a worker on each of the {jax.device_count()} devices: pass "
-            f"--workers={jax.device_count()}, or start fewer processes."
-        )
-    in_step = rule.rounds(optimizers.inner(recipe), axis_name=AXIS).in_step
-    needs = {
-        f"--sync={values.sync} averages in every step": in_step,
-        f"--order={values.order} adds up the gradients of all in every step; with --sketch=1024 it "
-        "does at syncs": order.coordinated and not order.sketch,
-        "--deal and --cut give units anew to all in every epoch": order.deals,
-        "--scale takes the mean of all at an epoch's end": order.scaled,
-        f"--team={values.team} needs all of a team": values.team,
-        "--correction adds up to nothing over all alone": values.correction,
-        f"--echo={values.echo} asks all in every step": policy.online,
-        "--bound_every adds up gradients of all": recipe.bound_every,
-    }
-    if wrong := [text for text, holds in needs.items() if holds]:
-        reasons = "; ".join(wrong)
-        raise UserError(
-            f"--survive needs no worker between two syncs, and {reasons}: leave it out."
-        )
 
 
 def _prepared(task, recipe, rows, values, saved):
@@ -115,7 +73,6 @@ def _prepared(task, recipe, rows, values, saved):
         task, recipe, order, rule.rounds, sizes=sizes, units=units,
         mesh=processes.mesh_of(recipe.run, recipe.workers),
         reads="thread" if policy.online and reads is None else reads,
-        survives=values.survive is not None,
     )  # fmt: skip
     if text := config.left_out(task, sizes, deals=order.deals):
         processes.say(text)

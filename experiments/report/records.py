@@ -9,8 +9,8 @@ was measured. "allreduces" is what a worker has sent, in all-reduces of the para
 of one, for an order or compressed. With --average also PART/NAME/averaged of the "average" with the
 least training loss. Where "train/loss" is that of the first training examples alone there are
 "train_examples", their number. Where seconds say nothing, for loads were not waited for or another
-run shared the device, there is "timed": false. With --survive "living" are the workers whose
-processes live. A scalar that is null was measured and is not finite: NaN or infinite.
+run shared the device, there is "timed": false. A scalar that is null was
+measured and is not finite: NaN or infinite.
 
 metrics.sha256 holds a hash of every line of metrics.jsonl, so that a changed line is noticed.
 Of several processes all read, and process 0 alone writes.

@@ -1,7 +1,5 @@
 """Checkpoints of whole runs, which orbax writes asynchronously and atomically on all processes.
 
-Where processes may be lost, process 0 writes what it gathers from those that live.
-
 A checkpoint is a folder STEP with the state, facts about its run, and a digest of every file.
 Process 0 writes the digest when all processes are done, before the folder is renamed to STEP.
 Every checkpoint therefore has a digest.
@@ -23,15 +21,13 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from experiments.cluster import coordination, entry, files, lock, members, processes, strict
+from experiments.cluster import coordination, entry, files, lock, processes, strict
 from experiments.trainer import loop, pipeline
 from experiments.trainer.config import Plans
 from experiments.trainer.loop import Progress
 from experiments.trainer.program import Program
 from experiments.trainer.step import TrainState
-from local_opt.elastic import taken_over
 from syncopate.refusals import UserError
-from syncopate.workers import AXIS
 
 KEPT = 2
 CLOSED = "Event loop is closed"  # what asyncio says
@@ -69,21 +65,13 @@ def opened(folder: str) -> Iterator:
     """
     import orbax.checkpoint as ocp
 
-    if members.on() and not processes.is_first():
-        yield None
-        return
-    folder, alone = os.path.abspath(folder), {}
-    if members.on():
-        with files.advised(folder):
-            os.makedirs(folder, exist_ok=True)
-        alone = {"create": False, "multiprocessing_options": _alone()}
-    waits = coordination.several() and not alone
+    folder = os.path.abspath(folder)
     written = ocp.AsyncOptions(
         timeout_secs=ORBAX_SECONDS, create_directories_asynchronously=False,
         post_finalization_callback=lambda: _write_digest(folder),
-        barrier_sync_fn=functools.partial(_barrier, folder) if waits else None,
+        barrier_sync_fn=functools.partial(_barrier, folder) if coordination.several() else None,
     )  # fmt: skip
-    options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, async_options=written, **alone)
+    options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, async_options=written)
     with coordination.for_disk("the folder of checkpoints", folder):
         manager = ocp.CheckpointManager(folder, options=options)
     failed = False
@@ -131,13 +119,6 @@ def _take_reports(reports: queue.SimpleQueue, tell: Callable) -> None:
         del report
 
 
-def _alone():
-    """Orbax's options for process 0 alone, without barriers."""
-    import orbax.checkpoint as ocp
-
-    return ocp.options.MultiprocessingOptions(primary_host=0, active_processes={0})
-
-
 def _barrier(folder: str, *, key: str, timeout_ms: int) -> None:
     """Orbax's barrier of all processes, in the thread that writes.
 
@@ -172,8 +153,7 @@ def save(
     import orbax.checkpoint as ocp
 
     lock.check()
-    state = _with_lost(state, program.sizes.workers) if members.on() else pipeline.key_data(state)
-    if manager is None or manager.latest_step() == at.step:
+    if manager.latest_step() == at.step:
         return
     metadata = {
         "about": dict(about),
@@ -186,25 +166,10 @@ def save(
         "units": None if program.units is None else program.units.tolist(),
     }
     metadata = strict.plain(metadata)
-    items = {STATE: ocp.args.StandardSave(state), METADATA: ocp.args.JsonSave(metadata)}
+    state = ocp.args.StandardSave(pipeline.key_data(state))
+    items = {STATE: state, METADATA: ocp.args.JsonSave(metadata)}
     with coordination.for_disk("their parts of a checkpoint", str(manager.directory)):
         manager.save(at.step, args=ocp.args.Composite(**items))
-
-
-def _with_lost(state: TrainState, workers: int) -> TrainState:
-    """The rows of all workers. A lost worker gets the first member's rows, with its own keys.
-
-    Both are the same where workers begin, and a sync makes them the same again.
-    """
-    rows, lives = pipeline.on_host(state), members.workers()
-    if len(lives) == workers:
-        return rows
-    new = [worker not in lives for worker in range(workers)]
-    places = [0 if lost else lives.index(worker) for worker, lost in enumerate(new)]
-    wide = jax.tree.map(lambda x: x[np.array(places)], rows)
-    whole = jax.tree.map(pipeline.as_keys, wide, state)
-    take = functools.partial(taken_over, new=new)
-    return pipeline.on_host(jax.jit(jax.vmap(take, axis_name=AXIS))(whole))
 
 
 def _write_digest(folder: str) -> None:
@@ -387,5 +352,6 @@ def export(folder: str, model) -> None:
     if not processes.is_first():
         return
     lock.check()
-    with ocp.StandardCheckpointer(multiprocessing_options=_alone()) as checkpointer:
+    alone = ocp.options.MultiprocessingOptions(primary_host=0, active_processes={0})  # no barriers
+    with ocp.StandardCheckpointer(multiprocessing_options=alone) as checkpointer:
         checkpointer.save(os.path.abspath(os.path.join(folder, "model")), model, force=True)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from experiments.cluster import coordination, members, processes
+from experiments.cluster import coordination, processes
 from experiments.cluster.devices import replicated_sharding
 from experiments.trainer import pipeline, timeline
 from experiments.trainer.config import Plans
@@ -70,7 +70,6 @@ def run(
     ahead = Ahead(program, state.orders)
     batch, loaded, reads = program.data, None, None
     coordination.came_to(at.step)
-    members.step = at.step
 
     def orders():
         return state.orders
@@ -91,7 +90,6 @@ def run(
             place = segment.load % program.sizes.loads_per_epoch
             first = np.int32(place * program.sizes.units_per_step)
             doing = f"the steps from {segment.start} to {segment.stop}"
-            members.step = segment.stop
             with coordination.for_others(doing):
                 state = carry_out(program, state, segment, batch, following, first, rates)
             if slow.sync and segment.rounds:
@@ -268,7 +266,7 @@ def _lowered(program, plans) -> Iterator[jax.stages.Lowered]:
             batch = pipeline.example_batch(program.source, size)
         yield program.steps(fresh, size).lower(state, batch, zero, zero, zero, rates)
     yield program.reset.lower(state.stats)
-    if any(kind.sync for kind in kinds) and not members.on():  # else over those that live
+    if any(kind.sync for kind in kinds):
         yield program.sync.lower(state, np.float32(0), np.float32(0))
     if any(kind.epoch_end for kind in kinds):
         if program.following is not None:

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, Sharding
 
 import ordering.data
-from experiments.cluster import coordination, members
+from experiments.cluster import coordination
 from experiments.trainer.config import Sizes
 from ordering.data import batches
 from ordering.data.batches import of_process as of_process
@@ -256,8 +256,7 @@ def workers_here(mesh: Mesh | None, workers: int) -> list[int]:
 def on_host(tree):
     """NumPy copies of all values, on every process; of typed PRNG keys their uint32 data.
 
-    If values are spread over processes this is a collective, which all processes must call. If some
-    may be lost, rows are those of `members.workers()`.
+    If values are spread over processes this is a collective, which all processes must call.
     """
 
     def spread(x):
@@ -266,11 +265,7 @@ def on_host(tree):
     leaves, structure = jax.tree.flatten(key_data(tree))
     parts = [x for x in leaves if spread(x)]
     with coordination.for_others("values that all of them hold"):
-        if members.on():
-            parts = members.gathered([*map(of_process, parts)]) if parts else []
-        else:
-            parts = [multihost_utils.process_allgather(x, tiled=True) for x in parts]
-    parts = iter(parts)
+        parts = iter([multihost_utils.process_allgather(x, tiled=True) for x in parts])
     return structure.unflatten(next(parts) if spread(x) else np.asarray(x) for x in leaves)
 
 

@@ -11,7 +11,6 @@ from jax.sharding import SingleDeviceSharding
 
 import local_opt
 import ordering
-from experiments.cluster import members
 from experiments.cluster.devices import replicated_sharding, worker_sharding
 from experiments.data.base import Recipe, Task
 from experiments.trainer import config, pipeline, step
@@ -57,7 +56,6 @@ def build(
     mesh: jax.sharding.Mesh | None = None,
     sizes: Sizes | None = None,
     units: np.ndarray | None = None,
-    survives: bool = False,
 ) -> Program:
     """Places the data and prepares the segments.
 
@@ -67,7 +65,6 @@ def build(
         Sources are always read, by a thread unless "tfdata" is given.
       mesh: one device per worker, in one or several processes; None runs all on one device.
       sizes, units: of a run that began with another number of workers; None: the recipe's.
-      survives: processes may be lost from now on, see `members`.
     """
     sizes = sizes or config.sizes_of(task, recipe, deals=row.deals)
     if sizes.unit_size == 1 and row.deals != config.EXAMPLES:
@@ -86,7 +83,6 @@ def build(
     worker = step.worker_of(task, recipe, row, rounds, sizes, in_turn=turns)
     over = mesh or sizes.workers
     total = config.size_of(task.train) // sizes.unit_size if row.deals else None
-    sync = step.sync_of(worker)
     data, source = None, None
     if reads is None:
         if row.deals:
@@ -98,14 +94,13 @@ def build(
         numbers = pipeline.workers_here(mesh, sizes.workers)
         source = pipeline.Source(train, sizes, total, numbers, worker_sharding(mesh), reads, units)
     same = 2 * ("replicated",)  # the rate, and the place
-    sync = members.begin(sync, mesh) if survives else mapped(worker, over, sync, *same)
     return Program(
         sizes=sizes,
         sharding=worker_sharding(mesh),
         init=_initial(worker, mesh),
         shapes=state_shapes(worker, over, places=_places(mesh)),
         steps=steps_of(worker, over, reads=bool(reads), in_turn=turns),
-        sync=sync,
+        sync=mapped(worker, over, step.sync_of(worker), *same),
         epoch_end=mapped(worker, over, step.epoch_end_of(worker)),
         data=data,
         source=source,
@@ -269,7 +264,6 @@ def _readers(worker: Worker, mesh) -> dict[str, Callable]:
     mean = jax.jit(local_opt.mean_over_workers) if per_worker else None
 
     def model(tree):
-        tree = pipeline.on_host(tree) if members.on() else tree
         tree = mean(tree) if mean else tree
         return tree if mesh is None else pipeline.on_host(tree)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments.cluster import members, processes, strict
+from experiments.cluster import processes, strict
 from experiments.trainer import checkpoint, loop, measure, pipeline
 from experiments.trainer.checkpoint import Evaluation
 from experiments.trainer.config import Plans
@@ -163,7 +163,6 @@ class Recorder:
         scalars |= stats.means(step=at.step - self.seen.step, round=at.rounds - self.seen.rounds)
         state = state._replace(stats=self._program.reset(state.stats))  # beside the evaluation
         scalars |= self._finish()
-        scalars |= {"members": members.workers()} if members.on() else {}
         scalars = processes.of_first(strict.plain(scalars))  # all processes end, or none
         self.ended = at.step == self._total or self._watch.ends(scalars)
         self.seen = self.seen._replace(
@@ -219,9 +218,8 @@ def _check_finite(stats: StepStats, last_loss: float | None) -> None:
         return
     row = int(np.argmin(np.where(step < 0, np.iinfo(np.int32).max, step)))
     name = f"unit {unit[row]}" if unit[row] >= 0 else "one unit"
-    worker = members.workers()[row] if members.on() else row
     raise FloatingPointError(
-        f"the loss or gradient of {name} of worker {worker} is not finite in step {step[row]} "
+        f"the loss or gradient of {name} of worker {row} is not finite in step {step[row]} "
         f"(last mean loss: {np.nan if last_loss is None else last_loss:.6g}). Lower the learning "
         "rate or look at that unit."
     )
