@@ -259,14 +259,16 @@ def check_sharding(batch: PyTree, sharding: PyTree) -> None:
 
     The leaves of the batch only need a shape. JAX says the rest, as of another structure.
     """
+    is_none = lambda x: x is None  # noqa: E731
     try:
-        shardings = jax.tree.leaves(jax.tree.broadcast(sharding, batch))
+        # None is a leaf here: of another structure JAX writes the batch into an error, for which
+        # it copies all of it from the device.
+        places = jax.tree.broadcast(sharding, batch, is_leaf=is_none)
     except ValueError:
         return
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
-    if len(shardings) != len(leaves):  # None, the default device, in the tree
-        return
-    for (path, leaf), place in zip(leaves, shardings, strict=True):
+    places = jax.tree.leaves(places, is_leaf=is_none)
+    leaves = jax.tree_util.tree_leaves_with_path(batch, is_leaf=is_none)
+    for (path, leaf), place in zip(leaves, places, strict=True):
         place, name = getattr(place, "sharding", place), f"batch{jax.tree_util.keystr(path)}"
         if not isinstance(place, jax.sharding.NamedSharding):
             continue

@@ -10,9 +10,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 import ordering
 from ordering import blocks, echo
 from ordering.data import LoadError, as_source, prefetch_to_device, read_epochs
-from ordering.data.loader import check_steps
+from ordering.data.loader import check_steps, on_device
 
 BIG = np.array([2**31 + 1, 2**40 + 9, 2**32 + 7])
+PLACE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
 
 def arrived(batch):
@@ -89,8 +90,24 @@ def test_types_of_32_bits_and_fewer_arrive_as_they_are():
     for value, array in zip(arrived(arrays), arrays, strict=True):
         assert value.dtype == array.dtype
         np.testing.assert_array_equal(np.asarray(value), array)
-    on_device = jnp.arange(3)
-    assert arrived([on_device])[0] is on_device
+    array = jnp.arange(3)
+    assert arrived([array])[0] is array
+
+
+@pytest.mark.parametrize("places", [None, {"x": PLACE, "y": None, "mask": None}])
+def test_nothing_is_written_out_on_the_way_to_a_step(places, monkeypatch):
+    """JAX's error about a None in a tree holds all arrays, copied from the device for it."""
+    seen = []
+    written = lambda array: seen.append(array.shape) or "an array"  # noqa: E731
+    batch = {"x": np.zeros((64, 8)), "y": np.zeros(64), "mask": None}
+    arrays = arrived(batch)
+    monkeypatch.setattr(type(arrays["x"]), "__repr__", written)
+    with np.printoptions(override_repr=written):
+        for each in (batch, arrays):
+            on_device(each, places)
+        for _ in echo.repeat([batch, arrays], echo.fixed(2, total_steps=4)):
+            pass
+    assert seen == []
 
 
 def test_other_byte_orders_are_turned():

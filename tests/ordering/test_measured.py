@@ -52,6 +52,30 @@ def test_measured_decides_like_the_reference(data):
     assert_same(Uses(Source(99), plan), uses)  # replayed
 
 
+class Timed(Scripted):
+    """A loader whose batches are ready at given times; a step takes 1."""
+
+    def __init__(self, arrivals):
+        super().__init__(())
+        self.arrivals = arrivals - arrivals[0]  # the first step waits
+
+    def ready(self):
+        return self.arrivals[self.asked] <= self.step
+
+
+@pytest.mark.parametrize("burst", [1, 2, 4, 16])
+def test_measured_echoes_only_while_no_batch_is_ready_also_of_threads_that_end_together(burst):
+    for times in ([0.5], [1.9], [4.0], [30.0] + [2.0] * 59, [4.0, 1.5], [1.5, 4.0]):
+        alone = np.cumsum(np.repeat(times, 480 // len(times)))
+        loader = Timed(alone[burst - 1 :: burst].repeat(burst))
+        uses = loader.run(adaptive(total_steps=200, max_factor=200))
+        for step, load, fresh, _ in uses[1:]:
+            asked_for = load if fresh else load + 1
+            assert fresh == (loader.arrivals[asked_for] <= step)
+        came = min(200, np.sum(loader.arrivals < 200))
+        assert max(times) < 1 or came - burst <= loader.asked <= came
+
+
 ANSWERS = [t % 5 in (1, 2) or t % 7 == 3 for t in range(24)]
 
 
