@@ -162,11 +162,15 @@ def signs_of(
     scan = functools.partial(signs_by_scan, rule)
     if not (fits and (platform == "tpu" or platform == "gpu" and _has_triton())):
         return scan(state, dots, gram, valid)
-    kernel = functools.partial(signs_in_kernel, rule, triton=platform == "gpu")
     # The compiler does not split a kernel over axes that are left to it: every device runs it.
     scope = jax.sharding.get_abstract_mesh()
     left = set(scope.axis_names) - set(scope.manual_axes)
-    kernel = mesh.over_shards(left, kernel, P(), P())
+    one = functools.partial(signs_in_kernel, rule, triton=platform == "gpu")
+    on_each = mesh.over_shards(left, one, P(), P())
+
+    def kernel(*args):
+        return mesh.varying(on_each(*args), *args)  # as the scan's, where a shard_map checks it
+
     # A program for arrays on another platform than the default takes the scan.
     names = ("cuda", "rocm") if platform == "gpu" else ("tpu",)
     kernels = dict.fromkeys(names, kernel)

@@ -180,8 +180,11 @@ def test_the_compiler_counts_the_kernel_as_the_scan():
     assert kernel == pytest.approx(turn * size / sign_kernel.UNROLL, rel=0.2)
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("manual", [{"worker"}, {"worker", "model"}])
-def test_a_kernel_is_lowered_under_axes_that_are_left_to_the_compiler(manual, monkeypatch):
+def test_a_kernel_is_lowered_under_axes_that_are_left_to_the_compiler(
+    manual, check_vma, monkeypatch
+):
     """Every device runs it whole; the compiler does not split kernels."""
     monkeypatch.setattr(sign_kernel.mesh, "platform", lambda: "tpu")
     devices = np.array(jax.devices()[:4]).reshape(2, 2)
@@ -194,7 +197,7 @@ def test_a_kernel_is_lowered_under_axes_that_are_left_to_the_compiler(manual, mo
     split = jax.P("worker")
     run = jax.shard_map(
         lambda dots, gram: signs(dots[0], gram[0])[None],
-        mesh=grid, in_specs=split, out_specs=split, axis_names=manual, check_vma=False,
+        mesh=grid, in_specs=split, out_specs=split, axis_names=manual, check_vma=check_vma,
     )  # fmt: skip
     traced = jax.jit(run).trace(jnp.ones((2, 8)), jnp.ones((2, 8, 8)))
     assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()
