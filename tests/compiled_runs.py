@@ -9,7 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.compare.cost import CHIPS, Chip, Compiler, collectives_of, uncached
+from benchmarks.hlo import collectives_of
+from benchmarks.topologies import CHIPS, Chip, Compiler, uncached
 from local_opt.costs import KINDS
 
 CPU = Chip(2**40, Compiler("cpu", (), "", None, {}, False))  # as many as there are
@@ -32,7 +33,7 @@ def compilations():
 
 
 def marks_of(compiler):
-    """Of a test that needs a compiler of `experiments.compare.cost`."""
+    """Of a test that needs a compiler of `benchmarks.topologies`."""
     absent = not any(map(importlib.util.find_spec, compiler.modules))
     reason = f"{' or '.join(compiler.modules)} is not installed: extra {compiler.extra}"
     return [pytest.mark.topology, pytest.mark.skipif(absent, reason=reason)]

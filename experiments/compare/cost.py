@@ -1,4 +1,4 @@
-"""The cost of a run, computed before it: traffic, time on a machine, programs, and a dry run.
+"""The cost of a run, computed before it: traffic, time on a machine, memory, and a dry run.
 
 `--dry_run` on an experiment builds the model's and the data's shapes and all plans, lowers the step
 of one worker, compiles it unless told not to, and prints what is known before the run. Memory is
@@ -7,46 +7,29 @@ collectives' buffers are not in it. The forecast assumes a device that computes 
 of the operations that XLA counts in a gradient (the body of a loop once), and a link of --gigabits;
 it leaves out evaluation, balancing, and the launch of a step, which is most of a small one. A
 policy that decides online is taken to load as often as the input allows.
-
-With --topology the programs are compiled for a slice of TPUs or GPUs instead, a device for each
-worker, which need not be there: see docs/use/accelerators.md. Both compilers come from PyPI and ask
-for no device. libtpu knows its chips by name; XLA's CUDA compiler is told what a GPU is. Counts are
-the compilers' own, of one device and of a call with one step: every loop's body counts once.
 """
 
-import contextlib
 import functools
-import importlib.util
 import math
-import os
-import re
-import time as clock
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 import local_opt
-import syncopate
 from experiments.cluster.devices import replicated_sharding, worker_sharding
-from experiments.compare.arms import Order, SyncRule, left_out, plans_of
+from experiments.compare.arms import Arm, Order, SyncRule, left_out, plans_of
 from experiments.data.base import Recipe, Task
 from experiments.report.statistics import volume
 from experiments.report.tables import markdown, show_bytes
 from experiments.trainer.config import UNITS, Sizes, num_params, size_of, sizes_of
 from experiments.trainer.program import mapped, state_shapes, steps_of
 from experiments.trainer.step import TrainState, epoch_end_of, sync_of, worker_of
-from local_opt.costs import KINDS
 from ordering.kernel import BLOCK
 from ordering.pairs import slice_size
 from syncopate.mesh import is_key
-from syncopate.refusals import UserError
-from syncopate.unstable import compilation_cache, topologies
-from syncopate.workers import AXIS
 
 TERA, HOUR = 1e12, 3600.0
 
@@ -251,240 +234,11 @@ def tree_bytes(tree) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree) if not is_key(x))
 
 
-# Programs, compiled for devices that need not be there.
-
-GIB = 2**30
-PER_HOST = 8  # GPUs
-ENVIRONMENT = {
-    "TPU_SKIP_MDS_QUERY": "1",  # no metadata server is asked: there is none outside Google Cloud
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # a second process would be refused: nobody holds a chip
-    # libtpu complains where these are not set; the name of the topology decides all the same.
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-    "TPU_MIN_LOG_LEVEL": "3",
-}
-
-
-class Compiler(NamedTuple):
-    platform: str  # as JAX names it
-    modules: tuple[str, ...]  # one of them compiles
-    extra: str  # of this package, which installs one
-    topology: Callable  # (name of the chip, shape, chip) -> arguments of get_topology_desc
-    options: Mapping  # of every compilation
-    plans: bool  # refuses what does not fit, and knows the peak; else all buffers are there at once
-
-
-class Chip(NamedTuple):
-    memory: int  # bytes of one device, as published
-    compiler: Compiler
-    details: str = ""  # what the compiler does not know by the name, as text of a protobuf
-
-
-def _of_tpus(name: str, shape: str, chip: Chip) -> dict:
-    if shape == "1":  # else a host has four chips
-        return {"topology_name": f"{name}:1x1x1", "chips_per_host_bounds": (1, 1, 1)}
-    return {"topology_name": f"{name}:{shape}"}
-
-
-def _of_gpus(name: str, shape: str, chip: Chip) -> dict:
-    """XLA's shape is partitions x hosts x GPUs of a host."""
-    count = int(shape) if shape.isdecimal() else 0
-    hosts = math.ceil(count / PER_HOST)
-    if not count or (hosts > 1 and count % PER_HOST):
-        raise UserError(f"GPUs are counted, and hosts have {PER_HOST} of them")
-    target = (
-        f'gpu_device_info {{ {chip.details} device_memory_size: {chip.memory} }} '
-        'platform_name: "CUDA" runtime_version { major: 12 minor: 8 } '
-        f'dnn_version_info {{ major: 9 minor: 8 }} device_description_str: "{name.upper()}"'
-    )  # fmt: skip
-    shape = f"1x{hosts}x{count // hosts}"
-    return {"topology_name": name, "topology": shape, "target_config": target}
-
-
-LIBTPU = Compiler("tpu", ("libtpu",), "topology", _of_tpus, {}, True)
-CUDA = Compiler(
-    "cuda",
-    ("jax_cuda12_plugin", "jax_cuda13_plugin"),
-    "topology_gpu",
-    _of_gpus,
-    # Kernels are chosen by timing them, or by Triton's table of timings: both need the GPU.
-    {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False},
-    False,
-)
-
-# GpuDeviceInfoProto of XLA. Of the SXM5 board by NVIDIA's data sheet: multiprocessors, bandwidth,
-# clock and caches; of compute capability 9.0 by the CUDA programming guide: all limits.
-H100 = """
-    cuda_compute_capability { major: 9 minor: 0 } core_count: 132 fpus_per_core: 128
-    clock_rate_ghz: 1.98 memory_bandwidth: 3350000000000 l2_cache_size: 52428800
-    threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
-    thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
-    block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-    registers_per_block_limit: 65536 registers_per_core_limit: 65536
-    shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
-    shared_memory_per_core: 233472
-"""
-CHIPS = {  # those up to v4 are two devices each
-    "v2": Chip(8 * GIB, LIBTPU),
-    "v3": Chip(16 * GIB, LIBTPU),
-    "v4": Chip(16 * GIB, LIBTPU),
-    "v5e": Chip(16 * GIB, LIBTPU),
-    "v5p": Chip(95 * GIB, LIBTPU),
-    "v6e": Chip(32 * GIB, LIBTPU),
-    "h100": Chip(80 * 10**9, CUDA, H100),
-}
-
-
-def stay_on_cpu() -> None:
-    """Keeps JAX from looking for accelerators, before it looks for any; and libtpu quiet."""
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    jax.config.update("jax_platforms", "cpu")
-
-
-def slice_of(name: str, workers: int) -> tuple[Mesh, Chip]:
-    """The devices of a topology CHIP:SHAPE (chips per axis), one for each worker."""
-    parts = re.fullmatch(r"(\w+):(\d+(?:x\d+){0,2})", name)
-    if parts is None or parts[1] not in CHIPS:
-        raise UserError(
-            f"--topology is {name}: a slice is CHIP:SHAPE, and chips are {', '.join(CHIPS)}, for "
-            "which alone programs are compiled. Pass one such as v5e:4x4 or h100:8."
-        )
-    chip = CHIPS[parts[1]]
-    compiler = chip.compiler
-    if not any(map(importlib.util.find_spec, compiler.modules)):
-        raise UserError(
-            f"--topology is {name}, and {' or '.join(compiler.modules)}, which compiles for it, is "
-            f"not installed: {syncopate.install(compiler.extra)}."
-        )
-    stay_on_cpu()
-    try:
-        described = compiler.topology(*parts.groups(), chip)
-        devices = topologies.get_topology_desc(platform=compiler.platform, **described).devices
-    except (jax.errors.JaxRuntimeError, ValueError) as error:
-        raise UserError(
-            f"--topology is {name}: no such slice ({error}). See docs/use/accelerators.md."
-        ) from error
-    if len(devices) != workers:
-        raise UserError(
-            f"--workers is {workers} and {name} has {len(devices)} devices: every device runs one "
-            f"worker. Pass --workers={len(devices)}, or another --topology."
-        )
-    return Mesh(np.array(devices), (AXIS,)), chip
-
-
-class Collective(NamedTuple):
-    """An instruction of a compiled program."""
-
-    kind: str  # of KINDS
-    bytes: int  # of its result on one device, without the padding of tiles
-    asynchronous: bool  # the program computes between its start and its end
-    where: str  # the computation that holds it
-    line: str  # as printed
-
-
-class Compiled(NamedTuple):
-    """A program of one device."""
-
-    # Bytes; what is donated is argument and output. The peak is that of the device's memory alone,
-    # temporaries also those that never leave the core.
-    memory: dict[str, int]
-    counted: dict[str, float | None]  # flops and bytes accessed, where XLA counts them
-    collectives: list[Collective]
-    seconds: float  # to compile
-
-
-class Refused(NamedTuple):
-    """A program that the memory does not hold."""
-
-    why: str
-
-
-def compile_or_refuse(lowered: jax.stages.Lowered, chip: Chip) -> Compiled | Refused:
-    start = clock.perf_counter()
-    try:
-        with uncached():
-            program = lowered.compile(compiler_options=dict(chip.compiler.options) or None)
-    except jax.errors.JaxRuntimeError as error:
-        if lacks := re.search(r"Ran out of memory.*", str(error)):
-            return Refused(lacks[0])
-        raise
-    seconds = clock.perf_counter() - start
-    stats, cost = program.memory_analysis(), program.cost_analysis() or {}
-    planned, total = chip.compiler.plans, buffer_bytes(program)
-    if not planned and total > chip.memory:
-        return Refused(f"Its buffers take {show_bytes(total)} of {show_bytes(chip.memory)}.")
-    memory = {
-        "arguments": stats.argument_size_in_bytes,
-        "temporaries": stats.temp_size_in_bytes,
-        "outputs": stats.output_size_in_bytes,
-        "donated": stats.alias_size_in_bytes,
-        "peak": stats.peak_memory_in_bytes * planned or total,
-    }
-    counted = {name: cost.get(name) for name in ("flops", "bytes accessed")}
-    return Compiled(memory, counted, collectives_of(program.as_text()), seconds)
-
-
 def buffer_bytes(program: jax.stages.Compiled) -> int:
     """Bytes of all buffers of a program on one device; donated buffers count once."""
     stats = program.memory_analysis()
     outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
     return stats.argument_size_in_bytes + outputs + stats.temp_size_in_bytes
-
-
-@contextlib.contextmanager
-def uncached():
-    """Compiles anew: JAX cannot read programs for absent devices back from its cache on disk."""
-    before = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # else it goes by what it found when it was first asked
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_compilation_cache", before)
-        compilation_cache.reset_cache()
-
-
-def collectives_of(text: str) -> list[Collective]:
-    """The collectives of scheduled HLO (`as_text`). A pair of start and done counts once."""
-    instruction = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (.*?) ([a-z][\w\-]*)\(%?([\w.\-]*)")
-    # CUDA splits every collective in two, and says where nothing runs between them.
-    blocking = {m[1] for m in re.finditer(r'%?([\w.\-]+) = [^\n]*"is_sync":true', text)}
-    asynchronous = set(re.findall(r" async-start\([^\n]*calls=%?([\w.\-]+)", text))
-    collectives = []
-    for name, lines in computations(text):
-        # libtpu spreads one over fusions: a start, those beside it, all of this name, and a done.
-        ends = any('"AsyncCollectiveDone"' in line for line in lines)
-        starts = any('"AsyncCollectiveStart"' in line for line in lines)
-        if (starts or "async_collective" in name) and not ends:
-            continue
-        for line in lines:
-            if not (match := instruction.match(line)):
-                continue
-            result, operation, operand = match.groups()
-            kind = operation.removesuffix("-done")
-            if kind in KINDS:
-                halves = kind != operation and operand not in blocking
-                beside = halves or ends or name in asynchronous
-                collectives.append(Collective(kind, result_bytes(result), beside, name, line))
-    return collectives
-
-
-def result_bytes(result: str) -> int:
-    """Bytes of an array type, such as `(f32[4,5]{1,0:T(4,128)}, u32[])`; tokens have none."""
-    bits = 0
-    for kind, width, shape in re.findall(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]", result):
-        each = 8 if kind == "pred" else int(width)
-        bits += each * math.prod(int(n) for n in shape.split(",") if n)
-    return -(-bits // 8)
-
-
-def computations(text: str) -> Iterator[tuple[str, list[str]]]:
-    """(name, lines) of each."""
-    for part in re.split(r"\n(?=\S)", text):
-        head, *lines = part.split("\n")
-        if start := re.match(r"(?:ENTRY )?%?([\w.\-]+) .*\{\s*$", head):
-            yield start[1], lines
 
 
 # A dry run.
@@ -497,37 +251,35 @@ def dry_run(task: Task, recipe: Recipe, study, values) -> str:
       task: may be abstract; study: what has `arms` and `speeds`, as a `Study`.
       values: parsed flags, of the group "forecast" and --input.
     """
-    mesh, chip = slice_of(values.topology, recipe.workers) if values.topology else (None, None)
+    bytes_by = functools.cache(lambda *of: buffer_bytes(lower_step(task, recipe, *of).compile()))
+    rows = []
+    for arm, _, row in rows_of_arms(task, recipe, study, values):
+        order, rule, _ = arm.rows
+        about = show_bytes(bytes_by(order, rule.rounds)) if values.compile else "not compiled"
+        rows.append(row | {"memory of a worker": about})
+    return f"{facts_table(task, recipe, study)}\n\n{markdown(rows)}"
+
+
+def rows_of_arms(
+    task: Task, recipe: Recipe, study, values, mesh: jax.sharding.Mesh | None = None
+) -> Iterator[tuple[Arm, Shapes, dict]]:
+    """(arm, its shapes, what is known of it without compiling) at every speed of the input."""
     step_seconds = _gradient_flops(task, recipe) / (TERA * values.device_teraflops)
     reads = values.input != "device"
     shapes_by = functools.cache(functools.partial(shapes_of, task, recipe, mesh=mesh, reads=reads))
-    bytes_by = functools.cache(lambda *of: buffer_bytes(lower_step(task, recipe, *of).compile()))
-    rows, listed = [], {}
     for speed in study.speeds or (None,):
         for arm in study.arms.values():
             order, rule, _ = arm.rows
-            decisions = order, rule.rounds  # arms share programs
-            shapes = shapes_by(*decisions)
+            shapes = shapes_by(order, rule.rounds)  # arms share programs
             row = _row(task, recipe, arm, speed, step_seconds, shapes, values.gigabits)
-            rows.append(row)
-            if chip is None:
-                about = show_bytes(bytes_by(*decisions)) if values.compile else "not compiled"
-                row["memory of a worker"] = about
-                continue
-            names = [*shapes.programs]
-            if row["steps"] == row["loads"]:
-                names.remove("echoed step")
-            for name in names:
-                if (*decisions, name) not in listed:
-                    compiled = compile_or_refuse(shapes.programs[name](), chip)
-                    listed[*decisions, name] = name, arm.label, shapes, compiled
-            row["peak of a device"] = _peak([listed[*decisions, name][-1] for name in names], chip)
-    about = _facts(task, recipe)
-    about |= {} if chip is None else _slice_facts(task, values.topology, mesh, chip)
-    facts = [{"what": name, "value": value} for name, value in about.items()]
+            yield arm, shapes, row
+
+
+def facts_table(task: Task, recipe: Recipe, study, **more) -> str:
+    """Markdown: the facts of a task, `more` of them by name, and what arms leave out."""
+    rows = [{"what": what, "value": value} for what, value in (_facts(task, recipe) | more).items()]
     left = left_out(study.arms.values(), task, recipe)
-    facts += [{"what": "left out", "value": text} for text in left]
-    return "\n\n".join([markdown(facts), markdown(rows), *_details(listed.values(), chip)])
+    return markdown([*rows, *({"what": "left out", "value": text} for text in left)])
 
 
 def _row(task, recipe, arm, speed, step_seconds, shapes: Shapes, gigabits: float) -> dict:
@@ -550,60 +302,6 @@ def _row(task, recipe, arm, speed, step_seconds, shapes: Shapes, gigabits: float
         "state of the order": show_bytes(shapes.bytes_of("orders")),
         "forecast": _time(computed) + (f" + {_time(waited)} of syncs" if waited else ""),
     }
-
-
-def _peak(programs, chip) -> str:
-    if any(isinstance(one, Refused) for one in programs):
-        return "does not fit"
-    peak = max(one.memory["peak"] for one in programs)
-    return f"{show_bytes(peak)}, {peak / chip.memory:.1%}"
-
-
-def _details(listed, chip) -> list[str]:
-    """Markdown: all programs that were compiled, what they send, and whether they fit."""
-    programs, sent, peaks, last = [], [], [], []
-    for program, arm, shapes, compiled in listed:
-        if isinstance(compiled, Refused):
-            last.append(f"{program}, {arm}: does not fit. {compiled.why} {_taken(shapes, chip)}")
-            continue
-        name = {"program": program, "arm": arm}
-        shown = {what: show_bytes(count) for what, count in compiled.memory.items()}
-        shown |= {what: "-" if n is None else f"{n:.4g}" for what, n in compiled.counted.items()}
-        programs.append(name | shown | {"compiled in": f"{compiled.seconds:.1f} s"})
-        sent += [name | row for row in _sent(compiled.collectives)]
-        peaks.append(compiled.memory["peak"])
-    if peaks and not last:
-        last = [f"All programs fit: {show_bytes(max(peaks))} of {show_bytes(chip.memory)} at most."]
-    return [*(markdown(rows) for rows in (programs, sent) if rows), *last]
-
-
-def _taken(shapes, chip) -> str:
-    """The largest parts of memory, and which flags reduce them."""
-    fields = {"parameters": "params", "the optimizer": "opt_state", "the order": "orders"}
-    fields |= {"averages": "averages"} if shapes.state.averages else {}
-    state = [f"{who} {show_bytes(shapes.bytes_of(field))}" for who, field in fields.items()]
-    larger = [name for name, other in CHIPS.items() if other.memory > chip.memory]
-    return (
-        f"Of the state {', '.join(state)}; the rest is data and what the program computes. Take a "
-        "sketch for an exact order, --input=thread, a smaller --unit_size, --units_per_step or "
-        f"model, or another chip: {', '.join(larger) or 'none is larger'}."
-    )
-
-
-def _sent(collectives) -> list[dict]:
-    """A row per kind of collectives: how many there are, and the bytes of all their results."""
-    kinds = defaultdict(list)
-    for one in collectives:
-        kinds[one.kind].append(one)
-    return [
-        {
-            "collective": kind,
-            "number": len(several),
-            "bytes": show_bytes(sum(one.bytes for one in several)),
-            "asynchronous": sum(one.asynchronous for one in several),
-        }
-        for kind, several in sorted(kinds.items())
-    ]
 
 
 def _gradient_flops(task: Task, recipe: Recipe) -> float:
@@ -635,18 +333,9 @@ def _facts(task: Task, recipe: Recipe) -> dict:
         "examples per step": recipe.workers * recipe.units_per_step * recipe.unit_size,
         "optimizer": f"{recipe.optimizer}, lr {rates}, {recipe.schedule}",
     }
-    return facts if recipe.target is None else facts | {
-        "target": f"{recipe.metric} {recipe.target:g}"
-    }  # fmt: skip
-
-
-def _slice_facts(task: Task, topology: str, mesh, chip) -> dict:
-    kind, held = mesh.devices.flat[0].device_kind, tree_bytes(dict(task.train))
-    return {
-        "slice": f"{topology}, {mesh.size} x {kind}, a worker each",
-        "memory of a device": show_bytes(chip.memory),
-        "training set on a device": f"{show_bytes(held / mesh.size)}; dealt, {show_bytes(held)}",
-    }
+    if recipe.target is not None:
+        facts["target"] = f"{recipe.metric} {recipe.target:g}"
+    return facts
 
 
 def _params(task):

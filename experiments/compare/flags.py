@@ -33,7 +33,7 @@ OF_ROWS = {
     "echo_factor": "--echo=fixed and others but none, and syncs by the factor",
     "horizon": "--p",
 }
-OF_DRY_RUNS = ("compile", "device_teraflops", "gigabits", "topology")
+OF_DRY_RUNS = ("compile", "device_teraflops", "gigabits")
 EXCLUSIVE = (*EITHER, ("learning_rate", "learning_rates"))  # the first one counts
 
 
@@ -149,8 +149,6 @@ def _processes(define):
 def _forecast(define):
     define(flags.DEFINE_bool, "dry_run", False, "print what it would cost, and stop")
     define(flags.DEFINE_bool, "compile", True, "compile the step in a dry run, to know its memory")
-    text = "for which a dry run compiles, such as v5e:4x4 or h100:8; unset: the backend at hand"
-    define(flags.DEFINE_string, "topology", None, text)
     assumed = "assumed by a dry run"
     define(base.SPEED, "device_teraflops", 50.0, f"per second, {assumed}")
     define(base.SPEED, "gigabits", 25.0, f"of a worker's link, {assumed}")
@@ -186,21 +184,11 @@ def setting_from_flags(values: flags.FlagValues) -> tuple[Task, Recipe]:
     In a dry run the task has shapes only.
     """
     from experiments.cluster import processes
-    from experiments.compare.cost import stay_on_cpu
 
-    forecast = "dry_run" in values  # the group of flags is defined
-    if forecast and values.topology is not None:
-        if not (values.dry_run and values.compile):
-            raise UserError(
-                f"--topology is {values.topology} without a compiling dry run, which alone needs "
-                "no device: pass --dry_run too, and not --nocompile."
-            )
-        stay_on_cpu()
     processes.say(f"Preparing {values.task}: data", file=sys.stderr)
     chosen = given(values, choices())
-    task, recipe = recipes.load(
-        values.task, values.data_dir, abstract=forecast and values.dry_run, **chosen
-    )
+    abstract = "dry_run" in values and values.dry_run  # its group of flags may not be defined
+    task, recipe = recipes.load(values.task, values.data_dir, abstract=abstract, **chosen)
     recipe = recipe._replace(**recipe_fields(values))
     base.check_recipe(recipe)
     return task, recipe

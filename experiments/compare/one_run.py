@@ -9,10 +9,11 @@ from absl import flags as absl_flags
 from experiments.cluster import coordination, lock, processes, progress
 from experiments.cluster.coordination import data_hash
 from experiments.compare import flags
-from experiments.compare.arms import arm_from_flags
+from experiments.compare.arms import Arm, arm_from_flags
 from experiments.compare.cost import dry_run, traffic
 from experiments.compare.search import go_on
 from experiments.compare.study import Study
+from experiments.data.base import Recipe, Task
 from experiments.report import page, records
 from experiments.trainer import checkpoint, config, measure, pipeline, program, resize
 from experiments.trainer import run as training_run
@@ -28,12 +29,7 @@ def run(values: absl_flags.FlagValues) -> None:
         another run has the folder.
     """
     processes.start(values)
-    task, recipe = flags.setting_from_flags(values)
-    rates = recipe.learning_rates
-    rate = rates[len(rates) // 2] if values.learning_rate is None else values.learning_rate
-    recipe = recipe._replace(learning_rates=(rate,))
-    arm = arm_from_flags(values, "run")
-    flags.check_used(values, recipe, [arm])
+    task, recipe, arm = resolved(values)
     if values.dry_run:
         only = Study("train", {"run": arm}, values.task, None, (), ())
         return processes.say(dry_run(task, recipe, only, values))
@@ -41,7 +37,7 @@ def run(values: absl_flags.FlagValues) -> None:
     config.sizes_of(task, recipe, deals=arm.rows[0].deals)  # before there is a folder
     folder = values.output_dir or os.path.join("results", f"train_{values.task}")
     settings = {**flags.settings(values, recipe), **arm.words, "data": data_hash(task)}
-    settings |= {"seed": values.seed, "learning_rate": rate}
+    settings |= {"seed": values.seed, "learning_rate": recipe.learning_rates[0]}
     with lock.held(folder):
         done, saved = [], None
         if not values.overwrite:
@@ -51,6 +47,17 @@ def run(values: absl_flags.FlagValues) -> None:
         built, plans, begun = _prepared(task, recipe, arm.rows, values, saved)
         outcome = _train(task, recipe, arm, built, plans, values, folder, settings, begun, done)
         _finish(outcome, built, plans, folder, values, " + ".join(row.label for row in arm.rows))
+
+
+def resolved(values: absl_flags.FlagValues) -> tuple[Task, Recipe, Arm]:
+    """The task, recipe and arm of parsed flags."""
+    task, recipe = flags.setting_from_flags(values)
+    rates = recipe.learning_rates
+    rate = rates[len(rates) // 2] if values.learning_rate is None else values.learning_rate
+    recipe = recipe._replace(learning_rates=(rate,))
+    arm = arm_from_flags(values, "run")
+    flags.check_used(values, recipe, [arm])
+    return task, recipe, arm
 
 
 def _prepared(task, recipe, rows, values, saved):

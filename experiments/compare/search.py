@@ -46,27 +46,33 @@ def run(study: Study, values: absl_flags.FlagValues) -> None:
         has the folder.
     """
     processes.start(values)
-    study.default(values)
-    task, recipe = flags.setting_from_flags(values)
-    study = study.fit(study, task, recipe, values)
-    if study.criterion.scalar == statistics.LOSS and task.optimum is not None:
-        study = study._replace(criterion=study.criterion._replace(scalar=statistics.ABOVE))
-    asked = study.arms if values.arms is None else values.arms or [""]
-    chosen = study._replace(arms=arms_of(study, asked))
-    flags.check_used(values, recipe, (study.arms | chosen.arms).values(), study=study)
-    if study.speeds and "speeds" in values:
-        chosen = chosen._replace(speeds=tuple(values.speeds))
+    task, recipe, study, chosen = resolved(study, values)
     if values.dry_run:
         return processes.say(dry_run(task, recipe, chosen, values))
     coordination.check_data(task)
     for text in left_out(chosen.arms.values(), task, recipe):
         processes.say(text)
     if len(chosen.arms) == 1 and (base := next(iter(study.arms))) not in chosen.arms:
-        processes.say(f"{base} is compared too, as the baseline of {asked[0]}.")
-        chosen = chosen._replace(arms=arms_of(study, [base, *asked]))
+        processes.say(f"{base} is compared too, as the baseline of {values.arms[0]}.")
+        chosen = chosen._replace(arms=arms_of(study, [base, *values.arms]))
     folder = values.output_dir or os.path.join("results", f"{study.name}_{values.task}")
     with lock.held(folder):
         _carry_out(study, chosen, task, recipe, folder, values)
+
+
+def resolved(study: Study, values: absl_flags.FlagValues) -> tuple[Task, Recipe, Study, Study]:
+    """(task, recipe, the study for them, the same with the arms and speeds of the flags)."""
+    study.default(values)
+    task, recipe = flags.setting_from_flags(values)
+    study = study.fit(study, task, recipe, values)
+    if study.criterion.scalar == statistics.LOSS and task.optimum is not None:
+        study = study._replace(criterion=study.criterion._replace(scalar=statistics.ABOVE))
+    names = study.arms if values.arms is None else values.arms or [""]
+    chosen = study._replace(arms=arms_of(study, names))
+    flags.check_used(values, recipe, (study.arms | chosen.arms).values(), study=study)
+    if study.speeds and "speeds" in values:
+        chosen = chosen._replace(speeds=tuple(values.speeds))
+    return task, recipe, study, chosen
 
 
 def _carry_out(study, chosen, task, recipe, folder, values):

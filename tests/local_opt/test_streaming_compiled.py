@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import local_opt
-from experiments.compare.cost import LIBTPU, stay_on_cpu, uncached
+from benchmarks.topologies import LIBTPU, stay_on_cpu, uncached
 from syncopate.unstable import topologies
 from tests.compiled_runs import compiled_by
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 
 import ordering
-from experiments.compare.cost import CUDA, LIBTPU, slice_of, uncached
+from benchmarks.topologies import CUDA, LIBTPU, slice_of, uncached
 from ordering import kernel as sign_kernel
 from ordering.signs import greedy
 from syncopate import mesh

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import ordering
-from experiments.compare.cost import collectives_of
+from benchmarks.hlo import collectives_of
 from ordering.gathered import WINDOW
 from tests import reference, tables
 from tests.problems import on_mesh

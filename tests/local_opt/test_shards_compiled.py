@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import local_opt
 import ordering
-from experiments.compare.cost import LIBTPU, collectives_of, slice_of, uncached
+from benchmarks.hlo import collectives_of
+from benchmarks.topologies import LIBTPU, slice_of, uncached
 from syncopate.mesh import like
 from tests.compiled_runs import conditionals, groups_of, lines_of, marks_of
 from tests.problems import assert_bitwise_equal, copies

@@ -3,15 +3,19 @@
 Eight workers; the parameters are 24 numbers of two types.
 """
 
+import collections
 import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 import local_opt
-from experiments.compare.cost import collectives_of
+from benchmarks.hlo import collectives_of
+from experiments.cluster.devices import worker_mesh, worker_sharding
+from local_opt import exchange
 from tests.compiled_runs import conditionals, donated, operations, types_of
 from tests.problems import COMPRESSORS, NESTEROV, PLAN, SGD, copies, on_mesh
 
@@ -136,3 +140,59 @@ def test_only_the_start_of_a_fragment_communicates_and_only_that_fragment(fragme
     (one,) = collectives_of(compiled(start, *started(STREAM)).as_text())
     assert (one.kind, one.bytes, types_of(one)) == ("all-reduce", 4 * size, {"f32"})
     assert operations(compiled(finish, *started(STREAM)).as_text()) == []
+
+
+def test_a_compressor_takes_memory_for_a_group_and_sends_the_bytes_of_all(monkeypatch):
+    """Four workers with 2^22 numbers, in one group and in eight."""
+    mesh = worker_mesh(4)
+    compressor, results = local_opt.quantize("int8"), []
+    rounds = local_opt.local_rounds(optax.sgd(0.1), compress=compressor)
+    params = {f"w{i}": jax.ShapeDtypeStruct((256, 1024), np.float32) for i in range(16)}
+    place = worker_sharding(mesh)
+    args = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((4, *x.shape), x.dtype, sharding=place),
+        (params, jax.eval_shape(rounds.init, params)),
+    )
+    for group in (2**22, 2**19):
+        monkeypatch.setattr(exchange, "GROUP", group)
+        monkeypatch.setattr(exchange, "GROUPS", 2**30)
+        sync = local_opt.map_workers(rounds.sync, mesh, in_specs="worker", out_specs="worker")
+        results.append(jax.jit(sync, donate_argnums=(0, 1)).lower(*args).compile())
+    sent = local_opt.costs.sync_bytes(2**22, num_workers=4, compress=compressor)
+    sent *= 4 / 3
+    collectives = [collectives_of(one.as_text()) for one in results]
+    assert [sum(c.bytes for c in each) for each in collectives] == [sent, sent]
+    assert [len(each) for each in collectives] == [2, 16]
+    whole, grouped = (one.memory_analysis().temp_size_in_bytes for one in results)
+    assert grouped < 0.8 * whole
+
+
+def test_collectives_of_a_step_are_counted():
+    mesh = worker_mesh(4)
+    around = [(w, (w + 1) % 4) for w in range(4)]
+
+    def step(x):
+        x = jnp.sin(jax.lax.pmean(x, "worker"))  # each after the other, so that none are combined
+        x = jnp.sin(jax.lax.pmean(x, "worker"))
+        x = jax.lax.all_gather(jax.lax.ppermute(x, "worker", around), "worker").sum(0)
+        return jax.lax.cond(x.sum() > 0, lambda x: jax.lax.pmax(x, "worker"), jnp.sin, x)
+
+    def over_workers(step):
+        return local_opt.map_workers(step, mesh, in_specs="worker", out_specs="worker")
+
+    def count(step):
+        result = local_opt.costs.count_collectives(over_workers(step), rows)
+        compiled = jax.jit(over_workers(step)).lower(rows).compile().as_text()
+        assert result == collections.Counter(one.kind for one in collectives_of(compiled))
+        return result
+
+    rows = local_opt.replicate(jnp.ones(3), mesh)
+    assert count(step) == {"all-reduce": 3, "all-gather": 1, "collective-permute": 1}
+    assert count(jnp.sin) == {}
+    simulated = local_opt.map_workers(step, 4, in_specs="worker", out_specs="worker")
+    assert local_opt.costs.count_collectives(jax.jit(simulated), jnp.ones((4, 3))) == {}
+    rounds = local_opt.local_rounds(optax.sgd(0.1))
+    assert count(lambda x: rounds.update(x, rounds.init(x), x)[0]) == {}
+    assert count(lambda x: rounds.sync(x, rounds.init(x))[0]) == {"all-reduce": 1}
+    with pytest.raises(ValueError, match=r"step is .*: pass a function of \(args.0.\)"):
+        local_opt.costs.count_collectives(lambda: 0, rows)
