@@ -23,7 +23,7 @@ from absl import flags
 
 import local_opt
 from benchmarks import local_timing, peers, timing
-from experiments.cluster import entry
+from experiments import entry
 from experiments.compare import recipes
 from experiments.compare.arms import row_of
 from experiments.compare.cost import lower_step, order_traffic

@@ -14,7 +14,7 @@ import optax
 import local_opt
 from benchmarks import local_problem
 from benchmarks.local_problem import MOMENTUM, RATE, WORKERS, Job, Worker
-from experiments.cluster.devices import worker_mesh, worker_sharding
+from experiments.distributed.devices import worker_mesh, worker_sharding
 
 INNER = optax.sgd(RATE, momentum=MOMENTUM)
 OUTER = optax.sgd(local_problem.OUTER_RATE, momentum=local_problem.OUTER_MOMENTUM, nesterov=True)

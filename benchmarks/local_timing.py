@@ -11,7 +11,7 @@ import optax
 import local_opt
 import models
 from benchmarks import timing
-from experiments.cluster.devices import worker_mesh, worker_sharding
+from experiments.distributed.devices import worker_mesh, worker_sharding
 from experiments.timing import carry_on, gradient_step, medians
 from syncopate.workers import AXIS
 

@@ -11,8 +11,7 @@ import pathlib
 
 import numpy as np
 
-from experiments import advise, combined, slow_drift, slowrun
-from experiments.cluster import progress
+from experiments import advise, combined, progress, slow_drift, slowrun
 from experiments.compare.cost import Machine
 from experiments.report import archive, frame, plots, statistics, tables
 

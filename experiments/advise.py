@@ -21,7 +21,7 @@ import numpy as np
 from absl import flags as absl_flags
 
 import syncopate
-from experiments.cluster import entry, files
+from experiments import entry, files
 from experiments.compare import flags
 from experiments.compare.arms import row_of
 from experiments.data.base import SPEED
@@ -144,7 +144,7 @@ def measured_sync(mesh, parameters: int) -> float:
 
     import local_opt
     from experiments import timing
-    from experiments.cluster.devices import worker_sharding
+    from experiments.distributed.devices import worker_sharding
     from syncopate.workers import AXIS
 
     sharding = worker_sharding(mesh)
@@ -158,7 +158,7 @@ def measured_sync(mesh, parameters: int) -> float:
 def machines_of(task, recipe, values) -> list:
     """One machine per network, from the times measured here."""
     from experiments import timing
-    from experiments.cluster import processes
+    from experiments.distributed import processes
 
     size, workers = num_params(task.model), recipe.workers
     mesh = processes.mesh_of(recipe.run, workers)
@@ -220,11 +220,13 @@ def advice(machine, tasks: Sequence[Factorial]) -> str:
 
 
 def run(values: absl_flags.FlagValues) -> None:
-    from experiments.cluster import processes
+    from experiments import fingerprints
+    from experiments.distributed import agreement, processes
 
     tasks = load()
     processes.start(values)
     task, recipe = flags.setting_from_flags(values)
+    agreement.check(fingerprints.facts(values, fingerprints.data_hash(task)))
     processes.say("Measuring a load, and steps with and without an order", file=sys.stderr)
     tasks = near(tasks, recipe.units_per_step)
     machines = machines_of(task, recipe, values)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from absl import flags
 
-from experiments.cluster import entry
+from experiments import entry
 from experiments.compare import recipes
 from experiments.compare.arms import arm_of, plans_of
 from experiments.compare.flags import definer

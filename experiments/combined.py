@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 from absl import flags as absl_flags
 
-from experiments.cluster import entry
+from experiments import entry
 from experiments.compare import flags, study
 from experiments.compare.arms import (
     ECHO_POLICIES,

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from experiments.cluster import entry
+from experiments import entry
 from experiments.compare import flags as dialect
 from experiments.compare import recipes
 from experiments.compare.arms import SYNC_RULES, Arm, arm_of, plans_of, rows_from_flag

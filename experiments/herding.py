@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 
 from absl import flags
 
-from experiments.cluster import entry
+from experiments import entry
 from experiments.compare import flags as dialect
 from experiments.compare.arms import choices_of, row_of, rows_from_flag
 from experiments.data.base import COUNT, Range
@@ -129,7 +129,7 @@ def main(values: flags.FlagValues) -> None:
 
 def measure(values: flags.FlagValues, arms: Iterable[str]) -> list[dict]:
     """{order, workers, round, bound} of these orders, for every number of workers."""
-    from experiments.cluster import progress
+    from experiments import progress
 
     rows = []
     for workers, name in progress.bar(list(itertools.product(values.workers, arms)), unit="run"):

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 
 from absl import flags
 
-from experiments.cluster import entry
+from experiments import entry
 from syncopate.refusals import UserError
 
 PER_CORE = 8

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 from absl import flags
 
-from experiments.cluster import entry
+from experiments import entry
 from experiments.compare import flags as dialect
 from experiments.data.base import COUNT, Range
 from experiments.report import tables
@@ -56,7 +56,7 @@ def define_flags(values: flags.FlagValues) -> None:
 
 
 def main(values: flags.FlagValues) -> None:
-    from experiments.cluster import progress
+    from experiments import progress
     from experiments.report import page, records
     from experiments.slow_drift import PROBLEMS, measure
 

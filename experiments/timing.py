@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 import ordering.data
-from experiments.cluster import progress
+from experiments import progress
 from experiments.compare.arms import ECHO_POLICIES, row_of
 from experiments.compare.cost import Machine
 from experiments.data import Recipe, Task

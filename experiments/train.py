@@ -17,7 +17,7 @@ take fewer loads.
 
 from absl import flags as absl_flags
 
-from experiments.cluster import entry
+from experiments import entry
 from experiments.compare import flags
 from experiments.compare.arms import define_decisions
 from experiments.data.base import RATE, SEED

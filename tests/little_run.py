@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import models
-from experiments.cluster.devices import worker_mesh
 from experiments.compare.arms import row_of
 from experiments.data.base import Recipe, Task
+from experiments.distributed.devices import worker_mesh
 from experiments.trainer import checkpoint, config, measure, program, run
 from tests.sources import Rolled
 

@@ -13,12 +13,13 @@ from absl import flags as absl_flags
 
 import local_opt
 import models
-from experiments.cluster import coordination, processes
-from experiments.cluster.devices import worker_mesh, worker_sharding
+from experiments import fingerprints
 from experiments.compare import flags
 from experiments.compare.arms import row_of
 from experiments.data import Recipe, Task
 from experiments.data.base import first_of
+from experiments.distributed import agreement, processes
+from experiments.distributed.devices import worker_mesh, worker_sharding
 from experiments.report import records
 from experiments.trainer import config, measure, pipeline, program, run
 
@@ -57,16 +58,15 @@ def trained(mesh):
     return outcomes[0.2] | {"stopped": outcomes[1e38]["stopped"]}
 
 
-def differences(number: int) -> list[str]:
+def differences(number: int) -> str:
     """What a process says of settings and data that are not the same in both."""
     task = small_task()
     if number:
         task = task._replace(train=first_of(task.train, 80))
-    with pytest.raises(ValueError) as settings:
-        coordination.check("other settings", {"seed": f"--seed={number}"}, 60.0)
-    with pytest.raises(ValueError) as data:
-        coordination.check_data(task)
-    return [str(settings.value), str(data.value)]
+    absl_flags.FLAGS["checkpoint_every"].value = number
+    with pytest.raises(ValueError) as error:
+        agreement.check(fingerprints.facts(absl_flags.FLAGS, fingerprints.data_hash(task)))
+    return str(error.value)
 
 
 def main(argv) -> None:

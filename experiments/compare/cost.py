@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import local_opt
-from experiments.cluster.devices import replicated_sharding, worker_sharding
 from experiments.compare.arms import Arm, Order, SyncRule, left_out, plans_of
 from experiments.data.base import Recipe, Task
+from experiments.distributed.devices import replicated_sharding, worker_sharding
 from experiments.report.statistics import volume
 from experiments.report.tables import markdown, show_bytes
 from experiments.trainer.config import UNITS, Sizes, num_params, size_of, sizes_of

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from absl import flags
 
-from experiments.cluster import entry
+from experiments import distributed, entry
 from experiments.compare import recipes
 from experiments.data import TASKS, base
 from experiments.data.base import COUNT, FROM_ZERO, Range, Recipe, Task
@@ -137,13 +137,13 @@ def _output(define):
 
 def _processes(define):
     unset = "; unset for one process"
-    address, number, process = entry.PROCESSES
-    text = f"host:port of process 0; {entry.AUTO}: what SLURM or a TPU pod tells{unset}"
+    address, number, process = distributed.PROCESSES
+    text = f"host:port of process 0; {distributed.AUTO}: what SLURM or a TPU pod tells{unset}"
     define(flags.DEFINE_string, address, None, text)
     define(COUNT, number, None, "of the run" + unset)
     define(FROM_ZERO, process, None, f"0 .. {number} - 1" + unset)
     text = "seconds after which a process that waits for others, or for a batch, says so and leaves"
-    define(base.WAIT, "timeout", entry.TIMEOUT, text)
+    define(base.WAIT, "timeout", distributed.TIMEOUT, text)
 
 
 def _forecast(define):
@@ -183,7 +183,7 @@ def setting_from_flags(values: flags.FlagValues) -> tuple[Task, Recipe]:
 
     In a dry run the task has shapes only.
     """
-    from experiments.cluster import processes
+    from experiments.distributed import processes
 
     processes.say(f"Preparing {values.task}: data", file=sys.stderr)
     chosen = given(values, choices())
@@ -211,11 +211,11 @@ def given(values: flags.FlagValues, names: Iterable[str]) -> dict:
 
 def settings(values: flags.FlagValues, recipe: Recipe) -> Mapping:
     """The settings that all runs in a folder share; arms, rates and seeds may differ."""
-    from experiments.cluster import coordination
+    from experiments import fingerprints
 
     shared = {k: v for k, v in recipe._asdict().items() if k != "learning_rates"}
     further = {name: values[name].value for name in ("input", "step_seconds") if name in values}
-    shared |= coordination.jax_settings()
+    shared |= fingerprints.jax_settings()
     return {"task": values.task, **given(values, choices()), **shared, **further}
 
 
@@ -255,6 +255,6 @@ def check_used(values: flags.FlagValues, recipe: Recipe, arms: Iterable, *, stud
             both = f"--{one} is {values[one].value} and --{other} is {values[other].value}: "
             if study is None:
                 raise UserError(f"{both}pass only one of them.")
-            from experiments.cluster import processes
+            from experiments.distributed import processes
 
             processes.say(f"{both}the first counts.")

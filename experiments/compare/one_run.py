@@ -6,14 +6,14 @@ import sys
 
 from absl import flags as absl_flags
 
-from experiments.cluster import coordination, lock, processes, progress
-from experiments.cluster.coordination import data_hash
+from experiments import fingerprints, lock, progress
 from experiments.compare import flags
 from experiments.compare.arms import Arm, arm_from_flags
 from experiments.compare.cost import dry_run, traffic
 from experiments.compare.search import go_on
 from experiments.compare.study import Study
 from experiments.data.base import Recipe, Task
+from experiments.distributed import agreement, processes
 from experiments.report import page, records
 from experiments.trainer import checkpoint, config, measure, pipeline, program, resize
 from experiments.trainer import run as training_run
@@ -33,10 +33,11 @@ def run(values: absl_flags.FlagValues) -> None:
     if values.dry_run:
         only = Study("train", {"run": arm}, values.task, None, (), ())
         return processes.say(dry_run(task, recipe, only, values))
-    coordination.check_data(task)
+    data = fingerprints.data_hash(task)
+    agreement.check(fingerprints.facts(values, data))
     config.sizes_of(task, recipe, deals=arm.rows[0].deals)  # before there is a folder
     folder = values.output_dir or os.path.join("results", f"train_{values.task}")
-    settings = {**flags.settings(values, recipe), **arm.words, "data": data_hash(task)}
+    settings = {**flags.settings(values, recipe), **arm.words, "data": data}
     settings |= {"seed": values.seed, "learning_rate": recipe.learning_rates[0]}
     with lock.held(folder):
         done, saved = [], None

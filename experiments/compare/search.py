@@ -21,13 +21,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 from absl import flags as absl_flags
 
-from experiments.cluster import coordination, files, lock, processes, progress
-from experiments.cluster.coordination import data_hash
+from experiments import files, fingerprints, lock, progress
 from experiments.compare import flags
 from experiments.compare.arms import Arm, config_of, left_out, plans_of
 from experiments.compare.cost import dry_run, traffic
 from experiments.compare.study import Study, arms_of
 from experiments.data.base import Recipe, Task
+from experiments.distributed import agreement, processes
 from experiments.report import page, records, statistics
 from experiments.report.records import Run, run_of, whole_runs
 from experiments.report.statistics import Criterion
@@ -49,7 +49,8 @@ def run(study: Study, values: absl_flags.FlagValues) -> None:
     task, recipe, study, chosen = resolved(study, values)
     if values.dry_run:
         return processes.say(dry_run(task, recipe, chosen, values))
-    coordination.check_data(task)
+    data = fingerprints.data_hash(task)
+    agreement.check(fingerprints.facts(values, data))
     for text in left_out(chosen.arms.values(), task, recipe):
         processes.say(text)
     if len(chosen.arms) == 1 and (base := next(iter(study.arms))) not in chosen.arms:
@@ -57,7 +58,7 @@ def run(study: Study, values: absl_flags.FlagValues) -> None:
         chosen = chosen._replace(arms=arms_of(study, [base, *values.arms]))
     folder = values.output_dir or os.path.join("results", f"{study.name}_{values.task}")
     with lock.held(folder):
-        _carry_out(study, chosen, task, recipe, folder, values)
+        _carry_out(study, chosen, task, recipe, folder, values, data)
 
 
 def resolved(study: Study, values: absl_flags.FlagValues) -> tuple[Task, Recipe, Study, Study]:
@@ -75,8 +76,8 @@ def resolved(study: Study, values: absl_flags.FlagValues) -> tuple[Task, Recipe,
     return task, recipe, study, chosen
 
 
-def _carry_out(study, chosen, task, recipe, folder, values):
-    settings = {**flags.settings(values, recipe), "data": data_hash(task)}
+def _carry_out(study, chosen, task, recipe, folder, values, data):
+    settings = {**flags.settings(values, recipe), "data": data}
     settings |= {"study": study.name, "sync_steps": chosen.sync_steps}
     done = [] if values.overwrite else records.read_folder(folder)
     records.open_folder(folder, settings, overwrite=values.overwrite)

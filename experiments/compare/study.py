@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from absl import flags as absl_flags
 
-from experiments.cluster import entry
+from experiments import entry
 from experiments.compare import flags
 from experiments.compare.arms import Arm, arm_of
 from experiments.data.base import COUNT, SECONDS, SLOWNESS

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 import local_opt
-from experiments.cluster import files, strict
+from experiments import files
 from experiments.report import records
 from experiments.report.statistics import Comparison, Criterion, compare
 from syncopate.refusals import UserError
@@ -95,7 +95,7 @@ def pack(rows: Iterable[Mapping]) -> bytes:
     def rounded(value):
         return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
 
-    lines = [strict.dumps({k: rounded(v) for k, v in row.items()}) + "\n" for row in rows]
+    lines = [files.dumps({k: rounded(v) for k, v in row.items()}) + "\n" for row in rows]
     return gzip.compress("".join(lines).encode(), mtime=0)
 
 
@@ -105,8 +105,8 @@ def rows_of(folder: pathlib.Path) -> list[dict]:
     try:
         lines = gzip.decompress(files.content(path)).splitlines()
     except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"{str(path)!r} is broken ({error}): {strict.WHAT_TO_DO}") from error
-    return [strict.loads(line, f"line {n} of {str(path)!r}") for n, line in enumerate(lines, 1)]
+        raise UserError(f"{str(path)!r} is broken ({error}): {files.WHAT_TO_DO}") from error
+    return [files.loads(line, f"line {n} of {str(path)!r}") for n, line in enumerate(lines, 1)]
 
 
 # What records are compared by.

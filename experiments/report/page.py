@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from absl import flags
 
-from experiments.cluster import entry, files, lock
+from experiments import entry, files, lock
 from experiments.report import archive, plots, records, statistics, tables
 from experiments.report.statistics import Comparison, Criterion
 from syncopate.command import experiments

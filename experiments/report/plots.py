@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments.cluster import files
+from experiments import files
 from experiments.report import statistics
 from experiments.report.statistics import AVERAGED, Comparison, interval, tested
 from experiments.report.tables import LABELS, name_of

@@ -29,7 +29,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import syncopate
-from experiments.cluster import files, lock, processes, strict
+from experiments import files, lock
+from experiments.distributed import processes
 from experiments.report import trackers as tracking
 from syncopate.refusals import UserError
 
@@ -77,12 +78,12 @@ def read_folder(folder: str) -> list[dict]:
         )
     for number, record in enumerate(kept, 1):
         if type(record.get("step")) is not int:
-            raise UserError(f"line {number} of {path!r} has no step: {strict.WHAT_TO_DO}")
+            raise UserError(f"line {number} of {path!r} has no step: {files.WHAT_TO_DO}")
         for name, value in run_of(record)._asdict().items():
             if type(value) is str and not WORD.fullmatch(value):  # it becomes a name of a folder
                 raise UserError(
                     f"line {number} of {path!r} has {value!r} as its {name}, which is no name of "
-                    f"one: {strict.WHAT_TO_DO}"
+                    f"one: {files.WHAT_TO_DO}"
                 )
     return kept
 
@@ -92,7 +93,7 @@ def open_folder(folder: str, settings: Mapping, *, overwrite: bool = False) -> N
 
     With `overwrite` the records and checkpoints of an earlier run are deleted.
     """
-    settings, path = strict.plain(settings), os.path.join(folder, "settings.json")
+    settings, path = files.plain(settings), os.path.join(folder, "settings.json")
     before = None if overwrite else files.read_json(path)
     left = [n for n in (METRICS, "checkpoints") if os.path.exists(os.path.join(folder, n))]
     if before is None and left and not overwrite:
@@ -191,7 +192,7 @@ def read(path: str) -> list[dict]:
                 f"{name} was changed, as {HASHES} says: {what}, choose another --output_dir, or "
                 "pass --overwrite to begin again."
             )
-    return [*map(strict.loads, lines, names)]
+    return [*map(files.loads, lines, names)]
 
 
 def _hash(line: bytes) -> str:
@@ -200,7 +201,7 @@ def _hash(line: bytes) -> str:
 
 
 def write_lines(path: str, records: Iterable[Mapping]) -> None:
-    files.write_whole(path, "".join(strict.dumps(r) + "\n" for r in records))
+    files.write_whole(path, "".join(files.dumps(r) + "\n" for r in records))
 
 
 @contextlib.contextmanager
@@ -224,7 +225,7 @@ def writing(
         yield lambda record: None
         return
     paths = [os.path.join(folder, name) for name in (METRICS, HASHES)]
-    lines = [strict.dumps(record) for record in keep]
+    lines = [files.dumps(record) for record in keep]
     with tracking.hook(trackers, folder, anew=not lines) as track:
         _remove(folder, HASHES)  # first: a kill in between leaves lines without hashes
         for path, each in zip(paths, (lines, [_hash(x.encode()) for x in lines]), strict=True):
@@ -233,11 +234,11 @@ def writing(
 
             def write(record: Mapping) -> None:
                 lock.check()
-                line = strict.dumps(record)
+                line = files.dumps(record)
                 files.append(file, f"{line}\n")
                 files.append(sums, f"{_hash(line.encode())}\n")
                 if trackers or console:  # they get what is written
-                    record = strict.loads(line, "a record")
+                    record = files.loads(line, "a record")
                 numbers = numbers_of(record) if trackers else {}
                 track(run_of(record).name, record["step"], numbers)
                 if console:

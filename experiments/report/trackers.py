@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 
 import syncopate
-from experiments.cluster import files
+from experiments import files
 from syncopate.refusals import UserError
 
 IDS = "trackers.json"  # of a folder: {tracker: {run: id}}

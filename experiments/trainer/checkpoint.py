@@ -21,18 +21,19 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from experiments.cluster import coordination, entry, files, lock, processes, strict
+from experiments import entry, files, fingerprints, lock
+from experiments.distributed import deadlines, processes
 from experiments.trainer import loop, pipeline
 from experiments.trainer.config import Plans
 from experiments.trainer.loop import Progress
 from experiments.trainer.program import Program
 from experiments.trainer.step import TrainState
 from syncopate.refusals import UserError
+from syncopate.unstable import coordination_client
 
 KEPT = 2
 CLOSED = "Event loop is closed"  # what asyncio says
-# Orbax waits by the clock of the wall, which may be set forward by months: `coordination` ends
-# waits.
+# Orbax waits by the clock of the wall, which may be set forward by months: `deadlines` ends waits.
 ORBAX_SECONDS = 10**8
 STATE, METADATA, DIGEST = "state", "run", "digest.txt"  # in the folder of a checkpoint
 WHAT_TO_DO = "give the command that made it, choose another --output_dir, or pass --overwrite."
@@ -69,25 +70,25 @@ def opened(folder: str) -> Iterator:
     written = ocp.AsyncOptions(
         timeout_secs=ORBAX_SECONDS, create_directories_asynchronously=False,
         post_finalization_callback=lambda: _write_digest(folder),
-        barrier_sync_fn=functools.partial(_barrier, folder) if coordination.several() else None,
+        barrier_sync_fn=functools.partial(_barrier, folder) if deadlines.several() else None,
     )  # fmt: skip
     options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, async_options=written)
-    with coordination.for_disk("the folder of checkpoints", folder):
+    with deadlines.for_disk("the folder of checkpoints", folder):
         manager = ocp.CheckpointManager(folder, options=options)
     failed = False
     try:
         with _reports_taken():
             yield manager
-            with coordination.for_disk("the last checkpoint to be written", folder):
+            with deadlines.for_disk("the last checkpoint to be written", folder):
                 manager.wait_until_finished()
     except BaseException:
         failed = True
         raise
     finally:
-        if not (failed and coordination.several()):
+        if not (failed and deadlines.several()):
             # What closing finds after an error is its consequence.
             quiet = contextlib.suppress(Exception) if failed else contextlib.nullcontext()
-            with coordination.for_disk("the last checkpoint to be written", folder), quiet:
+            with deadlines.for_disk("the last checkpoint to be written", folder), quiet:
                 manager.close()
 
 
@@ -127,7 +128,7 @@ def _barrier(folder: str, *, key: str, timeout_ms: int) -> None:
     that it has told, writing fails for that.
     """
     if (error := sys.exception()) is None:
-        coordination.store().wait_at_barrier(key, timeout_ms)
+        coordination_client().wait_at_barrier(key, timeout_ms)
         return
     if processes.leaving.is_set():
         os._exit(1)
@@ -157,7 +158,7 @@ def save(
         return
     metadata = {
         "about": dict(about),
-        "conditions": coordination.conditions(),
+        "conditions": fingerprints.conditions(),
         "decided": np.flatnonzero(at.decided).tolist(),
         "evaluation": seen._asdict(),
         "plans": plans.digests(),
@@ -165,10 +166,10 @@ def save(
         "step": at.step,
         "units": None if program.units is None else program.units.tolist(),
     }
-    metadata = strict.plain(metadata)
+    metadata = files.plain(metadata)
     state = ocp.args.StandardSave(pipeline.key_data(state))
     items = {STATE: state, METADATA: ocp.args.JsonSave(metadata)}
-    with coordination.for_disk("their parts of a checkpoint", str(manager.directory)):
+    with deadlines.for_disk("their parts of a checkpoint", str(manager.directory)):
         manager.save(at.step, args=ocp.args.Composite(**items))
 
 
@@ -298,7 +299,7 @@ def read_state(path: str, shapes: TrainState, sharding=None) -> TrainState:
     )  # fmt: skip
     place = os.path.join(os.path.abspath(path), STATE)
     with (
-        coordination.for_others("their parts of a checkpoint"),
+        deadlines.for_others("their parts of a checkpoint"),
         ocp.StandardCheckpointer() as reader,
     ):
         try:
@@ -309,14 +310,14 @@ def read_state(path: str, shapes: TrainState, sharding=None) -> TrainState:
                 raise
             raise UserError(
                 f"{place!r} cannot be read, though it is as {DIGEST} says "
-                f"({str(error).splitlines()[0]:.200}): {strict.WHAT_TO_DO}"
+                f"({str(error).splitlines()[0]:.200}): {files.WHAT_TO_DO}"
             ) from error
     return jax.tree.map(pipeline.as_keys, restored, shapes)
 
 
 def progress_of(metadata: Mapping, plans: Plans) -> Progress:
     """The progress stored in a checkpoint. Prints conditions that have changed since."""
-    if changed := files.differences(metadata["conditions"], coordination.conditions()):
+    if changed := files.differences(metadata["conditions"], fingerprints.conditions()):
         processes.say(
             f"The checkpoint of step {metadata['step']} was written under other conditions "
             f"({', '.join(changed)}): the run may not end with the same bits."

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from experiments.cluster import coordination, processes
-from experiments.cluster.devices import replicated_sharding
+from experiments.distributed import deadlines, processes
+from experiments.distributed.devices import replicated_sharding
 from experiments.trainer import pipeline, timeline
 from experiments.trainer.config import Plans
 from experiments.trainer.program import Program
@@ -69,7 +69,7 @@ def run(
     rates = _rates(program, plans)
     ahead = Ahead(program, state.orders)
     batch, loaded, reads = program.data, None, None
-    coordination.came_to(at.step)
+    deadlines.came_to(at.step)
 
     def orders():
         return state.orders
@@ -90,7 +90,7 @@ def run(
             place = segment.load % program.sizes.loads_per_epoch
             first = np.int32(place * program.sizes.units_per_step)
             doing = f"the steps from {segment.start} to {segment.stop}"
-            with coordination.for_others(doing):
+            with deadlines.for_others(doing):
                 state = carry_out(program, state, segment, batch, following, first, rates)
             if slow.sync and segment.rounds:
                 jax.block_until_ready(state)
@@ -98,15 +98,15 @@ def run(
             ahead.make()  # beside the steps
             at = _after(at, segment, plans.echo.online)
             if plans.echo.online:  # decides by the time that a step takes
-                coordination.finished(state, doing)
+                deadlines.finished(state, doing)
             if segment.stop == segment.start:  # the hook has been called after this step
                 continue
             if at.step not in stops and not pace.due(at.step):
                 continue
             if at.step in stops:
                 begin(at, state)
-            coordination.came_to(at.step)  # before the wait: if one process hangs, all others wait
-            coordination.finished(state, doing)
+            deadlines.came_to(at.step)  # before the wait: if one process hangs, all others wait
+            deadlines.finished(state, doing)
             state, stop = hook(at, state)
             if stop:
                 return at, state

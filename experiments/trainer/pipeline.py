@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, Sharding
 
 import ordering.data
-from experiments.cluster import coordination
+from experiments.distributed import deadlines
 from experiments.trainer.config import Sizes
 from ordering.data import batches
 from ordering.data.batches import of_process as of_process
@@ -129,7 +129,7 @@ def read_epochs(
         return ordering.data.prefetch_to_device(
             throttled(placed) if delay else placed, depth=DEPTH, first_load=number,
             # A load may wait for the first of the next epoch, each of which may be delayed.
-            timeout=coordination.timeout + (DEPTH + 2) * delay,
+            timeout=deadlines.timeout + (DEPTH + 2) * delay,
         )  # fmt: skip
 
     return Reads(load, orders, sizes, first_load)
@@ -212,7 +212,7 @@ def place(tree, sharding: Sharding | None):
 
     Args:
       tree: on the host; typed PRNG keys too.
-      sharding: as from `experiments.cluster.devices.worker_sharding`; None is the default device.
+      sharding: as of `distributed.devices.worker_sharding`; None is the default device.
     """
     if sharding is None or sharding.is_fully_addressable:
         return jax.device_put(tree, sharding)
@@ -264,7 +264,7 @@ def on_host(tree):
 
     leaves, structure = jax.tree.flatten(key_data(tree))
     parts = [x for x in leaves if spread(x)]
-    with coordination.for_others("values that all of them hold"):
+    with deadlines.for_others("values that all of them hold"):
         parts = iter([multihost_utils.process_allgather(x, tiled=True) for x in parts])
     return structure.unflatten(next(parts) if spread(x) else np.asarray(x) for x in leaves)
 

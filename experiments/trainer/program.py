@@ -11,8 +11,8 @@ from jax.sharding import SingleDeviceSharding
 
 import local_opt
 import ordering
-from experiments.cluster.devices import replicated_sharding, worker_sharding
 from experiments.data.base import Recipe, Task
+from experiments.distributed.devices import replicated_sharding, worker_sharding
 from experiments.trainer import config, pipeline, step
 from experiments.trainer.config import Sizes, seed_of
 from experiments.trainer.step import TrainState, Worker

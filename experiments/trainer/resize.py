@@ -14,8 +14,9 @@ import numpy as np
 
 import local_opt.resize
 import ordering
-from experiments.cluster import files, processes
+from experiments import files
 from experiments.data.base import Recipe, Task
+from experiments.distributed import processes
 from experiments.trainer import checkpoint, config, program, timeline
 from experiments.trainer.config import Plans, Sizes
 from experiments.trainer.loop import Progress

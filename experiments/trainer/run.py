@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments.cluster import processes, strict
+from experiments import files
+from experiments.distributed import processes
 from experiments.trainer import checkpoint, loop, measure, pipeline
 from experiments.trainer.checkpoint import Evaluation
 from experiments.trainer.config import Plans
@@ -163,7 +164,7 @@ class Recorder:
         scalars |= stats.means(step=at.step - self.seen.step, round=at.rounds - self.seen.rounds)
         state = state._replace(stats=self._program.reset(state.stats))  # beside the evaluation
         scalars |= self._finish()
-        scalars = processes.of_first(strict.plain(scalars))  # all processes end, or none
+        scalars = processes.of_first(files.plain(scalars))  # all processes end, or none
         self.ended = at.step == self._total or self._watch.ends(scalars)
         self.seen = self.seen._replace(
             step=at.step, rounds=at.rounds, seconds=scalars["seconds"],

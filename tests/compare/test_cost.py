@@ -11,13 +11,13 @@ import local_opt
 import models
 from benchmarks.hlo import collectives_of
 from experiments import train
-from experiments.cluster.devices import worker_mesh
 from experiments.compare import cost
 from experiments.compare.arms import COMPRESSORS, row_of
 from experiments.compare.cost import dry_run, order_traffic, shapes_of
 from experiments.compare.study import Arm, Study
 from experiments.data import Recipe, Task
 from experiments.data.base import abstract_set
+from experiments.distributed.devices import worker_mesh
 from experiments.trainer.config import OrderSetting, Sizes
 from local_opt.costs import sync_bytes
 from tests.commands import parsed, rows_of

@@ -14,7 +14,7 @@ import pytest
 
 import local_opt
 from benchmarks.hlo import collectives_of
-from experiments.cluster.devices import worker_mesh, worker_sharding
+from experiments.distributed.devices import worker_mesh, worker_sharding
 from local_opt import exchange
 from tests.compiled_runs import conditionals, donated, operations, types_of
 from tests.problems import COMPRESSORS, NESTEROV, PLAN, SGD, copies, on_mesh

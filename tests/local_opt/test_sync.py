@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import local_opt
-from experiments.cluster.devices import worker_mesh
+from experiments.distributed.devices import worker_mesh
 from local_opt import mean as mean_lib
 from tests import reference
 from tests.problems import (

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import local_opt
-from experiments.cluster.devices import worker_mesh
+from experiments.distributed.devices import worker_mesh
 from local_opt import resize
 from tests.public import packages
 

@@ -185,7 +185,7 @@ LARGE = {
 
 def test_the_command_of_a_wheel_finds_experiments_that_no_import_finds(unpacked, elsewhere):
     """The hash of its code is that of the clone."""
-    from experiments.cluster import coordination
+    from experiments import fingerprints
 
     listed = ran([sys.executable, "-P", "-m", "syncopate.command"], elsewhere, PYTHONPATH=unpacked)
     assert "  cd_grab " in listed and "pip install 'syncopate-jax[experiments]'" in listed
@@ -202,14 +202,14 @@ assert not any(map(PathFinder.find_spec, {BUNDLED}))
 runpy.run_module = lambda name, **options: print(name)
 command.main(["cd_grab", "--seeds=1"])
 import models
-from experiments.cluster import coordination
+from experiments import fingerprints
 assert "--task=cifar10_vit" in command.preset("tiny/qsr_vit_b_4096")
 assert sys.argv[1:] == ["--seeds=1"] and os.environ["PYTHONPATH"].startswith(sys.path[0])
-print(models.__file__, coordination.code_hash())
+print(models.__file__, fingerprints.code_hash())
 """
     printed = ran([sys.executable, "-P", "-c", code], elsewhere, PYTHONPATH=unpacked).split()
     of_models = unpacked / "syncopate" / "_bundled" / "models" / "__init__.py"
-    assert printed == ["experiments.cd_grab", str(of_models), coordination.code_hash()]
+    assert printed == ["experiments.cd_grab", str(of_models), fingerprints.code_hash()]
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import sys
 import jax
 import pytest
 
-from experiments.cluster import entry
+from experiments import entry
 from syncopate import command
 from tests.installed import ROOT, ended
 

@@ -10,12 +10,15 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 LAYERS = (
     ("syncopate",),
     ("ordering", "local_opt", "models"),
-    ("experiments/data", "experiments/cluster"),
+    ("experiments/data", "experiments/distributed"),
+    ("experiments/shared",),
     ("experiments/report", "experiments/trainer"),
     ("experiments/compare",),
     ("experiments",),
     ("benchmarks",),
 )
+# Files of experiments/ that are no commands: one room.
+SHARED = ("entry", "files", "fingerprints", "lock", "progress")
 LEVEL = {folder: i for i, row in enumerate(LAYERS) for folder in row}
 PACKAGES = [folder for folder in LEVEL if "/" not in folder]
 LONGEST_FUNCTION = 60
@@ -32,7 +35,9 @@ def parsed(path):
 
 def room(name: str) -> str:
     """The folder of LAYERS in which a file or a module with slashes lies, or its first name."""
-    inside = "/".join(name.split("/")[:2])
+    inside = "/".join(name.removesuffix(".py").split("/")[:2])
+    if inside in {f"experiments/{module}" for module in SHARED}:
+        return "experiments/shared"
     return inside if inside in LEVEL else name.split("/")[0]
 
 

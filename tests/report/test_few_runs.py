@@ -6,8 +6,7 @@ import warnings
 
 import pytest
 
-from experiments import cd_grab, combined, echoing, qsr
-from experiments.cluster import files
+from experiments import cd_grab, combined, echoing, files, qsr
 from experiments.compare import cost
 from experiments.compare.arms import TABLES, arm_of
 from experiments.report import archive, page, plots, statistics, tables

@@ -10,8 +10,7 @@ import types
 import pytest
 from PIL import Image
 
-from experiments import forecast, herding, slow_sde
-from experiments.cluster import lock
+from experiments import forecast, herding, lock, slow_sde
 from experiments.report import page, records
 from experiments.report.tables import markdown
 from tests.commands import parsed

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import syncopate
-from experiments.cluster import processes
+from experiments.distributed import processes
 from experiments.report import records, trackers
 
 needs_tensorboardx = pytest.mark.skipif(

@@ -15,9 +15,9 @@ from benchmarks import (
     timing,
     torch_tasks,
 )
-from experiments.cluster.devices import worker_mesh
 from experiments.compare.arms import row_of
 from experiments.data import TASKS
+from experiments.distributed.devices import worker_mesh
 from experiments.trainer import loop
 from tests import reference
 from tests.commands import parsed

@@ -24,10 +24,10 @@ from benchmarks.topologies import (
     slice_of,
 )
 from experiments import train
-from experiments.cluster.devices import worker_mesh
 from experiments.compare.arms import row_of
 from experiments.compare.cost import order_traffic, shapes_of
 from experiments.compare.study import Arm
+from experiments.distributed.devices import worker_mesh
 from tests.commands import parsed
 from tests.compare.test_cost import RECIPE, WORKERS, study_of, task
 from tests.compiled_runs import CPU, compiled_by, donated, kinds, marks_of, operations, text_of

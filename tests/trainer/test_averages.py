@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from experiments.cluster import strict
+from experiments import files
 from experiments.trainer import measure, optimizers
 from experiments.trainer.averages import AVERAGES
 from tests import reference
@@ -127,4 +127,4 @@ def test_records_hold_averages_and_stay_json(finished, tmp_path):
         assert {f"{s}/averaged" for s in scalars} <= set(r) and r["average"] in NAMES
         assert {k: r[k] for k in plain} == plain
     nan = measure.averaged(lambda x, parts: {"train/loss": x}, {"ema": math.nan}, [])
-    assert json.loads(strict.dumps(strict.plain(nan)))["train/loss/averaged"] is None
+    assert json.loads(files.dumps(files.plain(nan)))["train/loss/averaged"] is None

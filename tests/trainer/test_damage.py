@@ -18,11 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import syncopate
-from experiments.cluster import coordination
-from experiments.cluster.coordination import data_hash
+from experiments import fingerprints
 from experiments.data import TASKS
 from experiments.data.base import first_of
 from experiments.data.text import Recut
+from experiments.fingerprints import data_hash
 from experiments.report import records
 from experiments.trainer import checkpoint, run
 from syncopate.refusals import UserError
@@ -281,19 +281,19 @@ def test_data_and_settings_of_jax_belong_to_a_run(finished, tmp_path, monkeypatc
 
 def test_conditions_hold_the_flags_of_xla_but_the_number_of_devices(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_b=1 --xla_force_host_platform_device_count=3 --xla_a=2")
-    assert coordination.conditions()["XLA_FLAGS"] == "--xla_a=2 --xla_b=1"
+    assert fingerprints.conditions()["XLA_FLAGS"] == "--xla_a=2 --xla_b=1"
 
 
 def test_a_run_goes_on_as_it_was_and_is_told_of_other_conditions(
     finished, tmp_path, capsys, monkeypatch
 ):
-    folder, now = shutil.copytree(finished, tmp_path / "run"), coordination.conditions()
+    folder, now = shutil.copytree(finished, tmp_path / "run"), fingerprints.conditions()
     checked, real = [], checkpoint.damage
     monkeypatch.setattr(checkpoint, "damage", lambda path: (checked.append(path), real(path))[1])
     train_run(SAVED, folder)
     assert "other conditions" not in capsys.readouterr().out
     assert [pathlib.Path(path).name for path in checked] == ["24"], "all files were read once"
-    monkeypatch.setattr(coordination, "conditions", lambda: now | {"cores": "1000", "jax": "9.9"})
+    monkeypatch.setattr(fingerprints, "conditions", lambda: now | {"cores": "1000", "jax": "9.9"})
     train_run(SAVED, folder)
     text = f"(cores: '{now['cores']}' there, '1000' here, jax: '{jax.__version__}' there, '9.9'"
     assert f"24 was written under other conditions {text} here)" in capsys.readouterr().out

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import local_opt
-from experiments.cluster import processes
 from experiments.compare.arms import TABLES, row_of
+from experiments.distributed import processes
 from experiments.trainer import checkpoint, loop, pipeline, run
 from ordering.echo import EchoPlan, adaptive
 from tests.little_run import (

@@ -11,9 +11,9 @@ import pytest
 import local_opt
 import models
 import ordering
-from experiments.cluster.devices import worker_mesh
 from experiments.compare.arms import row_of
 from experiments.data import Recipe, Task
+from experiments.distributed.devices import worker_mesh
 from experiments.trainer import config, measure, program
 from experiments.trainer.config import Plans
 from ordering.echo import EchoPlan

@@ -1,4 +1,4 @@
-"""Signals to running processes, in minutes: `pytest -m slow -n 0 tests/cluster/test_signals.py`."""
+"""Signals to processes, in minutes: `pytest -m slow -n 0 tests/distributed/test_signals.py`."""
 
 import os
 import re
@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from experiments.cluster import coordination
+from experiments.distributed import deadlines
 from tests.commands import (
     LAUNCH_TWO,
     RUN,
@@ -46,7 +46,7 @@ def test_a_run_with_a_hanging_process_ends_and_names_it(tmp_path, stopped):
     os.kill(children(process.pid)[stopped], signal.SIGSTOP)
     begun = time.monotonic()
     output, _ = process.communicate(timeout=120)
-    assert time.monotonic() - begun < 15 + coordination.ASKING + 60, "it waited for something else"
+    assert time.monotonic() - begun < 15 + deadlines.ASKING + 60, "it waited for something else"
     assert process.returncode == 1, output
     assert f"process {1 - stopped} has waited 15 s for" in output
     who = r"process 1 after step \d+: look" if stopped else "process 0 does not answer"

@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from experiments.cluster import lock, processes
+from experiments import lock
+from experiments.distributed import processes
 from tests.commands import ROOT, SHORT, train_run
 
 PAGE = (ROOT / "docs" / "use" / "exit_codes.md").read_text()

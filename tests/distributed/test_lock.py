@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from experiments.cluster import lock, progress
+from experiments import lock, progress
 from experiments.trainer import checkpoint
 from tests.commands import ROOT, SHORT, records, train_run
 
 HOLDER = """
 import sys, time
-from experiments.cluster import lock
+from experiments import lock
 with lock.held(sys.argv[1]):
     print("held", flush=True)
     time.sleep(600)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 
 from tqdm import tqdm
 
-from experiments.cluster import processes
+from experiments.distributed import processes
 
 SECONDS = 10.0  # between two lines
 

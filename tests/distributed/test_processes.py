@@ -14,8 +14,10 @@ import pytest
 from absl import flags
 
 import experiments.compare.flags
-from experiments.cluster import processes
-from experiments.cluster.devices import worker_mesh
+from experiments import fingerprints
+from experiments.data.base import first_of
+from experiments.distributed import processes
+from experiments.distributed.devices import worker_mesh
 from tests import pair
 from tests.commands import environment, start_two
 
@@ -79,9 +81,13 @@ def test_only_process_0_writes(two):
 
 def test_differences_are_reported_in_both_processes(two):
     for result in two[0]:
-        settings, data = result["differs"]
-        assert "of the processes differ: process 1 has --seed=1 where process 0 has" in settings
-        assert "process 1 has train data of 80 examples, hash" in data
+        data, hashed = pair.small_task(), fingerprints.data_hash
+        one, other = hashed(data)[:12], hashed(data._replace(train=first_of(data.train, 80)))[:12]
+        assert result["differs"].startswith(
+            "the processes differ: process 1 has --checkpoint_every=1 where process 0 has "
+            f"--checkpoint_every=0; process 1 has data of hash {other} where process 0 has data of "
+            f"hash {one}. Start all"
+        )
         assert (
             "--run is vmap in 2 processes, each of which would do the whole work" in result["alone"]
         )
@@ -90,7 +96,7 @@ def test_differences_are_reported_in_both_processes(two):
 PROCESS = """
 from absl import app, flags
 import experiments.compare.flags
-from experiments.cluster import processes
+from experiments.distributed import processes
 experiments.compare.flags.define(flags.FLAGS, "run")
 processes.CONNECT = 1.0
 app.run(lambda argv: processes.start(flags.FLAGS))

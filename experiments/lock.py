@@ -12,7 +12,8 @@ import time
 from collections.abc import Iterator
 from typing import IO
 
-from experiments.cluster import files, processes, strict
+from experiments import files
+from experiments.distributed import processes
 
 NAME = "lock.json"
 BUSY = 75  # exit code of a run whose folder is taken: try again later
@@ -73,7 +74,7 @@ def _take(file: IO, folder: str) -> str | None:
             f"--output_dir. If that process no longer runs, delete {file.name!r}."
         )
     since = time.strftime("%Y-%m-%d %H:%M:%S")
-    content = strict.dumps({"host": here, "pid": os.getpid(), "since": since})
+    content = files.dumps({"host": here, "pid": os.getpid(), "since": since})
     file.truncate(0)
     files.append(file, content)
     _locks[file] = content

@@ -9,7 +9,8 @@ import pytest
 from absl import flags
 
 import experiments.compare.flags
-from experiments.cluster import coordination
+from experiments import fingerprints
+from experiments.distributed import agreement, deadlines
 from tests.commands import ROOT
 
 
@@ -32,12 +33,12 @@ class Store:
             return self.values[key]
 
 
-def exchanged(*facts, seconds=60.0, count=None):
+def differences(*facts, seconds=60.0, count=None):
     """The differences that each of several threads finds."""
     store, count = Store(), count or len(facts)
 
     def one(number):
-        return coordination.exchanged(store, number, count, "settings", facts[number], seconds)
+        return agreement.differences(store, number, count, facts[number], seconds)
 
     with ThreadPoolExecutor(len(facts)) as pool:
         return list(pool.map(one, range(len(facts))))
@@ -45,13 +46,13 @@ def exchanged(*facts, seconds=60.0, count=None):
 
 def test_processes_that_differ_or_do_not_answer_are_named_on_all():
     same, other = {"seed": "--seed=0", "order": "--order=rr"}, {"seed": "--seed=1"}
-    assert exchanged(same, same, same) == [[]] * 3
+    assert differences(same, same, same) == [[]] * 3
     results = ["process 1 has --seed=1 where process 0 has --seed=0"]
-    assert exchanged(same, same | other, same) == [results] * 3
-    assert exchanged(same, other)[0] == [
+    assert differences(same, same | other, same) == [results] * 3
+    assert differences(same, other)[0] == [
         "process 1 has no order where process 0 has --order=rr", *results
     ]  # fmt: skip
-    results = exchanged({}, {}, seconds=0.2, count=3)
+    results = differences({}, {}, seconds=0.2, count=3)
     assert results == [["process 2 did not answer within 0.2 s: look at its output"]] * 2
 
 
@@ -59,13 +60,13 @@ def facts_of(*arguments):
     values = flags.FlagValues()
     experiments.compare.flags.define(values, "task", "setting", "run")
     values(["test", *arguments])
-    return coordination.facts_of(values)
+    return fingerprints.facts(values, "")
 
 
 def test_shared_flags_are_compared_and_per_process_flags_are_not():
     one = facts_of("--process_id=0", "--coordinator_address=a:1", "--data_dir=/a", "--num_train=8")
     two = facts_of("--process_id=1", "--coordinator_address=b:1", "--data_dir=/b", "--num_train=9")
-    assert exchanged(one, two)[1] == [
+    assert differences(one, two)[1] == [
         "process 1 has --num_train=9 where process 0 has --num_train=8"
     ]
     names = {"workers", "learning_rates", "output_dir", "overwrite", "code", "jax", "python"}
@@ -74,17 +75,17 @@ def test_shared_flags_are_compared_and_per_process_flags_are_not():
 
 
 def test_large_data_are_compared_by_a_sample(monkeypatch):
-    monkeypatch.setattr(coordination, "WHOLE", 0)
+    monkeypatch.setattr(fingerprints, "WHOLE", 0)
     x = np.zeros((2000, 3), np.float32)
     last = x.copy()
     last[-1] = 1
-    assert coordination.set_hash({"x": x}) != coordination.set_hash({"x": last})
-    assert coordination.set_hash({"x": x}) == coordination.set_hash({"x": x.copy(order="F")})
+    assert fingerprints.set_hash({"x": x}) != fingerprints.set_hash({"x": last})
+    assert fingerprints.set_hash({"x": x}) == fingerprints.set_hash({"x": x.copy(order="F")})
 
 
 def test_the_hash_of_the_code_covers_all_packages():
     packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
-    assert packages == {*coordination.PACKAGES, "tests", "benchmarks"}  # no run imports these two
+    assert packages == {*fingerprints.PACKAGES, "tests", "benchmarks"}  # no run imports these two
 
 
 @pytest.mark.parametrize(
@@ -96,8 +97,8 @@ def test_the_hash_of_the_code_covers_all_packages():
     ],
 )
 def test_processes_that_are_behind_are_named(places, expected):
-    text = coordination.waited(0, "the mean loss", 60, places)
+    text = deadlines.waited(0, "the mean loss", 60, places)
     assert expected in text and text.startswith("process 0 has waited 60 s for the mean loss.")
     assert "a longer --timeout" in text
-    with coordination.for_others("nobody"):  # nothing watches a process alone
-        coordination.came_to(3)
+    with deadlines.for_others("nobody"):  # nothing watches a process alone
+        deadlines.came_to(3)

@@ -7,7 +7,7 @@ import pytest
 import tqdm.std as tqdm_module
 from tqdm import tqdm
 
-from experiments.cluster import progress
+from experiments import progress
 from experiments.report import records
 from tests.commands import ROOT, SHORT, train_run
 
@@ -66,7 +66,7 @@ def test_a_run_is_noted_whenever_the_host_looks_at_it(tmp_path, monkeypatch, cap
 
 def test_a_command_says_that_it_loads_before_it_imports_jax():
     code = (
-        "import sys; from absl import flags; from experiments.cluster import entry\n"
+        "import sys; from absl import flags; from experiments import entry\n"
         "def define(v): flags.DEFINE_integer('process_id', None, '', flag_values=v)\n"
         "entry.check_jax = lambda: print(*sys.modules)\nentry.main(define, lambda values: None)"
     )

@@ -13,6 +13,7 @@ import errno
 import functools
 import ipaddress
 import itertools
+import json
 import os
 import re
 import signal
@@ -26,12 +27,11 @@ import numpy as np
 from absl import flags
 from jax.sharding import Mesh
 
-from experiments.cluster import coordination, strict
-from experiments.cluster.coordination import several as several
-from experiments.cluster.devices import worker_mesh
-from experiments.cluster.entry import AUTO, PROCESSES
+from experiments.distributed import AUTO, PROCESSES, deadlines
+from experiments.distributed.deadlines import several as several
+from experiments.distributed.devices import worker_mesh
 from syncopate.refusals import UserError
-from syncopate.unstable import multihost_utils
+from syncopate.unstable import coordination_client, multihost_utils
 
 LOCAL = ("localhost", "127.0.0.1", "[::1]")  # hosts that only this machine reaches
 CONNECT = 120.0  # seconds until all processes must be connected
@@ -47,7 +47,7 @@ def start(values: flags.FlagValues = flags.FLAGS) -> None:
     Args:
       values: parsed flags, including those of PROCESSES; if these are unset there is one process.
     """
-    coordination.timeout = values["timeout"].value
+    deadlines.timeout = values["timeout"].value
     given = {name: values[name].value for name in PROCESSES}
     # A single process connects to nothing: with collectives between processes, two CPU devices of
     # one process can each wait for a collective that the other has not started.
@@ -60,8 +60,7 @@ def start(values: flags.FlagValues = flags.FLAGS) -> None:
     _connect(*given.values())
     if several():
         sys.excepthook = functools.partial(_leave, sys.excepthook)
-        coordination.came_to(0)
-        coordination.check("settings", coordination.facts_of(values), coordination.SETTINGS_SECONDS)
+        deadlines.came_to(0)
 
 
 def _connect(address, count, number):
@@ -87,7 +86,7 @@ def _connect(address, count, number):
             "firewall blocks the port and no other run uses it."
         )
 
-    with coordination.limited(CONNECT, absent):  # before JAX aborts, at twice that time
+    with deadlines.limited(CONNECT, absent):  # before JAX aborts, at twice that time
         try:
             jax.distributed.initialize(**chosen, initialization_timeout=int(2 * CONNECT))
         except ValueError as error:
@@ -157,18 +156,17 @@ def of_first(value):
     """A collective that returns the value of process 0 on every process: what JSON can hold."""
     if not several():
         return value
-    store, key = coordination.store(), f"of process 0/{next(CALLS)}"
+    store, key = coordination_client(), f"of process 0/{next(CALLS)}"
     if is_first():
-        store.key_value_set(key, strict.dumps(value))
-    with coordination.for_others("a value of process 0"):
-        text = store.blocking_key_value_get(key, round(2e3 * coordination.timeout))
-    return strict.loads(text, "a value of process 0", object)
+        store.key_value_set(key, json.dumps(value))
+    with deadlines.for_others("a value of process 0"):
+        return json.loads(store.blocking_key_value_get(key, round(2e3 * deadlines.timeout)))
 
 
 def wait(name: str) -> None:
     """Waits until all processes are here; `name` distinguishes such places."""
     if several():
-        with coordination.for_others(f"all processes to reach: {name}"):
+        with deadlines.for_others(f"all processes to reach: {name}"):
             multihost_utils.sync_global_devices(name)
 
 
@@ -208,7 +206,7 @@ def interrupts() -> Iterator[Callable[[bool], tuple[int, bool]]]:
         here = signals[0] if signals else 0, wants_to_save
         if not several():
             return here
-        with coordination.for_others("whether any of them was asked to stop or save"):
+        with deadlines.for_others("whether any of them was asked to stop or save"):
             every = multihost_utils.process_allgather(np.array(here, np.uint8))
         number, save = np.max(every, axis=0)
         return int(number), bool(save)

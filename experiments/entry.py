@@ -24,9 +24,6 @@ FIXED = {"jax_enable_x64": False, "jax_numpy_dtype_promotion": "standard"}
 # What they refuse is a ValueError, for programs too; the experiments' own is a UserError.
 LIBRARIES = ("local_opt", "models", "ordering", "syncopate")
 HELP = ("h", "help", "helpshort", "helpfull")
-PROCESSES = ("coordinator_address", "num_processes", "process_id")
-AUTO = "auto"  # an address: what SLURM or a TPU pod tells
-TIMEOUT = 1800.0  # seconds; must also cover a slow compilation in another process
 GROUP = "flags of "  # begins the titles of groups of flags, in which --help shows them
 MORE = "free memory, or ask for more. Then the same command continues."
 NO_MEMORY = f"Error: memory ran out in a thread that others wait for: {MORE}\n".encode()

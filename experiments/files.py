@@ -1,14 +1,16 @@
-"""Files of an output folder: atomic writes, and refusals that say what to do."""
+"""Files of an output folder: atomic writes, JSON, and refusals that say what to do."""
 
 import contextlib
 import errno
+import json
+import math
 import os
 import re
 import stat
 from collections.abc import Iterator, Mapping
 from typing import IO
 
-from experiments.cluster import strict
+from syncopate.refusals import UserError
 
 ADVICE = {
     "make room there; then the same command continues": "ENOSPC EDQUOT EFBIG",
@@ -21,6 +23,9 @@ ADVICE = {
     "choose another --output_dir": "ENAMETOOLONG",
 }
 TENSORSTORE = re.compile(r"(?:local file|Failed writing:) \"(.*?)\".*\[os_error_code='(\d+)'", re.S)
+WHAT_TO_DO = (
+    "restore it from a copy, choose another --output_dir, or pass --overwrite to begin again."
+)
 
 
 @contextlib.contextmanager
@@ -42,7 +47,7 @@ def advised(path: str) -> Iterator[None]:
 
 def write_whole(path: str, content: str | bytes) -> None:
     """Writes a file, and its folder, atomically: under a temporary name, which is then renamed."""
-    from experiments.cluster import processes
+    from experiments.distributed import processes
 
     if not processes.is_first():
         return
@@ -99,23 +104,55 @@ def append(file, text: str) -> None:
 
 
 def write_json(path: str, value) -> None:
-    write_whole(path, strict.dumps(value, indent=1, ensure_ascii=False) + "\n")
+    write_whole(path, dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
 def read_json(path: str, default=None):
     """The object in a JSON file; `default` if it does not exist."""
     if not os.path.exists(path):
         return default
-    return strict.loads(content(path), repr(str(path)))
+    return loads(content(path), repr(str(path)))
 
 
 def differences(before: Mapping, now: Mapping) -> list[str]:
     """One line per setting that differs between two runs."""
     lines, none = [], object()
     for name in sorted(before | now):
-        one, other = before.get(name, none), strict.plain(now.get(name))
+        one, other = before.get(name, none), plain(now.get(name))
         if one is not none and name in now and one != other:
             lines.append(f"{name}: {one!r} there, {other!r} here")
         elif one is none or name not in now:
             lines.append(f"{name}: only {'here' if one is none else 'there'}")
     return lines
+
+
+def dumps(value, **options) -> str:
+    """The text of a value. Numbers that are not finite are null, since JSON has none."""
+    try:
+        return json.dumps(value, allow_nan=False, default=plain, **options)
+    except (TypeError, ValueError):  # numbers that are not finite, or names that are not text
+        return json.dumps(plain(value), allow_nan=False, **options)
+
+
+def loads(text: str | bytes, what: str) -> dict:
+    """The object in a text; ValueError, which names `what`, unless there is one."""
+    try:
+        if isinstance(value := json.loads(text), dict):
+            return value
+        wrong = f"it holds {type(value).__name__}, not dict"
+    except (ValueError, RecursionError) as error:
+        wrong = error
+    raise UserError(f"{what} is broken ({wrong}): {WHAT_TO_DO}")
+
+
+def plain(value):
+    """The value as JSON gives it back: arrays and tuples are lists, not finite numbers None."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, (list, tuple)):
+        return [*map(plain, value)]
+    if isinstance(value, Mapping):
+        return {str(name): plain(each) for name, each in value.items()}
+    return value

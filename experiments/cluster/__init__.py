@@ -1,1 +1,0 @@
-"""Runs over several processes: connecting them, checking that they agree, stopping them."""
