@@ -11,7 +11,8 @@ every number of threads, and of as many processes, which share nothing; then for
 batch size the step's time and R; and for the first --loops_of of them whole loops in turns: steps
 on one batch that stays on the device, a load per step, error diffusion with p = 1/R, and
 `adaptive`. A loop's clock starts at its first batch. `waiting` is the share of the loop's time that
-exceeds its steps'. Ranges are the least and the largest of the turns. Each row is printed as it is
+exceeds its steps', `in next` the share in which the loop asks for a batch: where it is less, the
+host itself is slow. Ranges are the least and the largest of the turns. Each row is printed as it is
 measured, and with --folder becomes a line of rows.jsonl there.
 """
 
@@ -165,15 +166,19 @@ def plan_of(way: str, ratio: float, steps: int):
 
 
 def one_loop(step: Step, way: str, ratio: float, paths: Sequence, threads: int, steps: int):
-    """(seconds per step, loads per step) of a run; the first batch, which all wait for, aside."""
+    """(seconds, loads, seconds of asking for a batch) of a step; the first batch, which all wait
+    for, aside."""
     if way == NO_LOAD:
-        return step.turn(steps), 0.0
-    fresh = []
+        return step.turn(steps), 0.0, 0.0
+    fresh, asking = [], []
 
     def recorded(batches):
+        start = time.perf_counter()
         for batch in batches:
+            asking.append(time.perf_counter() - start)
             fresh.append(batches.fresh)
             yield batch
+            start = time.perf_counter()
 
     with (
         jpegs.reading(paths, size=step.size, side=SIDE, threads=threads) as source,
@@ -181,7 +186,7 @@ def one_loop(step: Step, way: str, ratio: float, paths: Sequence, threads: int, 
     ):
         batches = echo.repeat(loader, plan_of(way, ratio, steps + 1))
         seconds, count = _timed(step, recorded(batches))
-    return seconds, sum(fresh[1:]) / count
+    return seconds, sum(fresh[1:]) / count, sum(asking[1:]) / count
 
 
 def loop_rows(step: Step, ratio: float, paths, threads: int, sizes: Sizes) -> Iterator[dict]:
@@ -192,7 +197,7 @@ def loop_rows(step: Step, ratio: float, paths, threads: int, sizes: Sizes) -> It
             turns[way].append(one_loop(step, way, ratio, paths, threads, sizes.steps))
     base = np.array(turns[NO_LOAD])[:, 0]
     for way, results in turns.items():
-        seconds, loads = np.array(results).T
+        seconds, loads, asking = np.array(results).T
         yield {
             "part": "loop", "model": step.name, "batch": step.size, "threads": threads,
             "R": round(ratio, 3), "way": way, "steps/s": round(1 / statistics.median(seconds), 2),
@@ -200,6 +205,7 @@ def loop_rows(step: Step, ratio: float, paths, threads: int, sizes: Sizes) -> It
             "loads per step": round(statistics.median(loads), 3),
             "times no load": round(statistics.median(seconds / base), 3),
             "waiting": round(statistics.median(1 - base / seconds), 3),
+            "in next": round(statistics.median(asking / seconds), 3),
         }  # fmt: skip
 
 

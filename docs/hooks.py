@@ -19,7 +19,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = {"CONTRIBUTING.md": "contributing/index.md", "CHANGELOG.md": "contributing/changelog.md"}
 FOLDERS = ("examples", "notebooks", "experiments/presets")
 SHOWN = {".py", ".md", ".ipynb", ".flags", ".json", ".diff"}
-COMMANDS = "experiments/runs/*/command.txt"  # of the recorded runs
+RECORDED = "experiments/runs/*/command.txt", "benchmarks/rows/*.jsonl"
 
 
 def copied() -> dict[str, str]:
@@ -29,7 +29,7 @@ def copied() -> dict[str, str]:
         for folder in FOLDERS
         for path in (ROOT / folder).rglob("*")
         if path.suffix in SHOWN
-    } | {path.relative_to(ROOT).as_posix() for path in ROOT.glob(COMMANDS)}
+    } | {path.relative_to(ROOT).as_posix() for kind in RECORDED for path in ROOT.glob(kind)}
     return PAGES | {path: path for path in sorted(inside)}
 
 

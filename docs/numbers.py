@@ -8,6 +8,7 @@ a rate is at an edge of those tried.
 """
 
 import itertools
+import json
 import pathlib
 import re
 import sys
@@ -70,7 +71,25 @@ def cell(table: str, row: str, head: str) -> str:
 def values() -> dict[str, Effects | str]:
     """The numbers by their names in PHRASES."""
     results = _of_orders() | _of_local_steps() | _of_echoing() | _of_all_three()
-    return results | _of_undecided()
+    return results | _of_undecided() | _of_gpu()
+
+
+def _of_gpu():
+    lines = (ROOT / "benchmarks" / "rows" / "h200.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    gpt = {row["way"]: float(row["times_plain"]) for row in rows if row["part"] == "gpt2_small"}
+    times = gpt["ordering.sketched_grads"]
+    results = {
+        "gpu_percent": f"{100 * times - 100:.1f}", "gpu_times": f"{times:.2f}",
+        "gpu_micro_grad": f"{gpt['optax micro_grad, microbatches 1']:.2f}",
+    }  # fmt: skip
+    for row in rows:
+        if row["part"] == "ratio":
+            results[f"R_{row['model']}_{row['threads']}"] = f"{row['R']:.2f}"
+        if row["part"] == "loop":
+            name = f"{row['way'].split('(')[0]}_{row['threads']}".replace(" ", "_")
+            results[name] = f"{row['steps/s']:.2f} ({row['range']})"
+    return results
 
 
 def _of_undecided():
@@ -170,7 +189,7 @@ _WAY = "{way_least} to {way_most} times fewer steps on the way"
 PHRASES = {
     "README.md": (
         "of {digits} times [{digits_averaged} are left]", _LOST, _LOADS, _WAY,
-        "a perceptron takes {digits_r4} times fewer",
+        "a perceptron takes {digits_r4} times fewer", "projections cost [{gpu_percent} %]",
     ),
     "docs/index.md": (_LOST, _LOADS),
     "docs/start.md": (
@@ -224,6 +243,13 @@ PHRASES = {
         "both {modelled_both} times", "takes {pair_steps} times the steps",
         "({modelled_order_echo:.4} against {modelled_order:.4})", "× {hinder_steps:.4} steps",
     ),
+    "docs/results/load_and_step.md": (
+        *(f"| {{R_vit_small_{n}}} | {{R_resnet50_{n}}} |" for n in (1, 2, 4, 8, 16)),
+        *(f"{{{way}_{n}}}" for way in ("no_load", "a_load_per_step", "error_diffusion", "adaptive")
+          for n in (4, 8, 16)),
+    ),
+    "docs/peers.md": ("took {gpu_times} plain steps, and {gpu_micro_grad} by optax",),
+    "docs/use/gradients.md": ("| H200 | | {gpu_times} | optax `micro_grad` {gpu_micro_grad} |",),
     "docs/results/machine_map.md": tuple(
         f"| {task} | {size.replace('x', ' x ')} | {{{task}_{size}_parallel:i}} | "
         f"{{{task}_{size}_constant:i}} |" for task in TASKS for size in SIZES

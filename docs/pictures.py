@@ -7,6 +7,7 @@ The others are what the commands on their pages write.
 
 import argparse
 import itertools
+import json
 import pathlib
 
 import numpy as np
@@ -176,6 +177,35 @@ def blocks(path: str, schedule: str, ending: str = "") -> None:
     plots.save(figure, path, f"{title}\neach at its own best rate, geometric mean, 95 % interval")
 
 
+def load_and_step(path: str) -> None:
+    """R by the threads that decode, of each model; and the steps per second of whole loops."""
+    file = FOLDER.parents[1] / "benchmarks" / "rows" / "h200.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    figure, (axes,) = plots.panes(1, 2, (12, 5))
+    ratios, loops = ([r for r in rows if r["part"] == part] for part in ("ratio", "loop"))
+    names = {"vit_small": "ViT-S/16", "resnet50": "ResNet-50"}
+    keys = [*names, *dict.fromkeys(r["way"] for r in loops)]
+    styles = dict(zip(keys, plots.styles_of(keys).values(), strict=True))
+    for axis, of_all, key, y in (
+        (axes[0], ratios, "model", "R"), (axes[1], loops, "way", "steps/s")
+    ):  # fmt: skip
+        for name in dict.fromkeys(r[key] for r in of_all):
+            of_name = sorted((r for r in of_all if r[key] == name), key=lambda r: r["threads"])
+            values = np.array([[r["threads"], r[y]] for r in of_name]).T
+            ends = [[float(x) for x in r["range"].split(" to ")] for r in of_name]
+            bars = abs(np.transpose(ends) - values[1]) if key == "way" else None
+            axis.errorbar(*values, bars, label=names.get(name, name), capsize=3, **styles[name])
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.set(xlabel="threads that decode, of 16 cores", ylim=(0, None))
+        axis.grid(alpha=0.3)
+    axes[0].axhline(1, color=plots.GREY, linestyle="--")
+    axes[0].set_ylabel("R, steps that a load takes")
+    axes[1].set_ylabel("steps per second, ViT-S/16")
+    plots.legend(figure)
+    plots.save(figure, path, "Loads of JPEGs and steps on an H200, batches of 128\ncommit 7600ffc")
+
+
 ROUNDS = (  # seconds of several calls do not compare
     plots.Panel("metric", ("rounds", "step")),
     plots.Panel("train/loss", ("step", "rounds")),
@@ -193,6 +223,7 @@ PICTURES = {  # a function and its arguments after the path
     "combined_shakespeare_effects.png": (factorial,),
     "echoing_digits_R4.png": (curves, "echo_digits", "digits", plots.ECHO_PANELS[:1], 4),
     "echoing_shakespeare_R2.png": (curves, "echo_shakespeare", "Shakespeare", plots.ECHO_PANELS, 2),
+    "load_and_step.png": (load_and_step,),
     "machine_map.png": (machine_map,),
     "orders_digits_w64.png": (curves, "digits_w64", "digits, 64 workers", EPOCHS),
     "outer.png": (differences, "matched", "", "Outer momentum and fragments, AdamW"),
