@@ -157,7 +157,7 @@ def typed_axes(axis_name: Any) -> frozenset[str]:
 
 def is_key(x: Any) -> bool:
     """Whether a leaf holds typed PRNG keys."""
-    return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def is_legacy(x: Any) -> bool:

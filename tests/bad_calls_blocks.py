@@ -39,7 +39,7 @@ NO_FILTERS = [3, "text", THING, {}, [], KEPT[:5], KEPT.astype(int), KEPT * 0.5, 
               [None] * 12, Foreign(12)]  # fmt: skip
 BLOCKS = blocks.split(np.arange(12), unit_size=2)  # 6 units
 NO_BLOCKS = [None, 3, "text", THING, {}, [], np.arange(12), [PART], PART, blocks.files, KEY]
-WINDOW = Arg(2, [4, *whole()])
+WINDOW = Arg(2, [4, *but_none(whole())])
 
 
 def order_of(workers):

@@ -20,9 +20,11 @@ from tests.bad_values import (
     Foreign,
     T,
     also,
+    arguments,
     but_none,
     call,
     one_number,
+    returning,
     whole,
 )
 
@@ -56,12 +58,14 @@ def echoed(loads=batches, plan=PLAN, **args):
 
 DECIDED = [True, False]
 CALLS = {
+    name: call(make, **arguments(make, p=0.5, total_steps=T, key=KEY))
+    for name, make in returning(echo.EchoPlan, echo).items()
+}
+CALLS |= {
     "EchoPlan": call(echo.EchoPlan, fresh=Arg(FRESH, [None, [], *NOT_FRESH])),
     "EchoPlan.loads_before": call(PLAN.loads_before, step=Arg(2, [T + 1, *one_number(whole(0))])),
     "EchoPlan.first_load": call(PLAN.first_load, step=also("step", 2, T + 1)),
     "fixed": call(echo.fixed, factor=2, total_steps=Arg(T, but_none(whole()))),
-    "bernoulli": call(echo.bernoulli, p=0.5, total_steps=T, key=KEY),
-    "error_diffusion": call(echo.error_diffusion, p=0.5, total_steps=T),
     "adaptive": call(
         lambda **args: echo.adaptive(**args)[1:], max_factor=2,
         total_steps=Arg(T, but_none(whole())),

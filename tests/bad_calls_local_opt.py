@@ -8,6 +8,7 @@ import optax
 import local_opt
 from local_opt import costs, presets
 from ordering import echo
+from syncopate.mesh import is_key
 from tests.bad_calls_ordering import W, given, over_workers, traced, varying
 from tests.bad_values import (
     AXES,
@@ -23,11 +24,13 @@ from tests.bad_values import (
     T,
     X,
     also,
+    arguments,
     but_none,
     call,
     leaves_of,
     one_number,
     real,
+    returning,
     two_arguments,
     whole,
     word,
@@ -41,11 +44,13 @@ NO_PLANS = [None, 3, "qsr", local_opt.constant, local_opt.SyncPlan, echo.fixed(2
 STARTS = [None, 3, "text", [], [1, 2], [0, 2, 2], [0, 4, 2], [0, T], [0, 2.5], [0.0, 2.0], [[0, 2]],
           [0, -1], ["0", "2"], [0, NAN], THING, {}, [False, True], [0, None], 1j, [0, 2**40],
           [[0], [1, 2]], KEY, Foreign(2)]  # fmt: skip
-STEPS = {"total_steps": T}
-OFFSET = also("offset", 0, T)
 STEP = Arg(2, [T, *one_number(whole(0))])
-RULE = {"lr": 0.1, "total_steps": T, "alpha": 0.25, "h_base": 2, "h_max": also("h_max", 4, 1),
-        "warmup_steps": also("warmup_steps", 0, T + 1), "offset": OFFSET}  # fmt: skip
+NO_ARRAYS = [tree for tree in leaves_of(3) if not is_key(jax.tree.leaves(tree)[0])]
+USUAL = {
+    "total_steps": T, "period": 2, "offset": also("offset", 0, T), "p": 0.5, "key": KEY, "lr": 0.1,
+    "alpha": 0.25, "h_base": 2, "h_max": also("h_max", 4, 1), "density": Arg(1 / 64, real(0)),
+    "warmup_steps": also("warmup_steps", 0, T + 1), "power": Arg(2.0, real(0)), "strength": 0.5,
+}  # fmt: skip
 PERIODS = wrong_functions(
     None, two_arguments, local_opt.qsr,
     *(lambda t, h=h: h for h in (0, -1, 0.5, NAN, INF, None, "2", np.ones(2, int), True, 1j)),
@@ -55,15 +60,18 @@ TURNS = [PLAN, {"a": 3}, {"a": None}, {"a": PLAN, "b": local_opt.constant(1, tot
          [PLAN]]  # fmt: skip
 PAIRS = [None, 3, "text", [], [1.0], [1.0, 0.5, 0.25], [1.0, NAN], [INF, 1.0], [1.0, -0.5],
          ["1", "0.5"], THING, {}]  # fmt: skip
+MADE = local_opt.SyncPlan, local_opt.Compressor, local_opt.corrections.Correction
 CALLS = {
+    name: call(make, **arguments(make, **USUAL))
+    for kind in MADE
+    for name, make in returning(kind, local_opt, local_opt.corrections).items()
+}
+CALLS |= {
     "SyncPlan": call(local_opt.SyncPlan, starts=Arg([0, 2, 4], STARTS), total_steps=T),
     "SyncPlan.after": call(
-        PLAN.after, step=Arg(3, STEP.bad), tree=Arg(jnp.ones((W, 3)), leaves_of(3)),
+        PLAN.after, step=Arg(3, STEP.bad), tree=Arg(jnp.ones((W, 3)), NO_ARRAYS),
         workers=also("workers", W, 3), weight=Arg(None, [np.ones(W + 1), "1", THING])),
     "SyncPlan.syncs_after": call(PLAN.syncs_after, step=STEP),
-    "constant": call(local_opt.constant, period=2, offset=OFFSET, total_steps=T),
-    "bernoulli": call(local_opt.bernoulli, p=0.5, total_steps=T, key=KEY),
-    "qsr": call(local_opt.qsr, power=Arg(2.0, real(0)), **RULE),
     "from_function": call(local_opt.from_function, period=Arg(lambda t: 2, PERIODS),
                           total_steps=T),
     "SyncPlan.aligned": call(PLAN.aligned, every=Arg(2, real(0, 0.5)),
@@ -79,7 +87,7 @@ CALLS = {
         local_opt.quantize, dtype=Arg("int8", word(jnp.int16, 16)),
         feedback=Arg(1, but_none(real(1.5)))),
     "top_k": call(
-        local_opt.top_k, density=Arg(1 / 64, real(0)), bits=Arg(2, [4, *whole()]),
+        local_opt.top_k, density=USUAL["density"], bits=Arg(2, [4, *whole()]),
         block=Arg(4096, [100, *whole()]), feedback=Arg(0.5, real(0))),
     "sync_bytes": call(costs.sync_bytes, num_params=100, num_workers=2, compress=None),
     "stream_segments": call(
@@ -151,15 +159,17 @@ DUE = [3, "text", [3], [("begin", 0, False)], [("start", 1, False)], [("start", 
 
 
 OUTER = {"learning_rate": 0.5, "momentum": 0.0, "inner": SGD, "plan": Arg(PLAN, NO_PLANS),
-         "axis_name": AXIS}  # fmt: skip
+         "axis_name": AXIS, "inner_rate": Arg(0.1, real(0))}  # fmt: skip
+CALLS |= {
+    name: call(transformed(make), **arguments(make, **OUTER, **OPTIONS))
+    for name, make in returning(optax.GradientTransformationExtraArgs, presets).items()
+}
 CALLS |= {
     "local_steps": call(
         transformed(local_opt.local_steps), **INNER, **OPTIONS, plan=Arg(PLAN, NO_PLANS),
         update_params=X, sync=Arg(None, [3, "yes", THING, 0.5, jnp.ones(2, bool), [], {}]),
         step=Arg(None, [NAN, 0.5, "3", THING, 1j, jnp.ones(2, int), -1, {}]), weight=WEIGHT,
         state=STATE),
-    "diloco": call(transformed(presets.diloco), **OUTER),
-    "slowmo": call(transformed(presets.slowmo), **OUTER, inner_rate=Arg(0.1, real(0))),
     "local_rounds": call(rounded(local_opt.local_rounds), **INNER, **OPTIONS, state=STATE,
                          weight=WEIGHT),
     "parallel_rounds": call(rounded(local_opt.parallel_rounds), **INNER, state=Arg(None, STATES),
@@ -170,7 +180,6 @@ CALLS |= {
         streamed, **INNER, state=STATE, fragments=Arg(1, FRAGMENTS), mixing=0.5, outer=None,
         compress=None, specs=None, due=Arg(None, DUE),
         fragment=Arg(0, [1, -1, -2, NAN, 0.5, "0", None, THING, {}, True]), weight=WEIGHT),
-    "fedprox": call(local_opt.corrections.fedprox, strength=0.5),
     "normalize_by_period": call(
         lambda period, outer, h_base: presets.normalize_by_period(outer, h_base=h_base).update(
             X, outer.init(X), X, period=period),

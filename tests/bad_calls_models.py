@@ -5,7 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 
 import models
-from tests.bad_values import KEY, NAN, THING, Arg, also, call, real
+from tests.bad_values import (
+    KEY,
+    NAN,
+    THING,
+    Arg,
+    also,
+    arguments,
+    call,
+    real,
+    returning,
+)
 
 
 def made(make, x, y):
@@ -50,30 +60,38 @@ TEXTS = [*NO_ARRAYS, jnp.zeros((2, 4)), jnp.zeros(4, int), jnp.zeros((3, 4), int
          jnp.zeros((2, 4, 1), int), jnp.zeros((2, 0), int)]  # fmt: skip
 NEXT = Arg(TOKENS, [*NO_ARRAYS, jnp.zeros((2, 4)), jnp.zeros((2, 3), int), jnp.zeros(2, int)])
 SERIES = Arg(jnp.zeros((2, 2)), [*NO_ARRAYS, jnp.zeros(2), jnp.zeros((2, 3)), jnp.zeros((3, 2))])
-TEXT = {"vocab_size": 7, "width": 4, "depth": also("patch", 1), "dtype": "float32", "y": NEXT}
-IMAGE = {"image_shape": Arg((8, 8, 3), SHAPES), "num_classes": 3, "x": images(8, 3),
-         "y": WHOLE_LABELS, "dtype": "float32"}  # fmt: skip
-TABLE = {
-    "softmax_regression": {"num_features": 4, "num_classes": 3, "x": FEATURES, "y": WHOLE_LABELS},
-    "logistic_regression": {"num_features": 4, "x": FEATURES, "y": LABELS},
-    "mlp": {"num_features": 4, "num_classes": 3, "hidden": Arg((5,), HIDDEN), "x": FEATURES,
-            "y": WHOLE_LABELS, "key": Arg(KEY, NO_KEYS)},
-    "forecaster": {"lags": 4, "horizon": 2, "hidden": Arg((5,), HIDDEN), "x": FEATURES,
-                   "y": SERIES, "key": Arg(KEY, NO_KEYS)},
-    "lstm": {**TEXT, "x": Arg(TOKENS, TEXTS), "key": Arg(KEY, NO_KEYS)},
-    "gpt2": {**TEXT, "context": 6, "heads": 2, "x": Arg(TOKENS, [*TEXTS, jnp.zeros((2, 9), int)]),
-             "key": Arg(KEY, NO_KEYS)},
-    "vit": {**IMAGE, "patch": 4, "width": 4, "depth": also("patch", 1), "heads": 2, "mlp_ratio": 2,
-            "pool": "mean", "gelu": "tanh", "key": Arg(KEY, NO_KEYS)},
-    "lenet": {**IMAGE, "image_shape": Arg((28, 28, 1), SHAPES), "x": images(28, 1)},
-    "resnet": {**IMAGE, "depth": also("patch", 8, 7), "norm": "batch", "stem": "cifar", "width": 4},
-    "mobilenet_v2": {**IMAGE, "stem_channels": 4, "stem_stride": also("stem_stride", 1, 3),
+BY_WORDS = {"x": Arg(TOKENS, TEXTS), "y": NEXT}
+BY_IMAGES = {"x": images(8, 3), "y": WHOLE_LABELS}
+DRAWS = {"key": Arg(KEY, NO_KEYS)}
+USUAL = {
+    "num_features": 4, "num_classes": 3, "hidden": Arg((5,), HIDDEN), "lags": 4, "horizon": 2,
+    "vocab_size": 7, "context": 6, "width": 4, "depth": also("patch", 1), "heads": 2, "patch": 4,
+    "image_shape": Arg((8, 8, 3), SHAPES), "l2": 0.5,
+}  # fmt: skip
+CHANGES = {
+    "mlp": DRAWS, "forecaster": {"y": SERIES} | DRAWS, "logistic_regression": {"y": LABELS},
+    "lstm": DRAWS, "vit": DRAWS,
+    "gpt2": {"x": Arg(TOKENS, [*TEXTS, jnp.zeros((2, 9), int)])} | DRAWS,
+    "lenet": {"image_shape": Arg((28, 28, 1), SHAPES), "x": images(28, 1)},
+    "resnet": {"depth": also("patch", 8, 7), "stem": "cifar"},
+    "mobilenet_v2": {"stem_channels": 4, "stem_stride": also("stem_stride", 1, 3),
                      "head_channels": 8, "stages": Arg(((2, 4, 1, 2),), STAGES)},
 }  # fmt: skip
-del TABLE["lenet"]["dtype"]
+
+
+def model_call(make, changes):
+    args = arguments(make, **USUAL | changes)
+    if "vocab_size" in args:
+        batch = BY_WORDS
+    else:
+        batch = BY_IMAGES if "image_shape" in args else {"x": FEATURES, "y": WHOLE_LABELS}
+    args = batch | args | changes
+    return call(made(make, args["x"].valid, args["y"].valid), **args)
+
+
 CALLS = {
-    name: call(made(getattr(models, name), args["x"].valid, args["y"].valid), l2=0.5, **args)
-    for name, args in TABLE.items()
+    name: model_call(make, CHANGES.get(name, {}))
+    for name, make in returning(models.Model, models).items()
 }
 BATCH = {"x": jnp.ones((2, 1)), "y": jnp.array([0, 1])}
 NO_BATCHES = [None, 3, "text", {}, {"x": BATCH["x"]}, BATCH | {"x": "text"}, THING,

@@ -8,6 +8,8 @@ import numpy as np
 import optax
 
 import ordering
+from ordering.signs import SignRule
+from tests import tables
 from tests.bad_values import (
     INF,
     KEY,
@@ -19,9 +21,11 @@ from tests.bad_values import (
     Arg,
     X,
     also,
+    arguments,
     but_none,
     call,
     leaves_of,
+    returning,
     whole,
     wrong_functions,
 )
@@ -75,34 +79,37 @@ BAD_ROWS = [
     rows_of({"w": 1j * jnp.ones((B, 3))}), rows_of({"w": np.full((B, 3), "a")}),
     rows_of({"w": jnp.ones((B, 3)), "b": jnp.ones((B, 5))}),
 ]  # fmt: skip
-# The others flatten the gradients.
 SHAPED = [rows_of(t) for t in ({"v": ROWS["w"]}, ROWS["w"], {"w": jnp.ones((B, 3, 1))})]
-SIZES = {"num_units": M, "units_per_step": also("units_per_step", B, M + 1)}
 SHAPELESS = [{}, None, "text", THING, {"w": "text"}, {"w": THING}, {"w": [1.0, "a"]}]
 OBSERVED = {"key": KEY, "params": Arg(X, SHAPELESS), "rows": Arg(rows_of(ROWS), BAD_ROWS)}
-CLOSE = {**SIZES, **OBSERVED, "rows": Arg(rows_of(ROWS), BAD_ROWS + SHAPED)}
 AXIS = Arg("worker", but_none(KINDS["axis_name"]))  # None is the only one in scope
-COORDINATED = {**SIZES, **OBSERVED, "rule": None, "axis_name": AXIS}
-for make in (
-    ordering.random_reshuffling,
-    ordering.baselines.shuffle_once,
-    ordering.baselines.unzip,
-):
-    CALLS[make.__name__] = call(epoch(make), num_units=M, key=KEY)
-CALLS |= {
-    "block_reshuffling": call(epoch(ordering.baselines.block_reshuffling), num_units=M, key=KEY,
-                              block_size=also("block_size", B, M + 1)),
-    "global_reshuffling": call(epoch(ordering.global_reshuffling), num_units=M, key=KEY,
-                              total=also("total", W * M, W * M - 1), axis_name=AXIS),
-    "pair_balance": call(epoch(ordering.pair_balance), rule=None, **CLOSE),
-    "grab": call(epoch(ordering.grab), rule=None, **CLOSE),
-    "greedy_herding": call(epoch(ordering.baselines.greedy_herding), **SIZES, **OBSERVED),
-    "cd_grab": call(epoch(ordering.cd_grab), gathers=None, team_size=Arg(None, [1, 2]),
-                    **COORDINATED),
+SIZES = {"num_units": M, "units_per_step": also("units_per_step", B, M + 1),
+         "block_size": also("block_size", B, M + 1), "total": also("total", W * M, W * M - 1),
+         "axis_name": AXIS, "team_size": Arg(None, [1, 2])}  # fmt: skip
+MAKES = returning(ordering.Ordering, ordering, ordering.baselines)
+del MAKES["global_order"]  # of an order, below
+
+
+def order_call(make):
+    args = arguments(make, **SIZES)
+    order = make(**{name: arg.valid for name, arg in args.items()})
+    observes, coordinated = tables.traits(order, B)
+    args["key"] = KEY
+    if observes:
+        args |= OBSERVED
+        as_trees = "rule" in args and not coordinated  # the others flatten the gradients
+        args["rows"] = Arg(rows_of(ROWS), BAD_ROWS + SHAPED * as_trees)
+    return call(epoch(make), **args)
+
+
+CALLS |= {name: order_call(make) for name, make in MAKES.items()}
+COORDINATED = {
+    **OBSERVED, "num_units": M, "units_per_step": SIZES["units_per_step"], "axis_name": AXIS,
+    "rule": None, "team_size": also("team_size", 1, 3),
 }  # fmt: skip
 for when in ("step", "sync"):
     make = lambda gathers=when, **args: ordering.cd_grab(gathers=gathers, **args)  # noqa: E731
-    CALLS[f"cd_grab, {when}"] = call(epoch(make), team_size=also("team_size", 1, 3), **COORDINATED)
+    CALLS[f"cd_grab, {when}"] = call(epoch(make), **COORDINATED)
 CD, GRAB = ordering.cd_grab(M, units_per_step=B), ordering.grab(M, units_per_step=B)
 NOT_PAIRS = [None, 3, ordering.cd_grab, "cd_grab", THING, {}, GRAB, ordering.random_reshuffling(M),
              ordering.cd_grab(M + 2, units_per_step=B), ordering.global_order(CD, M)]  # fmt: skip
@@ -165,13 +172,11 @@ def signed(make):
     return traced(run)
 
 
-CALLS["self_balancing_walk"] = call(signed(ordering.baselines.self_balancing_walk), bound=30.0)
-CALLS["kernel_halving"] = call(
-    signed(ordering.baselines.kernel_halving),
-    num_epochs=Arg(4, KINDS["num_pairs"]),
-    num_pairs=8,
-    delta=0.5,
-)
+PAIRS = {"bound": 30.0, "num_epochs": 4, "num_pairs": 8}
+CALLS |= {
+    name: call(signed(make), **arguments(make, **PAIRS))
+    for name, make in returning(SignRule, ordering.baselines).items()
+}
 
 
 # Gradients.

@@ -2,9 +2,11 @@
 
 import dis
 import functools
+import inspect
 import os
 import signal
 import types
+import typing
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -133,7 +135,7 @@ KINDS = {
          "period h_base num_params num_workers workers size num_features lags horizon "
          "width heads patch mlp_ratio stem_channels head_channels stem_stride context", whole()),
         ("num_units total_steps", [*whole(), 2**31, 2**63]),
-        ("num_classes vocab_size", whole(2)), ("num_pairs", at_least(1)),
+        ("num_classes vocab_size", whole(2)), ("num_pairs num_epochs", at_least(1)),
         ("step offset first_step first_load seed delay start warmup_steps",
          whole(0)),
         ("total h_max team_size", but_none(whole())),
@@ -182,6 +184,39 @@ def call(run: Callable, **args: Any) -> Call:
     return Call(
         run, {n: a.valid for n, a in results.items()}, {n: a.bad for n, a in results.items()}
     )
+
+
+# (a valid value, bad ones) of arguments that neither KINDS nor a row knows.
+BY_TYPE = {
+    int: (2, [NAN, INF, 0.5, *NO_NUMBER]), float: (0.5, [NAN, *NO_NUMBER]),
+    bool: (False, []), str: ("", []),
+}  # fmt: skip
+
+
+def arguments(function: Callable, **usual: Any) -> dict[str, Arg]:
+    """Those of a signature: by the `usual` ones, or by the name, the default and the type."""
+    result = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        kind, default = parameter.annotation, parameter.default
+        valid, bad = BY_TYPE.get(kind, (None, []))
+        if default is not parameter.empty:
+            valid = default
+        bad = KINDS.get(name, bad)
+        if name in usual:
+            valid, bad = usual[name] if isinstance(usual[name], Arg) else (usual[name], bad)
+        optional = default is None or type(None) in typing.get_args(kind)
+        result[name] = Arg(valid, but_none(bad) if optional else bad)
+    return result
+
+
+def returning(kind: type, *packages: types.ModuleType) -> dict[str, Callable]:
+    """The public functions that return this kind, by the names of their `__all__`."""
+    public = {n: getattr(package, n) for package in packages for n in package.__all__}
+    return {
+        name: function
+        for name, function in public.items()
+        if inspect.isfunction(function) and inspect.signature(function).return_annotation is kind
+    }
 
 
 def described(value: Any) -> str:

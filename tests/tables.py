@@ -53,6 +53,23 @@ ORDERS = {
 }
 
 
+def traits(order, units_per_step):
+    """Whether an order looks at gradients, and whether it needs those of all workers."""
+
+    def observe(key, rows):
+        return order.observe(order.init(key, jnp.zeros(3)), rows)
+
+    key, rows = jax.random.key(0), jnp.zeros((units_per_step, 3))
+    try:
+        traced, coordinated = jax.make_jaxpr(observe)(key, rows), False
+    except ValueError:  # it needs the axis
+        keys, stacked = jax.random.split(key), jnp.stack([rows, rows])
+        traced = jax.make_jaxpr(jax.vmap(observe, axis_name="worker"))(keys, stacked)
+        coordinated = True
+    given = traced.jaxpr.invars[1]
+    return any(given is of for eqn in traced.eqns for of in eqn.invars), coordinated
+
+
 RULES = {
     "greedy": greedy,
     "self_balancing_walk": ordering.baselines.self_balancing_walk,
