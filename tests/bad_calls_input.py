@@ -24,9 +24,9 @@ from tests.bad_values import (
     but_none,
     call,
     one_number,
-    returning,
     whole,
 )
+from tests.public import returning
 
 
 def first(iterator, count=3):

@@ -30,12 +30,12 @@ from tests.bad_values import (
     leaves_of,
     one_number,
     real,
-    returning,
     two_arguments,
     whole,
     word,
     wrong_functions,
 )
+from tests.public import returning
 
 SGD = optax.sgd(0.1, momentum=0.9)
 PLAN = local_opt.constant(2, total_steps=T)

@@ -14,8 +14,8 @@ from tests.bad_values import (
     arguments,
     call,
     real,
-    returning,
 )
+from tests.public import returning
 
 
 def made(make, x, y):

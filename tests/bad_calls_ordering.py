@@ -25,10 +25,10 @@ from tests.bad_values import (
     but_none,
     call,
     leaves_of,
-    returning,
     whole,
     wrong_functions,
 )
+from tests.public import returning
 
 M, B, W = 6, 2, 2
 ROWS = {"w": jnp.ones((B, 3))}

@@ -209,16 +209,6 @@ def arguments(function: Callable, **usual: Any) -> dict[str, Arg]:
     return result
 
 
-def returning(kind: type, *packages: types.ModuleType) -> dict[str, Callable]:
-    """The public functions that return this kind, by the names of their `__all__`."""
-    public = {n: getattr(package, n) for package in packages for n in package.__all__}
-    return {
-        name: function
-        for name, function in public.items()
-        if inspect.isfunction(function) and inspect.signature(function).return_annotation is kind
-    }
-
-
 def described(value: Any) -> str:
     """A lambda by its line, an array by its type and shape."""
     if isinstance(value, types.FunctionType) and value.__name__ == "<lambda>":

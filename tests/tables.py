@@ -1,5 +1,10 @@
-"""Every algorithm once: a new order is one row of ORDERS, a sign rule of RULES, a plan of PLANS."""
+"""Every order, sign rule and plan once, with what tests go through.
 
+A public function that has no row is taken with the values that its signature gives.
+"""
+
+import functools
+import inspect
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -10,9 +15,10 @@ import optax
 
 import local_opt
 import ordering
-from ordering.signs import greedy
+from ordering.signs import SignRule, greedy
 from tests import reference
 from tests.problems import on_mesh
+from tests.public import returning
 
 
 class Order(NamedTuple):
@@ -201,3 +207,48 @@ ECHO_PLANS = {
     ),
     "given steps": lambda t: ordering.echo.EchoPlan([s % 7 in (0, 2, 3) for s in range(t)]),
 }
+
+
+# Public functions without a row.
+
+
+def needed(make, **usual):
+    """Values of the arguments without a default: the usual ones, or some of their type."""
+    some = {int: 2, float: 0.5}
+    return {
+        name: usual[name] if name in usual else some[parameter.annotation]
+        for name, parameter in inspect.signature(make).parameters.items()
+        if parameter.default is parameter.empty
+    }
+
+
+def without_row(kind, rows, *packages):
+    named = {name.partition(",")[0] for name in rows}
+    return {n: make for n, make in returning(kind, *packages).items() if n not in named}
+
+
+def order_row(make):
+    def made(m, b):
+        return make(**needed(make, num_units=m), units_per_step=b)
+
+    return Order(made, *traits(made(7, 3), 3))
+
+
+def plan_of(make):
+    def made(t):
+        usual = {"key": jax.random.key(7), "p": 0.3, "lr": COSINE, "total_steps": t}
+        return make(**needed(make, **usual))
+
+    return made
+
+
+for name, make in without_row(SignRule, RULES, ordering.baselines).items():
+    RULES[name] = functools.partial(make, **needed(make))
+    ORDERS[f"pair_balance, {name}"] = Order(observing(ordering.pair_balance, rule=RULES[name]()))
+for name, make in without_row(ordering.Ordering, ORDERS, ordering, ordering.baselines).items():
+    if "total" not in inspect.signature(make).parameters:  # those of all units: another test
+        ORDERS[name] = order_row(make)
+for name, make in without_row(local_opt.SyncPlan, PLANS, local_opt).items():
+    PLANS[name] = plan_of(make)
+for name, make in without_row(ordering.echo.EchoPlan, ECHO_PLANS, ordering.echo).items():
+    ECHO_PLANS[name] = plan_of(make)
