@@ -16,11 +16,34 @@ from experiments.data.base import COUNT, DECAY, Recipe, Task, abstract_sets, che
 from experiments.data.sources import as_arrays, check_number, source, subset
 from syncopate.refusals import UserError
 
+SIDE = 32  # of CIFAR's images
 DIGITS, DIGITS_FEATURES = 1797, 64
 DIGITS_RECIPE = Recipe(
     workers=32, units_per_step=2, unit_size=1, epochs=100, momentum=0.0, bound_every=10,
     learning_rates=(0.0625, 0.125, 0.25, 0.5, 1.0),
 )  # fmt: skip
+
+
+class Choice(NamedTuple):
+    """A model for a set of images, and its recipe."""
+
+    build: Callable
+    recipe: Recipe
+    side: int = SIDE  # of the images of CIFAR that it takes
+
+
+def _softmax(num_features: int, *, l2: float, **unused):
+    return base.network("softmax_regression", num_features=num_features, num_classes=10, l2=l2)
+
+
+def _mlp(num_features: int, *, width: int, depth: int = 1, **unused):
+    hidden = (width,) * depth
+    return base.network("mlp", num_features=num_features, hidden=hidden, num_classes=10)
+
+
+DIGITS_MODELS = {  # of all choices
+    "softmax": partial(_softmax, DIGITS_FEATURES), "mlp": partial(_mlp, DIGITS_FEATURES),
+}  # fmt: skip
 
 
 def digits(
@@ -42,20 +65,14 @@ def digits(
       l2: weight of the penalty of "softmax": 0.05 is well conditioned, 1e-4 badly.
       width, depth: units per hidden layer of "mlp", and number of these layers.
     """
-    check_model("digits", model, ("softmax", "mlp"))
+    check_model("digits", model, DIGITS_MODELS)
     if data_dir is not None:
         raise UserError(
             f"--data_dir is {data_dir}: digits come with scikit-learn. Leave it out, or pass the "
             "--task whose data lie there."
         )
     check_number(num_train, DIGITS - 1, name="num_train")  # the others are the test set
-    if model == "mlp":
-        hidden = (width,) * depth
-        net = base.network("mlp", num_features=DIGITS_FEATURES, hidden=hidden, num_classes=10)
-    else:
-        net = base.network(
-            "softmax_regression", num_features=DIGITS_FEATURES, num_classes=10, l2=l2
-        )
+    net = DIGITS_MODELS[model](l2=l2, width=width, depth=depth)
     if abstract:
         train, test = abstract_sets((num_train, DIGITS - num_train), (DIGITS_FEATURES,))
         return Task("digits", net, train, test, DIGITS_RECIPE)
@@ -75,17 +92,23 @@ def _digits_table() -> np.ndarray:
     return np.loadtxt(path, delimiter=",")
 
 
-MNIST_RECIPES = {
-    "softmax": Recipe(
-        workers=8, units_per_step=4, unit_size=1, epochs=20, learning_rates=(0.1,), bound_every=5
+MNIST_MODELS = {  # of its choices
+    "softmax": Choice(
+        partial(_softmax, 784, l2=1e-4),
+        Recipe(workers=8, units_per_step=4, unit_size=1, epochs=20, learning_rates=(0.1,),
+               bound_every=5),
     ),
-    "mlp": Recipe(
-        workers=4, units_per_step=32, unit_size=1, epochs=5, learning_rates=(0.05, 0.1, 0.2, 0.4)
+    "mlp": Choice(
+        partial(_mlp, 784),
+        Recipe(workers=4, units_per_step=32, unit_size=1, epochs=5,
+               learning_rates=(0.05, 0.1, 0.2, 0.4)),
     ),
-    "lenet": Recipe(
-        workers=4, units_per_step=1, unit_size=16, epochs=5, learning_rates=(0.05,), bound_every=1
+    "lenet": Choice(
+        lambda width: base.network("lenet"),
+        Recipe(workers=4, units_per_step=1, unit_size=16, epochs=5, learning_rates=(0.05,),
+               bound_every=1),
     ),
-}
+}  # fmt: skip
 
 
 def mnist(
@@ -96,24 +119,17 @@ def mnist(
     abstract: bool = False,
 ) -> Task:
     """60,000 training and 10,000 test images with pixels in [0, 1], held in memory."""
-    check_model("mnist", model, MNIST_RECIPES)
+    check_model("mnist", model, MNIST_MODELS)
     if abstract:
         train, test = abstract_sets((60_000, 10_000), (28, 28, 1))
     else:
         sets = (source("mnist", data_dir, part) for part in ("train", "test"))
         train, test = (as_arrays(read.__getitems__(range(len(read)))) for read in sets)
-    optimum = None
-    if model == "lenet":
-        net = base.network("lenet")
-    elif model == "mlp":
-        net = base.network("mlp", num_features=784, hidden=(width,), num_classes=10)
-    else:
-        net = base.network("softmax_regression", num_features=784, num_classes=10, l2=1e-4)
-        optimum = None if abstract else lambda: base.minimum(net, train)
-    return Task("mnist", net, train, test, MNIST_RECIPES[model], optimum)
+    net = MNIST_MODELS[model].build(width=width)
+    optimum = None if abstract or model != "softmax" else lambda: base.minimum(net, train)
+    return Task("mnist", net, train, test, MNIST_MODELS[model].recipe, optimum)
 
 
-SIDE = 32
 NUM_TRAIN, NUM_TEST = 50_000, 10_000
 CHUNK = 5000  # images held as float32 at full size at once
 
@@ -127,14 +143,6 @@ LENET = Recipe(
 )  # fmt: skip
 # The usual setting for networks of full size; the papers on orders and syncs have none.
 FULL = SMALL._replace(epochs=200, weight_decay=5e-4, schedule="cosine")
-
-
-class Choice(NamedTuple):
-    """A model for these images, and its recipe."""
-
-    build: Callable
-    recipe: Recipe
-    side: int = SIDE  # of the images that it takes
 
 
 # Convolutions as matrix products, faster when every worker has its own parameters.

@@ -16,6 +16,7 @@ from experiments.compare import flags, one_run, recipes, search
 from experiments.compare.arms import OPTIONS, TABLES, arm_from_flags, plans_of
 from experiments.data import TASKS, Recipe, base
 from experiments.data.base import check_recipe
+from experiments.data.schedules import SCHEDULES
 from experiments.trainer import config, measure, optimizers, timeline
 from experiments.trainer.averages import AVERAGES
 from experiments.trainer.config import sizes_of, total_steps_of
@@ -196,7 +197,7 @@ ANY = {
     **{flag: WHOLE if isinstance(option.words, str) else st.sampled_from([*option.words, "cats"])
        for flag, option in OPTIONS.items()},
     "ema_epochs": REAL, "average": st.sampled_from(["epoch", "ema,epoch", "", "cats"]),
-    "schedule": st.sampled_from(["constant", "cosine", "linear", "step", "cats"]),
+    "schedule": st.sampled_from([*SCHEDULES, "cats"]),
     "task": st.sampled_from(["digits", "digits_cosine", "digits_mlp", "hmda", "cats"]),
 }  # fmt: skip
 
@@ -271,7 +272,7 @@ UNUSED = {
     "train --sync=constant --growth=3": "--growth is 3.0 and changes nothing: it is for --sync=qsr",
     "train --echo_factor=3": "--echo_factor is 3 .* it is for --echo=fixed",
     "train --echo=diffusion --horizon=3": "--horizon is 3 .* it is for --p. Leave it out",
-    "train --schedule=constant --floor=0.1": "--floor is 0.1 .* --schedule=cosine and linear",
+    "train --schedule=constant --floor=0.1": "--floor is 0.1 .* --schedule=cosine and ",
     "train --decay_every=3": "--decay_every is 3.0 .* --schedule=step",
     "train --decay_factor=0.3": "--decay_factor is 0.3 .* --schedule=step",
     "train --deal=dealt --bound_every=3": "--bound_every is 3 .* orders of each worker's own",
