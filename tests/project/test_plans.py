@@ -128,7 +128,7 @@ def test_description_fits_one_screen(name, total_steps):
         changes = dict(zip(plan.starts.tolist(), plan.periods.tolist(), strict=True))
         assert all(changes[int(t)] == h for t, h in rows)
         return
-    assert f"share {plan.loads_per_step:.3%}" in second
+    assert f"{plan.loads_per_step:.3%} of the steps load" in second
     assert f"used {plan.uses.min()} to {plan.uses.max()} times" in second
     assert repr(plan) == f"EchoPlan({plan.rule}: {plan.loads} loads in {total_steps} steps)"
     edges = [int(start) for start, _ in rows] + [total_steps]
