@@ -34,8 +34,10 @@ from syncopate.refusals import UserError
 # Gradient accumulation communicates as constant H does.
 SHOWN = ["parallel", "constant", "post_local", "swap", "inverse", "qsr", "cubic"]
 
-# ViT-B with AdamW on 16 GPUs (Gu et al. 2024): hours by communication volume, with a sync after each
-# of 93,600 steps, and under QSR after each of 9,711 rounds.
+PUBLISHED = "imagenet_vit_b", "imagenet_resnet152"
+
+# ViT-B with AdamW on 16 GPUs (Gu et al. 2024): hours by communication volume, with a sync after
+# each of 93,600 steps, and under QSR after each of 9,711 rounds.
 VIT_B_STEPS = 93_600
 VIT_B_HOURS = {1: 26.7, 9711 / VIT_B_STEPS: 20.2}
 
