@@ -22,7 +22,6 @@ from tests.problems import (
     of_one,
     vmap,
 )
-from tests.refused import refuses
 
 RNG = np.random.default_rng(1)
 
@@ -243,14 +242,3 @@ def test_parameters_that_jax_knows_to_be_the_same_on_all_workers_stay(name):
     sync = jax.vmap(lambda x, _: rounds.sync(x, rounds.init(x))[0], (None, 0), axis_name="worker")
     x = ANCHOR["b"]
     np.testing.assert_array_equal(jax.jit(sync)(x, jnp.arange(3)), np.stack([x] * 3))
-
-
-def one(tree):
-    return exchange.synchronize_changes(tree, anchor=tree, compressor=COMPRESSORS["int8"])
-
-
-test_bad_compressors_and_leaves_are_refused = refuses({
-    "whole": (lambda: one({"n": jnp.arange(3)}), r"leaf \['n'\] is int32: the compressor \(8 bits"),
-    "complex": (lambda: one(jnp.ones(3, complex)), "complex64: .* sends real .* compress=None"),
-    "k": (lambda: local_opt.top_k(0.3, block=128), "density is 0.3 of blocks of 128: .*38 /"),
-})  # fmt: skip

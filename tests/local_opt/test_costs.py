@@ -25,15 +25,3 @@ def test_of_more_runs_it_is_the_line_of_least_squares():
 
 def test_nothing_is_shared_out_where_times_do_not_differ():
     assert communication_time([1, 0.5, 0.25], [3, 3, 3]) == pytest.approx((3, 0))
-
-
-@pytest.mark.parametrize("volumes, seconds, message", [
-    ([1], [3], "two different volumes"), ([1, 0.5], [3], "of one length"),
-    ([0.5, 0.5], [3, 4], "two different volumes"), ([1, -0.1], [3, 4], r"in \[0, 1\]"),
-    ([1, 0.5], [3, 0], "positive, finite"),
-    ([1, 0.5], [3, 4], r"gives 5 for computation and -2 for communication: neither"),
-    ([1, 0.5], [3, 1], r"gives -1 for computation and 4 for communication: neither"),
-])  # fmt: skip
-def test_what_is_no_measurement_is_refused(volumes, seconds, message):
-    with pytest.raises(ValueError, match=message):
-        communication_time(volumes, seconds)

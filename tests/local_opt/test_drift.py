@@ -79,12 +79,6 @@ def test_the_proximal_term_equals_the_paper():
     assert distance(same, plain) < 2e-7  # a mean of changes, which rounds otherwise
 
 
-def test_a_pull_needs_the_parameters():
-    rounds, x = corrected(local_opt.corrections.fedprox(1.0)), jnp.ones(2)
-    with pytest.raises(ValueError, match="fedprox needs the parameters: call update"):
-        rounds.update(x, rounds.init(x))
-
-
 # Workers that take different numbers of steps in a round.
 
 SHAPES, MIDDLES = np.array([1.0, 2.0, 4.0]), np.array([3.0, -1.0, 0.5])

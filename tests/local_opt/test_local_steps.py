@@ -201,12 +201,6 @@ def test_accumulating_on_workers_is_a_step_with_the_mean_gradient_of_all_their_b
         np.testing.assert_allclose(before, flat(copies(x)), rtol=1e-5, atol=1e-6)
 
 
-def test_a_step_is_decided_by_one():
-    opt, one = local_opt.local_steps(SGD, PLAN), jnp.ones(3)
-    with pytest.raises(ValueError, match="sync and step are both given"):
-        opt.update(one, opt.init(one), one, sync=True, step=0)
-
-
 @pytest.mark.parametrize("run", RUNS)
 def test_parallel_rounds_are_steps_with_the_mean_gradient(run):
     """So they equal rounds of one step of SGD, planned too, and a sync changes nothing."""

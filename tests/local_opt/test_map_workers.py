@@ -1,6 +1,5 @@
 """One map over workers: any axis name, vmap, in turn, any mesh; what specs say and refuse."""
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -16,7 +15,6 @@ from jax.sharding import AxisType
 
 import local_opt
 from tests.compiled_runs import compilations
-from tests.refused import refuses
 
 W = 4
 
@@ -126,15 +124,7 @@ def test_replicated_arrays_lie_on_their_workers_and_share_no_memory(way):
     jax.block_until_ready(keep(copies))
 
 
-def mapped(*args, workers=W, in_specs="worker", out_specs="worker"):
-    return local_opt.map_workers(lambda x: x, workers, in_specs=in_specs, out_specs=out_specs)(
-        *args
-    )
-
-
-def of_trees(in_specs, out_specs="worker"):
-    run = local_opt.map_workers(lambda x: x, W, in_specs=in_specs, out_specs=out_specs)
-    return run({"x": jnp.zeros((W, 3)), "n": jnp.zeros(W)})
+SPECS = {"in_specs": ("worker", "batch"), "out_specs": ("worker", "mean")}
 
 
 def step(state, batch, scale=1.0, *, power: int = 1, train: bool = True):
@@ -146,75 +136,6 @@ def step(state, batch, scale=1.0, *, power: int = 1, train: bool = True):
 
 def start():
     return jnp.zeros(W), jnp.arange(2.0 * W)
-
-
-SPECS = {"in_specs": ("worker", "batch"), "out_specs": ("worker", "mean")}
-WORKER = {"in_specs": "worker", "out_specs": "worker"}
-test_arguments_and_words_that_do_not_fit_are_refused = refuses({
-    "axis": (
-        lambda: mapped(workers=mesh_of(AxisType.Auto, "dp", "model")),
-        "axes .*dp.*model.* and the workers' is 'worker'",
-    ),
-    "worker": (
-        lambda: mapped(np.ones(3)),
-        r"args\[0\] is 'worker' .* has the shape \(3,\), and there are 4 workers: make it by local",
-    ),
-    "turns": (
-        lambda: local_opt.map_workers(len, mesh_of(AxisType.Auto), **WORKER, in_turn=True),
-        "in_turn is for simulated workers",
-    ),
-    "turns, replicated": (
-        lambda: local_opt.map_workers(
-            len, W, in_specs="worker", out_specs="replicated", in_turn=True
-        ),
-        "in_turn proves no result to be 'replicated'",
-    ),
-    "too many": (
-        lambda: local_opt.map_workers(step, W, **SPECS)(*start(), 2.0),
-        r"3 arguments came by position and in_specs is \('worker', 'batch'\): give one entry",
-    ),
-    "by keyword": (
-        lambda: local_opt.map_workers(step, W, **SPECS)(start()[0], batch=start()[1]),
-        "1 arguments came by position .* Arguments by keyword are replicated",
-    ),
-    "of no parameter": (
-        lambda: local_opt.map_workers(lambda x, *, y: x, W, **SPECS),
-        r"the function takes \(x, \*, y\): give one entry for each argument by position",
-    ),
-    "a number": (
-        lambda: jax.jit(mapped)({"rate": 0.5}),
-        r"args\[0\]\['rate'\] is 'worker' .* has the shape \(\), .*must be arrays, by jnp.asarray",
-    ),
-    "a number alone": (lambda: mapped(3), r"args\[0\] is 3, and 'worker' in in_specs: pass an"),
-    "no key": (lambda: mapped(0, in_specs="key"), r"args\[0\] is 0, and 'key' in in_specs"),
-    "legacy keys": (
-        lambda: mapped(jax.random.split(jax.random.PRNGKey(0)), in_specs="key"),
-        r"args\[0\] is 'key' in in_specs and uint32\[2, 2\]: pass one key",
-    ),
-    "to fold": (
-        lambda: local_opt.replicate({"rng": jax.random.PRNGKey(0)}, W, keys="fold"),
-        r"leaf \['rng'\] is uint32\[2\], a legacy key or any two numbers: .*wrap_key_data",
-    ),
-    "a word of a tree": (
-        lambda: of_trees(({"x": {"y": "own"}},)),
-        r"in_specs\[0\]\['x'\]\['y'\] is 'own': pass one of worker, replicated, batch, key",
-    ),
-    "no word": (
-        lambda: of_trees(({"x": "worker"},)), r"key path in_specs\[0\] .* difference .* is .*n"
-    ),
-    "no leaf": (
-        lambda: of_trees(({"x": "worker", "n": "worker", "m": {"v": "worker"}},)),
-        r"key path in_specs\[0\] .* 3 child keys .* difference on key sets is .*m",
-    ),
-    "another node": (
-        lambda: of_trees("worker", collections.OrderedDict(x="worker", n="sum")),
-        r"out_specs is .* different types at key path out_specs .*OrderedDict.* type .*dict",
-    ),
-    "a mean of keys": (
-        lambda: mapped({"key": jax.random.split(jax.random.key(0), W)}, out_specs="mean"),
-        r"result\['key'\] is a key, which has no mean: say 'worker' in out_specs",
-    ),
-})  # fmt: skip
 
 
 ROWS = jnp.arange(8.0)

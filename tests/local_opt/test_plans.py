@@ -18,7 +18,6 @@ from local_opt.plans import syncs_after_traced
 from tests import reference, tables
 from tests.cases import times
 from tests.problems import ends_of
-from tests.refused import refuses
 
 VECTORS = (
     pathlib.Path(__file__).resolve().parents[2].parent / "shared" / "reference" / "qsr_vectors.json"
@@ -227,30 +226,6 @@ def test_aligned_rounds_wait_for_the_next_mark(name, data):
     assert again is result
     if every == 1 and fresh is None:
         assert result is plan
-
-
-RULE = dict(total_steps=10, alpha=0.2, h_base=2)
-
-
-def qsr(lr=0.1, **changes):
-    return local_opt.qsr(lr, **RULE | changes)
-
-
-BAD = {
-    "lr < 0": (lambda: qsr(lambda t: 0.55 - t / 10), r"lr\(6\) is -0.05: .*not negative.*\(4 of"),
-    "no warmup": (lambda: qsr(optax.linear_schedule(0.0, 0.1, 5, transition_begin=2)),
-        r"learning rate at step 0 is 0, .*without end: pass warmup_steps"),
-    "starts not increasing": (lambda: local_opt.SyncPlan([0, 4, 4], 10),
-        r"from 0 to 4: they must begin at 0, increase strictly"),
-    **{f"too long: {name}": (lambda make=make: make(10**9),
-                             "total_steps is 1000000000: pass a whole number in 1 .. 10000000")
-       for name, make in tables.PLANS.items()},
-    "fresh of another run": (
-        lambda: local_opt.constant(1, total_steps=5).aligned(every=2, fresh=[True] * 4),
-        r"fresh is bool\[4\]: .*each of the plan's 5 steps"),
-}  # fmt: skip
-
-test_bad_plans_are_refused = refuses(BAD)
 
 
 INF = math.inf

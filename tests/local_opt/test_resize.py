@@ -67,13 +67,6 @@ def test_means_are_taken_in_float64_and_keep_their_type():
     np.testing.assert_array_equal(result["w"], equal(wide, 2))
 
 
-def test_other_rounds_and_policies_are_refused():
-    with pytest.raises(ValueError, match="tuple is not a state of local .* or resume with as many"):
-        resize((), None, 2, "mean")
-    with pytest.raises(ValueError, match="policy is 'none': it must be one of mean, reset, first"):
-        resize(state_of(2, {}), None, 2, "none")
-
-
 def streams_of(keys):
     return {tuple(row.ravel()) for row in np.asarray(jax.random.key_data(keys))}
 

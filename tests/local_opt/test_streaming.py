@@ -33,7 +33,6 @@ from tests.problems import (
     run_segments,
     square_gradient,
 )
-from tests.refused import refuses
 
 PLACES = [0, 1], [2, 3, 4, 5]  # of b and of w, in the order of the reference
 
@@ -166,29 +165,6 @@ def test_fragments_are_even_and_whole():
     assert streaming.parts_of(params, labels) == [[0, 3], [1, 4], [2, 5]]
     big_last = {"a": jnp.zeros(1), "b": jnp.zeros(1), "c": jnp.zeros(100)}
     assert streaming.parts_of(big_last, 3) == [[0], [1], [2]]
-
-
-def stream(**options):
-    return local_opt.streaming.streaming_rounds(
-        SGD, axis_name="worker", **{"fragments": 2} | options
-    )
-
-
-FOUR = local_opt.constant(4, total_steps=13)
-
-
-def turns(*plans, delay=0):
-    return local_opt.streaming.stream_segments(dict(enumerate(plans)), delay=delay)
-
-
-test_bad_fragments_and_plans_are_refused = refuses({
-    "many": (lambda: stream(fragments=3).init(START), "fragments is 3 and .* have 2 leaves"),
-    "gap": (lambda: stream(fragments={"w": 0, "b": 2}).init(START), r"numbered \[0, 2\]: number"),
-    "long": (
-        lambda: turns(FOUR, delay=5),
-        "delay is 5 and fragment 0 has a round of 4 steps: a mean must arrive .* Lower the delay",
-    ),
-})  # fmt: skip
 
 
 def named(tree, word, *values):

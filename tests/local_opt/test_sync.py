@@ -30,7 +30,6 @@ from tests.problems import (
     square_step,
     vmap,
 )
-from tests.refused import refuses
 
 
 def adam_round(opt_state):
@@ -72,30 +71,6 @@ def test_optimizer_state_follows_the_policy(opt_state, mu, nu, count):
     np.testing.assert_allclose(after.nu["w"], made[nu](before.nu["w"]), rtol=1e-6)
     assert np.ptp(before.mu["w"], axis=0).min() > 0  # or the policies would be the same
     assert after.count.tolist() == [count] * W and after.count.dtype == before.count.dtype
-
-
-def init(opt_state):
-    rounds = local_opt.local_rounds(optax.adam(0.1), axis_name="worker", sync_opt_state=opt_state)
-    return rounds.init({"w": jnp.ones(3)})
-
-
-test_bad_policies_are_refused = refuses({
-    "of a field": (lambda: init({"mu": "sum"}), "sync_opt_state is 'sum' for 'mu': it must be"),
-    "field": (
-        lambda: init({"trace": "mean", "mu": "mean"}),
-        r"names \['trace'\].*its fields \['count', 'mu', 'nu'\]",
-    ),
-    "a parameter": (lambda: init({"nu.w": "mean"}), r"names \['nu.w'\]"),
-    "mu alone": (lambda: init({"mu": "mean"}), "leaves 'mu' 'mean' and 'nu' 'local'.*name both"),
-    "nu begun anew": (lambda: init({"nu": "reset"}), "leaves 'mu' 'local' and 'nu' 'reset'"),
-    "a variance": (
-        lambda: local_opt.local_rounds(
-            optax.rmsprop(0.1, centered=True), sync_opt_state={"nu": "mean"}
-        ).init(jnp.ones(3)),
-        "leaves 'mu' 'local' and 'nu' 'mean'",
-    ),
-    "count": (lambda: init({"count": "mean"}), "averages '0.count', which is int32: only floating"),
-})  # fmt: skip
 
 
 def test_integers_and_keys_stay_the_workers_own():

@@ -35,7 +35,6 @@ from tests.problems import (
     square_gradient,
     vmap,
 )
-from tests.refused import refuses
 from tests.shards import placed
 
 RNG = np.random.default_rng(5)
@@ -215,20 +214,3 @@ def test_a_weight_counts_on_all_devices_of_a_worker(kind, compressor):
         results.append(jax.jit(run)(local, jnp.array([3, 1])))
     # Shards have other rows of 128 numbers, and scales of their own.
     assert distance(*results) < (1e-6 if compressor is None else 1e-2)
-
-
-def one_number(weight):
-    return vmap(lambda x: local_opt.pmean(x, weight=weight))(jnp.ones(W))
-
-
-PARALLEL = local_opt.parallel_rounds(SGD)
-test_bad_weights_are_refused = refuses({
-    "two": (lambda: one_number(np.ones(2)), "weight is array.*: pass one number of type bool"),
-    "too small": (lambda: one_number(1e-20), "weight is 1e-20: pass 0 or a number from 9.1e-13"),
-    "too large": (lambda: one_number(1e20), "weight is 1e.20: .* to 1.1e.12, for only the ratios"),
-    "nan": (lambda: one_number(np.float32("nan")), "weight is .*nan.*: pass a finite number"),
-    "at no mean": (
-        lambda: PARALLEL.sync(jnp.ones(3), PARALLEL.init(jnp.ones(3)), weight=1.0),
-        "weight is 1.0 at a sync of parallel_rounds, .* pass it to update",
-    ),
-})  # fmt: skip

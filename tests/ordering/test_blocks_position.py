@@ -11,7 +11,6 @@ from ordering.blocks import read_blocks, split
 from tests import block_cases
 from tests.block_cases import KEY, as_lists
 from tests.problems import assert_bitwise_equal
-from tests.refused import refuses
 
 WORKERS, UNITS, WINDOW = 2, 8, 3
 BLOCKS = split(block_cases.parts_of([20, 11]), unit_size=2)
@@ -94,47 +93,6 @@ def test_the_first_state_is_the_beginning():
     names = ("epoch", "units", "batch", "unit_size", "window", "batch_size", "seed", "filter")
     assert [int(getattr(first, name)) for name in names] == [0, 0, 0, 2, WINDOW, 4, 9, 0]
     assert len(rest(reads_of("global_reshuffling", first))[0]) == 5
-
-
-def used(blocks=BLOCKS, **settings):
-    return lambda: reads_of(
-        "global_reshuffling", begun("global_reshuffling")[0], blocks, **settings
-    )
-
-
-def changed(**changes):
-    """Reads on from the state with other values; None leaves a name out."""
-    state = begun("global_reshuffling")[0]._asdict() | changes
-    state = {k: v for k, v in state.items() if v is not None}
-    return lambda: reads_of("global_reshuffling", state)
-
-
-KEPT = split(block_cases.parts_of([20, 11]), unit_size=2, keep=np.arange(31) != 5)
-HALVES = split(block_cases.parts_of([20, 11]), unit_size=2, keep=np.arange(31) % 2 == 0)
-OTHER = split(block_cases.parts_of([20, 12]), unit_size=2)
-MORE = split(block_cases.parts_of([20, 5, 6]), unit_size=2)
-test_bad_input = refuses({
-    "block size": (
-        used(split(block_cases.parts_of([30, 17]), unit_size=3)),
-        "file 0 is not the file .*: it has 30 records, and had 20",
-    ),
-    "another size": (
-        lambda: reads_of("global_reshuffling", begun("global_reshuffling")[0]._replace(
-            unit_size=np.array(5))),
-        "records in a block: the state was saved with 5, now it is 2",
-    ),
-    "window": (used(window=2), "blocks in a window: the state was saved with 3, inside a window"),
-    "batch_size": (used(batch_size=3), "records in a batch: .* with 4, inside a window, now"),
-    "filter": (used(KEPT), "the state was saved without keep= of split, and these blocks are w"),
-    "a smaller filter": (used(HALVES), "the state was saved without keep= of split"),
-    "seed": (used(seed=0), "the seed: the state was saved with 9, now it is 0"),
-    "records": (used(OTHER), "file 1 is not the file .*: it has 12 records, and had 11, or"),
-    "files": (used(MORE), "saved with 2 files, now there are 3: pass the same files in the same"),
-    "units": (changed(units=np.array(17)), "17 units of the epoch were read, and 2 workers have 8"),
-    "size": (changed(seed=np.arange(3)), r"state has int64\[3\] as 'seed': pass it as it was s"),
-    "other workers": (used(workers=1), "the order names 8 units, and there are 16 blocks"),
-    "missing": (changed(batch=None), "state is a dict: pass what BlockEpochs.state gave"),
-})  # fmt: skip
 
 
 @pytest.mark.parametrize("saved, now", [(True, False), (False, True), (True, "another")])

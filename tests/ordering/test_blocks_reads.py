@@ -14,7 +14,6 @@ from ordering.data import LoadError
 from tests import block_cases, reference_blocks
 from tests.block_cases import Case, as_lists, records_of
 from tests.cases import times
-from tests.refused import refuses
 from tests.waiting import wait_for
 
 
@@ -159,39 +158,3 @@ def test_a_run_goes_on_from_the_load_that_failed():
     with read_blocks(blocks, order, block_cases.KEY, state=state, **options) as reads:
         batches += [as_lists(batch) for batch in reads]
     assert records_of(batches) == list(range(20)) and len(batches) == 10
-
-
-def of(orders=FIXED.orders[0], **settings):
-    def read():
-        given = FIXED.settings | settings
-        workers = len(orders) if orders.ndim == 2 else None
-        order = block_cases.given_order(np.stack([orders] * 2), 0, given["window"])
-        next(read_blocks(FIXED.blocks(), order, block_cases.KEY, workers=workers, **given))
-
-    return read
-
-
-def observed(window):
-    order = ordering.grab(16, units_per_step=4)
-    return lambda: read_blocks(
-        FIXED.blocks(),
-        order,
-        block_cases.KEY,
-        like=np.zeros(2, np.float32),
-        window=window,
-        batch_size=2,
-    )
-
-
-test_bad_input = refuses({
-    "window": (of(window=5), r"window is 5: pass a whole number in 1 \.\. 4"),
-    "a large seed": (of(seed=2**31), "seed is 2147483648: pass a whole number in 0"),
-    "too few": (of(np.arange(15)), "names 15 units, and there are 16 blocks: make one for as many"),
-    "an observed window": (observed(3), "window is 3, and the order observes 4 units at once: mak"),
-})  # fmt: skip
-
-
-@pytest.mark.parametrize("orders", [FIXED.orders[0] + 1, np.zeros((4, 4), int)])
-def test_an_order_that_names_other_units_is_refused(orders):
-    with pytest.raises((ValueError, LoadError), match="name a unit twice, or outside 0 .. 15"):
-        of(orders)()

@@ -1,15 +1,12 @@
 """A run over blocks goes on with another number of workers, and reads every record once."""
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import ordering
 from ordering.blocks import read_blocks, resize
 from tests import block_cases
 from tests.block_cases import KEY, as_lists, records_of
-from tests.refused import refuses
 
 # 24 units, 2 of them empty; together 16 in a window and 48 records in a step: W workers have 24 / W
 # units, windows of 16 / W and 8 / W, and 3 + 2 steps in an epoch.
@@ -87,34 +84,3 @@ def test_the_axis_of_the_workers_may_have_another_name():
     with read_blocks(BLOCKS, of(4), KEY, **options) as reads:
         batches += map(as_lists, reads)
     assert records_of(batches) == RECORDS
-
-
-def restarted(workers=2, steps=3, **changes):
-    state = read("global_reshuffling", 2, most=steps)[1]
-    return resized("global_reshuffling", state._replace(**changes), workers)
-
-
-def one_of(state):
-    return jax.tree.map(lambda x: x[0], state)
-
-
-FIRST = ordering.init_workers(order_of("global_reshuffling", 2), KEY, workers=2)
-test_bad_input = refuses({
-    "inside a window": (
-        lambda: restarted(4, steps=4), "of batch 1 of a window: go on with 2 workers until window"
-    ),
-    "a part of a window": (
-        lambda: restarted(8, window=np.array(5)),
-        "8 workers, who cannot share the windows of 2, of 5 blocks: pass a number that divides 10",
-    ),
-    "a fixed shard": (
-        lambda: restarted(order=ordering.baselines.shuffle_once(4).init(KEY, None)),
-        "order is a ShuffleState: pass that of all workers, of an order over all units",
-    ),
-    "one worker's": (
-        lambda: restarted(order=one_of(FIRST)), "a GlobalShuffleState: pass that of all workers"
-    ),
-    "a dict": (
-        lambda: resized("global_reshuffling", {"epoch": 1}, 4), "state is a dict: pass what Block"
-    ),
-})  # fmt: skip

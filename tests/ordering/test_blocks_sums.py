@@ -8,7 +8,6 @@ import pytest
 import ordering
 from ordering.blocks import add_gradients, read_blocks, split
 from tests import block_cases, reference
-from tests.refused import refuses
 from tests.tables import vmap_workers, whole_numbers
 
 # 8 units of 4 records, where the last of each file has fewer; 3 in a window.
@@ -107,20 +106,3 @@ def test_a_gradient_that_is_not_finite_is_in_the_sum_of_its_block_alone(at, wron
         expected = np.zeros((5, *g.shape[1:]), np.float32)
         np.add.at(expected, places, g)  # those of -1 are in the last
         np.testing.assert_array_equal(actual[name], expected[:4])
-
-
-ROWS = jnp.ones((4, ENTRIES))
-
-
-def add(gradients, places):
-    return lambda: add_gradients(jnp.zeros((2, ENTRIES)), gradients, places)
-
-
-test_bad_input = refuses({
-    "fewer places": (add(ROWS, jnp.zeros(3, int)), r"shape \(3,\) .* for 4 gradients"),
-    "places of all": (add(ROWS, jnp.zeros((2, 4), int)), "places of one worker's"),
-    "other rows": (
-        add(jnp.ones((4, 2)), jnp.zeros(4, int)),
-        r"gradients is real\[4, 2\] and in sums real\[4, 3\]",
-    ),
-})  # fmt: skip

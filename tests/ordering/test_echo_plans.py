@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from ordering import echo
 from tests import reference, tables
-from tests.refused import refuses
 
 
 @pytest.mark.parametrize("name", tables.ECHO_PLANS)
@@ -88,19 +87,3 @@ def test_draws_do_not_depend_on_the_precision():
     assert len(set(expected.values())) == len(expected)
     with jax.enable_x64(True):
         assert {name: make(400).digest() for name, make in tables.ECHO_PLANS.items()} == expected
-
-
-def bernoulli(p):
-    return lambda: echo.bernoulli(p, total_steps=5, key=jax.random.key(0))
-
-
-def plan(fresh):
-    return lambda: echo.EchoPlan(fresh)
-
-
-test_bad_input = refuses({
-    "p 0": (bernoulli(0.0), r"p\(0\) is 0: a probability lies in \(0, 1"),
-    "p falls": (bernoulli(optax.linear_schedule(1.0, 0.0, 3)), r"p\(3\) is 0: .* schedule above 0"),
-    "fresh of numbers": (plan([1, 0]), r"fresh is int64\[2\]: .*one bool per"),
-    "first not fresh": (plan([False, True]), r"fresh\[0\] is False: .*must load"),
-})  # fmt: skip

@@ -9,7 +9,6 @@ import ordering
 from ordering import base
 from ordering.global_orders import GlobalState, _following
 from tests import reference, tables
-from tests.refused import refuses
 
 PAIRS = {
     "cd_grab": lambda m, b: ordering.cd_grab(m, units_per_step=b),
@@ -104,23 +103,6 @@ def test_the_units_that_wait_next_follow_those_that_wait(total, count):
         state = GlobalState(None, everyone, jnp.array([waiting], jnp.int32))
         expected = [(unit + count) % total for unit in waiting]
         assert _following(state).tolist() == [expected]
-
-
-def begin(order, num_units=4, **options):
-    of_all = ordering.global_order(order, num_units, **options)
-    init = jax.vmap(lambda key: of_all.init(key, jnp.zeros(2)), axis_name="worker")
-    return jax.eval_shape(init, jax.random.split(jax.random.key(0), 2))
-
-
-FOUR = PAIRS["cd_grab"](4, 1)
-test_bad_input = refuses({
-    "too few": (lambda: begin(FOUR, total=7), "total is 7, and 2 workers with 4 units each take 8"),
-    "too many": (lambda: begin(FOUR, total=17), "total is 17: at most as many units can wait"),
-    "no pairs": (
-        lambda: begin(ordering.random_reshuffling(4)), "ShuffleState.*global_reshuffling"
-    ),
-    "other units": (lambda: begin(FOUR, 5), "num_units is 5 and the order has 4 units"),
-})  # fmt: skip
 
 
 @pytest.mark.parametrize("make", [

@@ -12,8 +12,7 @@ from ordering.echo import adaptive, stream
 from syncopate.unstable import multihost_utils
 from tests import reference
 from tests.commands import start_two
-from tests.echo_source import Source, Uses, assert_same, batch
-from tests.refused import refuses
+from tests.echo_source import Source, Uses, assert_same
 from tests.waiting import wait_for
 
 
@@ -167,20 +166,3 @@ def test_two_processes_load_in_the_same_steps(tmp_path):
     assert first == second
     # Process 0 alone would have loaded in every step.
     assert 1 < int(first.split()[0]) < 60
-
-
-test_bad_input = refuses({
-    "measured without a loader": (
-        lambda: Uses([batch(0)], policy()),
-        r"asks whether a batch is ready: pass loads=prefetch_to_device",
-    ),
-    "first_step undecided": (
-        lambda: Uses(Scripted(ANSWERS), policy(decided=[True, False]), first_step=3),
-        r"first_step is 3: .* in 0 .. 2",
-    ),
-    "decided a plan": (lambda: policy(decided=echo.EchoPlan([True])), "decided is a EchoPlan, and"),
-    "decided too long": (lambda: policy(decided=[True] * 25), r"\[25\], and the run has 24"),
-    "decided not fresh": (
-        lambda: policy(decided=[False, True]), r"decided is bool\[2\], .* that begins with True"
-    ),
-})  # fmt: skip

@@ -15,7 +15,6 @@ from ordering import base
 from ordering.data import LoadError, read_epochs
 from tests import reads_of_two, tables
 from tests.commands import start_two
-from tests.refused import refuses
 from tests.waiting import wait_for
 
 NAMES = ["cd_grab", "grab", "block_reshuffling", "shuffle_once"]
@@ -373,81 +372,3 @@ def test_the_next_order_takes_over_the_memory_of_the_last():
     next(reads)
     for state in states:
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves((state.mean, state.total)))
-
-
-def reads_with(name="random_reshuffling", state=lambda: None, **options):
-    return lambda: next(reads_of(name, state=state(), **options))
-
-
-def saved(name="grab", steps=3, **options):
-    reads = reads_of(name, **options)
-    for _ in range(steps):
-        reads.observe(next(reads)[1])
-    return reads.state()
-
-
-def twice():
-    reads = reads_of("grab")
-    batch = next(reads)
-    reads.observe(batch[1])
-    reads.observe(batch[1])
-
-
-def ended_by_hand(name):
-    reads, order = reads_of(name, size=13), order_of(name, size=13)
-    for _ in range(2):
-        rows = next(reads)[1]
-        state = tables.vmap_workers(lambda s, g: order.next_epoch(order.observe(s, g)))
-        reads.advance(state(reads.order_state, rows))
-        next(reads)
-
-
-class OnlyCurrent(NamedTuple):
-    current: jax.Array
-
-
-ONLY_CURRENT = ordering.Ordering(
-    lambda key, like: OnlyCurrent(jnp.arange(4)), lambda s, g: s, lambda s: s
-)
-test_wrong_inputs_are_refused = refuses({
-    "a source of one argument": (
-        reads_with(source=lambda order: []),
-        r"source is <.*: pass a function of \(indices, first_step, epoch\)",
-    ),
-    "a state for an order": (
-        lambda: read_epochs(np.arange(4), ordering.grab(4).init(KEY, jnp.zeros(2)), KEY),
-        "order is GrabState.*: pass an Ordering",
-    ),
-    "no like": (reads_with("grab", like=None), "params holds no numbers"),
-    "observed twice": (twice, "observe was called before a batch was read, or twice"),
-    "observed before": (lambda: reads_of("grab").observe(0), "before a batch was read"),
-    "advanced by no state": (
-        lambda: reads_of("shuffle_once").advance(3), "advance got a int: pass what order.observe"),
-    "next_epoch by hand": (lambda: ended_by_hand("grab"), "leave next_epoch to the reader"),
-    "next_epoch by hand, shuffled": (
-        lambda: ended_by_hand("random_reshuffling"), "leave next_epoch to the reader"),
-    "current alone": (
-        lambda: read_epochs(np.arange(4), ONLY_CURRENT, KEY), "has no next and no left: give it"),
-    "a last batch that devices cannot share": (
-        lambda: read_epochs(
-            np.arange(18), ordering.random_reshuffling(18, units_per_step=8), KEY,
-            sharding=jax.NamedSharding(jax.make_mesh((4,), ("data",)), jax.P("data")),
-        ),
-        "also the last",
-    ),
-    "a source that grew": (
-        reads_with(source=np.arange(40)), "40 examples, and the orders name 26 units"),
-    "a source that shrank": (reads_with(source=np.arange(25)), "25 examples, and the orders name"),
-    "another order's state": (reads_with("cd_grab", state=saved), "running_sum has the shape"),
-    "of other units": (
-        reads_with("grab", num_units=12, state=saved), r"order.current has the shape \(2, 13"),
-    "of other workers": (
-        reads_with("grab", state=saved, workers=1), r"order.current has the shape \(2, 13\)"),
-    "the order's state alone": (
-        reads_with("grab", state=lambda: saved().order), r"state has no .order.current: pass what"),
-    "a place between steps": (
-        reads_with("grab", size=5, state=saved), "9 of 13 units were read, .* no whole steps of 5"
-    ),
-    "a place of no order": (
-        reads_with("grab", state=lambda: saved()._replace(units=np.array(27))), "27 units of the"),
-})  # fmt: skip

@@ -1,19 +1,31 @@
-"""Mistakes in calling an order raise a ValueError that says what to pass instead.
+"""What does not fit together is refused by the names of the arguments and their values.
 
-Messages are here once; every public function with every bad argument, and every order with the
-states of the others, in tests/project/test_bad_inputs.py.
+Rules of two arguments, of examples and of states; every public function with every bad argument,
+and every order with the states of the others, is in tests/project/test_bad_inputs.py.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import ordering
-from tests import tables
-from tests.refused import refuses
+from ordering import echo
+from ordering.blocks import read_blocks, split
+from ordering.data import as_source, read_epochs, step_indices
+from tests import block_cases, tables
+from tests.echo_source import Uses
+from tests.ordering import test_blocks_position as position_cases
+from tests.ordering import test_blocks_resize as resize_cases
+from tests.ordering.test_blocks_reads import FIXED
+from tests.ordering.test_measured import ANSWERS, Scripted, policy
+from tests.ordering.test_read_epochs import order_of, reads_of
+from tests.refused import names
+from tests.sources import Examples
 
 M, B, W, D = 6, 2, 2, 5
 ORDERS = {name: row.make(M, B) for name, row in tables.ORDERS.items()}
@@ -28,10 +40,6 @@ NEED_AXIS = {name: ORDERS[name] for name in ("cd_grab", "cd_grab, at syncs")} | 
 PARAMS, KEY = jnp.zeros(D), jax.random.key(0)
 
 
-def squares(params, batch, key):
-    return jnp.square(batch @ params)
-
-
 def over_workers(function, *args):
     """Traces a function of one worker for all workers, without compiling it."""
     return jax.eval_shape(jax.vmap(function, axis_name="worker"), *args)
@@ -40,19 +48,6 @@ def over_workers(function, *args):
 def states(order, params=PARAMS):
     keys = jax.random.split(KEY, W)
     return over_workers(lambda key: order.init(key, params), keys)
-
-
-def observe(order, rows, params=PARAMS):
-    """Every worker observes the rows `rows(worker)`."""
-    return over_workers(
-        lambda state, worker: order.observe(state, rows(worker)), states(order, params),
-        jnp.arange(W),
-    )  # fmt: skip
-
-
-def zeros(units, width=D):
-    """`worker -> gradients`, zeros that vmap batches, as it must what is sent."""
-    return lambda worker: jnp.zeros((units, width)) + worker
 
 
 @pytest.mark.parametrize("name", NEED_AXIS)
@@ -80,108 +75,196 @@ def test_sizes_of_numpy_do_not_overflow():
     assert states(ordering.global_reshuffling(np.uint8(200))).current.shape == (W, 200)
 
 
-Z = jnp.ones((2, D))
-LOSSES = {  # what the loss returns, the message
-    "a tuple": (lambda x: (x, 1.0), "returned a tuple .* pass has_aux=True"),
-    "a dict": (lambda x: {"loss": x}, "returned a dict as losses"),
-    "integers": (lambda x: x.astype(int), r"returned int32\[\d\] .* real numbers"),
-    "no losses": (lambda x: x[:0], r"returned float32\[0\]"),
-    "rows of it": (lambda x: jnp.ones((1, 5)), r"the shape \(1, 1, 5\): return one loss|\(1, 5\)"),
-}
-MAKERS = {
-    "per_example": ordering.per_example_grads,
-    "in turn": functools.partial(ordering.per_example_grads, in_turn=True),
-    "sketched": lambda loss, **given: ordering.sketched_grads(loss, KEY, size=3, **given),
-}
-
-
-def gradients(
-    loss=squares, params=PARAMS, batch=Z, key=KEY, make=ordering.per_example_grads, **given
-):
-    return lambda: jax.eval_shape(lambda: make(loss, **given)(params, batch, key=key)[:2])
-
-
-test_losses_of_another_form_are_refused = refuses({
-    f"{maker}, {what}": (
-        gradients(lambda *args, key, to=to: to(squares(*args, key)), make=make), message
-    )
-    for maker, make in MAKERS.items() for what, (to, message) in LOSSES.items()
-})  # fmt: skip
-
-
 @functools.cache
-def pairs_state(workers, num_units, size, make=ordering.pair_balance):
-    order = make(num_units, units_per_step=size)
+def pairs_state(workers, num_units, size):
+    order = ordering.pair_balance(num_units, units_per_step=size)
     keys = jax.random.split(KEY, workers)
     return jax.jit(jax.vmap(lambda key: order.init(key, PARAMS)))(keys), order
 
 
-def walking(num_units, **sizes):
-    return ordering.pair_balance(num_units, rule=ordering.baselines.self_balancing_walk(), **sizes)
+def resized(fresh=(2, 9, 3), rule=None):
+    """Orders of 3 workers with 6 units go on with those of others."""
+    new, order = pairs_state(*fresh)
+    if rule:
+        order = ordering.pair_balance(fresh[1], units_per_step=fresh[2], rule=rule)
+        new = jax.vmap(lambda key: order.init(key, PARAMS))(jax.random.split(KEY, fresh[0]))
+    units = np.arange(18).reshape(3, 6)
+    ordering.resize(pairs_state(3, 6, 2)[0], new, order, units, units_per_step=2, visited=0)
 
 
-def resized(state=None, fresh=(2, 9, 3), make=ordering.pair_balance, units=(3, 6)):
-    state = state or pairs_state(3, 6, 2)[0]
-    numbers = units and np.arange(18).reshape(units)
-    new = pairs_state(*fresh, make=make)
-    return lambda: ordering.resize(state, *new, numbers, units_per_step=2, visited=0)
+def observed(order, units):
+    """Every worker observes so many units."""
+    rows = lambda worker: jnp.zeros((units, D)) + worker  # noqa: E731
+    return over_workers(
+        lambda state, w: order.observe(state, rows(w)), states(order), jnp.arange(W)
+    )
 
 
-def observed(name, rows, params=PARAMS):
-    return lambda: observe(ORDERS[name], rows, params)
+def of_loss(params):
+    grads = ordering.per_example_grads(lambda *_: 1.0)
+    return jax.eval_shape(lambda: grads(params, jnp.ones((2, D)), key=KEY)[:2])
 
 
-def epoch_of(name, state):
-    return lambda: over_workers(ORDERS[name].next_epoch, states(ORDERS[state]))
+# Sources, and readers in orders.
 
 
-def begin(like=None, workers=None, order=ORDERS["unzip"]):
-    return lambda: ordering.init_workers(order, KEY, like, workers)
+def reading(name="random_reshuffling", state=lambda: None, **options):
+    return next(reads_of(name, state=state(), **options))
 
 
-test_bad_input = refuses({
-    "a scalar": (observed("grab", lambda w: w * 1.0),
-                 r"gradients of units must be arrays .*lambda g: g\[None\]"),
-    "width": (observed("cd_grab", zeros(B, D + 2)), r"init .* params .*like one gradient"),
-    "units of a step": (observed("grab", zeros(4)), "gradients of 4 units; .* units_per_step"),
-    "seed": (lambda: ORDERS["grab"].init(0, PARAMS), r"key is 0 .int.*jax\.random\.key\(seed\)"),
-    "keys of all": (lambda: ORDERS["grab"].init(jax.random.split(KEY, W), PARAMS),
-                    r"shape \(2,\).*one worker's key.*jax\.vmap"),
-    "another state": (epoch_of("grab", "unzip"), "a state of this order"),
-    "num_units": (
-        lambda: ordering.baselines.unzip(2.0), "num_units is 2.0: pass a whole number in 1"),
-    "uncalled rule": (lambda: ordering.grab(4, rule=ordering.baselines.self_balancing_walk),
-                      r"rule is .*: pass a SignRule.*walk\(\)"),
-    "no params": (lambda: states(ORDERS["grab"], None), "params holds no numbers .*shapes of"),
-    "no shapes": (begin(squares), r"like is .*: pass a tree of arrays of the shapes of one unit's"),
-    "no order": (begin(order=3), "order is 3: pass an Ordering"),
-    "no workers": (begin(workers=0), "workers is 0: pass a whole number >= 1"),
-    "no axis": (begin(workers=jax.make_mesh((2, 1), ("data", "model"))),
-                r"the mesh has the axes \('data', 'model'\)"),
-    "no aux": (gradients(has_aux=True), r"with has_aux=True return a tuple \(losses, aux\)"),
-    "params": (gradients(lambda *_: 1.0, PARAMS > 0), "dtype .*: gradients are arrays of real num"),
-    "batch": (gradients(batch=4.0), "the batch must be arrays with a common leading axis"),
-    "uncalled order": (
-        lambda: ordering.global_order(ordering.cd_grab, 4), "order is <function cd_grab"),
-    "sketch of nothing": (lambda: ordering.make_sketch(KEY)({}), "nothing to sketch in {}"),
-    "repeated": (
-        lambda: ordering.baselines.herding_bound(
-            jnp.ones((2, 3, 1)), np.array([[0, 1, 2], [0, 0, 1]])),
-        "orders are no permutations of the units 0 .. 2",
+def saved(name="grab", steps=3, **options):
+    reads = reads_of(name, **options)
+    for _ in range(steps):
+        reads.observe(next(reads)[1])
+    return reads.state()
+
+
+def observed_twice():
+    reads = reads_of("grab")
+    batch = next(reads)
+    reads.observe(batch[1]), reads.observe(batch[1])
+
+
+def ended_by_hand(name):
+    reads, order = reads_of(name, size=13), order_of(name, size=13)
+    for _ in range(2):
+        rows = next(reads)[1]
+        state = tables.vmap_workers(lambda s, g: order.next_epoch(order.observe(s, g)))
+        reads.advance(state(reads.order_state, rows))
+        next(reads)
+
+
+class OnlyCurrent(NamedTuple):
+    current: jax.Array
+
+
+ONLY_CURRENT = ordering.Ordering(
+    lambda key, like: OnlyCurrent(jnp.arange(4)), lambda s, g: s, lambda s: s
+)
+
+
+def split_over_four(num_units):
+    sharding = jax.NamedSharding(jax.make_mesh((4,), ("data",)), jax.P("data"))
+    order = ordering.random_reshuffling(num_units, units_per_step=8)
+    return read_epochs(np.arange(num_units), order, KEY, sharding=sharding)
+
+
+def batch_of(*columns):
+    data = as_source([{"x": column} for column in columns])
+    return data[np.arange(len(columns))]
+
+
+class Shaped(Examples):
+    """As a data set, which has a shape and is no array."""
+
+    shape = 3, 1
+
+
+def ragged():
+    array = np.empty(2, object)
+    array[:] = [np.arange(1), np.arange(2)]
+    return array
+
+
+FLOATS = as_source([1, 2.0, 3.5])
+MISSING = as_source([{"x": 1}, {"x": None}, {"x": None}])
+
+# Blocks: orders of 4 workers with 4 units each, and a state inside a window.
+
+
+def in_blocks(orders=FIXED.orders[0], **settings):
+    given = FIXED.settings | settings
+    order = block_cases.given_order(np.stack([orders] * 2), 0, given["window"])
+    return next(read_blocks(FIXED.blocks(), order, KEY, workers=len(orders), **given))
+
+
+def position(parts=(20, 11), unit_size=2, state=None, **settings):
+    state = state or position_cases.begun("global_reshuffling")[0]
+    blocks = split(block_cases.parts_of(parts), unit_size=unit_size)
+    return position_cases.reads_of("global_reshuffling", state, blocks, **settings)
+
+
+def resized_blocks(workers=2, steps=3, **changes):
+    state = resize_cases.read("global_reshuffling", 2, most=steps)[1]
+    return resize_cases.resized("global_reshuffling", state._replace(**changes), workers)
+
+
+ONCE = ordering.baselines.shuffle_once(4).init(KEY, None)
+NO_WORKERS = jax.make_mesh((2, 1), ("data", "model"))
+CUT, CD_GRAB = ordering.grab(8, units_per_step=4), ordering.cd_grab(4)
+REFUSED = {  # the call, and what its message names: arguments, values, places in a tree
+    # Orders.
+    "another axis": (
+        lambda: ordering.init_workers(ORDERS["unzip"], KEY, None, NO_WORKERS), "('data', 'model')"),
+    "less than a step": (lambda: observed(CUT, 3), "3 units", "4 (of 8)"),
+    "parameters of bools": (lambda: of_loss(PARAMS > 0), "dtype", "bool"),
+    "fewer units": (lambda: resized((2, 4, 2)), "3 workers", "6 units", "2 workers", "4 units"),
+    "another rule": (
+        lambda: resized(rule=ordering.baselines.self_balancing_walk()), "sign rules"),
+    # Plans to echo.
+    "a chance that becomes 0": (
+        lambda: echo.bernoulli(optax.linear_schedule(1.0, 0.0, 3), total_steps=5, key=KEY), "p(3)"),
+    "a step undecided": (
+        lambda: Uses(Scripted(ANSWERS), policy(decided=[True, False]), first_step=3),
+        "first_step", "3",
     ),
-    "fewer units": (resized(fresh=(2, 4, 2)), "of 3 workers with 6 units.* of 2 workers with 4"),
-    "another order": (resized(make=ordering.grab), "PairBalanceState.*cannot go on as a GrabState"),
-    "one worker": (
-        resized(ORDERS["pair_balance"].init(KEY, PARAMS)),
-        "state is a PairBalanceState: pass a state of an order, of all workers",
-    ),
-    "another rule": (resized(make=walking), "orders with other sign rules: pass states of one"),
-    "rows of whole steps": (
-        lambda: observe(ordering.grab(8, units_per_step=4), zeros(3)),
-        r"gradients of 3 units; a step has 4 \(of 8\)\. Slice",
-    ),
-    "no units": (resized(units=None), "some units belong to several workers: pass as units"),
-})  # fmt: skip
+    # Examples of a batch.
+    "two indices": (lambda: as_source([0, 1])[(np.zeros(1, int), 2)], "indices", "tuple"),
+    "an index below 0": (lambda: as_source([0, 1])[np.array([-1])], "-1"),
+    "lengths": (lambda: batch_of([1, 2], [1, 2, 3]), "[(2,), (3,)]"),
+    "inner lengths": (lambda: batch_of([[1], [1, 2]]), "[[1], [1, 2]]"),
+    "no value in a list": (lambda: batch_of([1, None]), "'x'", "None"),
+    "no value": (lambda: batch_of(1, None), "1['x']", "None"),
+    "no value at first": (lambda: MISSING[np.array([1, 2])], "1['x']", "None"),
+    "beyond 64 bits": (lambda: batch_of(1, 2**70), "x", "int64"),
+    "unsigned": (lambda: batch_of(np.int64(5), np.uint64(2**63)), "uint64", "int64"),
+    "floats after ints": (lambda: FLOATS[np.array([1, 2])], "1 ", "float64", "int64"),
+    "floats that are not the ints": (lambda: batch_of([2**53 + 1, 0.5]), "float64"),
+    "several lengths": (lambda: batch_of(ragged()), "'x'"),
+    "numbers in texts": (lambda: batch_of([1, "a"]), "'x'"),
+    "texts and numbers": (lambda: batch_of("a", 1), "1['x']", "int64", "texts"),
+    "a dict of sources": (
+        lambda: as_source(dict.fromkeys("ab", Shaped(np.arange(3)))), "source['a']", "Shaped"),
+    "a long slice of all": (
+        lambda: step_indices([0, 1, 2], units_per_step=1, num_units=2, total=9), "2 units"),
+    # Readers.
+    "nothing like a gradient": (lambda: reading("grab", like=None), "params"),
+    "observed twice": (observed_twice, "observe"),
+    "observed before": (lambda: reads_of("grab").observe(0), "observe"),
+    "advanced by no state": (lambda: reads_of("shuffle_once").advance(3), "advance", "int"),
+    "next_epoch by hand": (lambda: ended_by_hand("grab"), "next_epoch"),
+    "next_epoch by hand, shuffled": (lambda: ended_by_hand("random_reshuffling"), "next_epoch"),
+    "current alone": (lambda: read_epochs(np.arange(4), ONLY_CURRENT, KEY), "next", "left"),
+    "a last batch that devices cannot share": (lambda: split_over_four(18), "last"),
+    "a source that grew": (lambda: reading(source=np.arange(40)), "40", "26"),
+    "a source that shrank": (lambda: reading(source=np.arange(25)), "25", "26"),
+    "a step more": (
+        lambda: read_epochs(
+            np.arange(65), ordering.random_reshuffling(60, units_per_step=5), KEY), "65", "60"),
+    "another order's state": (lambda: reading("cd_grab", state=saved), "running_sum"),
+    "of other units": (
+        lambda: reading("grab", num_units=12, state=saved), "order.current", "(2, 13"),
+    "a place between steps": (
+        lambda: reading("grab", size=5, state=saved), "9 of 13", "5"),
+    # Blocks.
+    "a large seed": (lambda: in_blocks(seed=2**31), "seed", "2147483648"),
+    "units that are none": (lambda: in_blocks(FIXED.orders[0] + 1), "0 .. 15"),
+    "units twice": (lambda: in_blocks(np.zeros((4, 4), int)), "0 .. 15"),
+    "an observed window": (
+        lambda: read_blocks(
+            FIXED.blocks(), ordering.grab(16, units_per_step=4), KEY,
+            like=np.zeros(2, np.float32), window=3, batch_size=2), "window is 3", "4 units"),
+    "another block size": (lambda: position((30, 17), 3), "file 0", "30", "20"),
+    "another window": (lambda: position(window=2), "window", "3"),
+    "another batch size": (lambda: position(batch_size=3), "batch", "4", "3"),
+    "another seed": (lambda: position(seed=0), "seed", "9", "0"),
+    "other records": (lambda: position((20, 12)), "file 1", "12", "11"),
+    "other files": (lambda: position((20, 5, 6)), "2 files", "3"),
+    "inside a window": (lambda: resized_blocks(4, steps=4), "batch 1", "2 workers"),
+    "a part of a window": (lambda: resized_blocks(8, window=np.array(5)), "8 workers", "2, of 5"),
+    "a fixed shard": (lambda: resized_blocks(order=ONCE), "order", "ShuffleState"),
+}  # fmt: skip
+test_what_does_not_fit_is_refused_by_its_name = names(REFUSED)
 
 
 def test_traced_orders_and_integers_are_accepted():

@@ -7,10 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import ordering
 from ordering.data import as_source, step_indices
 from tests import tables
-from tests.refused import refuses
 from tests.sources import SIZES, Examples, epoch_of, reads_in
 
 
@@ -94,69 +92,3 @@ def test_no_indices_and_slices():
         assert data[[]]["x"].shape == (0, 2) and data[[]]["x"].dtype == np.int8
         assert data[1:3]["x"].tolist() == data[[1, 2]]["x"].tolist() == [[1, 1], [2, 2]]
         assert as_source(data) is data and data.example(3)["x"].tolist() == [3, 3]
-
-
-class Shaped(Examples):
-    """As a data set, which has a shape and is no array."""
-
-    shape = 3, 1
-
-
-def rows(*columns):
-    return lambda: read([{"x": column} for column in columns], *range(len(columns)))
-
-
-test_examples_that_are_no_batch = refuses({
-    "shapes": (rows(np.zeros(2), np.zeros(3)), r"shapes \[\(2,\), \(3,\)\].* pad or cut"),
-    "keys": (lambda: read([{"x": 1}, {"y": 1}], 0, 1), r"1 .*'y': .*, .* 0 .*'x': .*: .* same"),
-    "lengths": (rows([1, 2], [1, 2, 3]), r"shapes \[\(2,\), \(3,\)\] .* one shape"),
-    "inner lengths": (rows([[1], [1, 2]]), r"the list \[\[1\], \[1, 2\]\]: lists become arrays"),
-    "of floats": (lambda: read([0, 1], 0.5), "indices is .*: pass whole numbers with 1 axes"),
-    "a pair": (lambda: as_source([0, 1])[(np.zeros(1, int), 2)], "indices is a tuple: .* step_ind"),
-    "negative": (lambda: read([0, 1], -1), "index -1 is out of range"),
-    "no example": (lambda: read([0, 1], 2), "is out of range: the source has 2 examples"),
-    "missing": (rows([1, None]), "no missing values"),
-    "none": (rows(1, None), r"example 1\['x'\] is None, .* filter"),
-    "all by chance": (lambda: read([{"x": 1}, {"x": None}, {"x": None}], 1, 2), "1.'x'. is None"),
-    "beyond 64 bits": (rows(1, 2**70), "x.. are of int64: Python int too large"),
-    "the first": (lambda: as_source([{"x": None}]), r"source\[0\]\['x'\] is None"),
-    "unsigned": (rows(np.int64(5), np.uint64(2**63)), "is of uint64, and that of .* of int64"),
-    "batches of floats": (lambda: read([1, 2.0, 3.5], 1, 2), "1 is of float64, .* of int64"),
-    "floats that are not the ints": (rows([2**53 + 1, 0.5]), "becomes float64: lists become"),
-    "ragged": (rows(objects([np.arange(1), np.arange(2)])), "equal lengths"),
-    "mixed": (rows([1, "a"]), "numbers or of texts"),
-    "texts and numbers": (rows("a", 1), r"1\['x'\] is of int64, and that of example 0 of texts"),
-})  # fmt: skip
-
-test_no_source = refuses({
-    "other lengths": (
-        lambda: as_source({"x": np.zeros((3, 1)), "y": np.zeros(2)}), r"\(3, 1\), \(2,\)"
-    ),
-    "a dict of sources": (
-        lambda: as_source(dict.fromkeys("ab", Shaped(np.arange(3)))), r"source\['a'\] is a Shaped"
-    ),
-    "no rows": (lambda: as_source(np.zeros((0, 2))), "source is empty"),
-    "an iterator": (lambda: as_source(iter([1])), "source is a list_iterator"),
-    "a path": (lambda: as_source("images/train"), "source is a str"),
-})  # fmt: skip
-
-
-STATE = ordering.random_reshuffling(4).init(jax.random.key(0), None)
-
-
-def indices(orders, **sizes):
-    return lambda: step_indices(orders, **{"units_per_step": 1} | sizes)
-
-
-test_bad_orders = refuses({
-    "twice": (indices([0, 2, 2]), r"shape \(1, 3\) name a unit twice, or outside 0 .. 2"),
-    "a slice too large": (indices([0, 1, 2], num_units=2), "or more .* also num_units"),
-    "a long global slice": (indices([0, 1, 2], num_units=2, total=9), "or more than 2 units"),
-    "floats": (indices([0.0, 1.0]), r"orders is float64\[2\]"),
-    "a state": (indices(STATE), "orders is a ShuffleState: .* such as state.current"),
-    "an order": (indices(ordering.random_reshuffling(4)), "orders is a Ordering: .* state.current"),
-    "unequal lengths": (indices([[0, 1], [0]]), "orders is a list: "),
-    "axes": (indices([[[0]]]), r"orders is int64\[1, 1, 1\]"),
-    "empty": (indices([]), "num_units is 0"),
-    "no unit": (indices([0, 1], unit_size=0), "unit_size is 0"),
-})  # fmt: skip
