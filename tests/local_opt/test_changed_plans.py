@@ -10,8 +10,8 @@ import pytest
 
 import local_opt
 from tests import problems, reference
+from tests.plain_loop import Mean, history
 from tests.problems import RUNS, W, vmap
-from tests.refused import refuses
 
 RATE, T = 0.1, 40
 GRADS = np.random.default_rng(3).normal(size=(T, W)).astype(np.float32)
@@ -38,12 +38,9 @@ def step_of(opt):
 
 def expected(ends):
     """[T, W] of SGD alone, with a mean after the steps of which `ends` are one past."""
-    x, results = np.zeros(W), []
-    for t in range(T):
-        x = x - RATE * GRADS[t].astype(np.float64)
-        x = np.full(W, x.mean()) if t + 1 in ends else x
-        results.append(x)
-    return np.stack(results)
+    means = {end - 1: Mean() for end in ends}
+    step = lambda w, t, x, state: (x - RATE * np.float64(GRADS[t, w]), state)  # noqa: E731
+    return history(step, np.float64(0), [()] * W, T, means)
 
 
 def ends_of(plans):
@@ -132,16 +129,6 @@ def beyond(count, **more):
     x = jnp.zeros(3)
     state = opt.init(x)._replace(num_steps=jnp.int32(count))
     return lambda: opt.update(x, state, x, **more)
-
-
-test_plans_that_do_not_fit_are_refused = refuses({
-    "state": (beyond(15), "step 15 is outside the plan's 0 .. 9: make a plan for the whole run"),
-    "the first": (beyond(10), "step 10 is outside the plan's 0 .. 9"),
-    "other fragments": (
-        lambda: local_opt.streaming.stream_segments({0: GROWING}, before={1: GROWING}),
-        r"fragments are \[0\] and before \[1\]: give both",
-    ),
-})  # fmt: skip
 
 
 def test_the_last_step_and_a_host_that_decides_are_not_refused():

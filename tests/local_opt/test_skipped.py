@@ -8,6 +8,7 @@ import pytest
 
 import local_opt
 from syncopate import mesh
+from tests.plain_loop import ends, history
 from tests.problems import RUNS, W, vmap
 
 RATE, MOMENTUM, T, H = 0.1, 0.9, 18, 3
@@ -22,14 +23,12 @@ PLAN = local_opt.constant(H, total_steps=T)
 
 def expected():
     """[T, W, 2] of momentum, whose skipped steps change neither x nor v; a mean after a round."""
-    x, v, results = np.zeros((W, 2)), np.zeros((W, 2)), []
-    for t in range(T):
-        moved = MOMENTUM * v + GRADS[t]
-        x = np.where(OK[t, :, None], x - RATE * moved, x)
-        v = np.where(OK[t, :, None], moved, v)
-        x = np.stack([x.mean(axis=0)] * W) if (t + 1) % H == 0 else x
-        results.append(x)
-    return np.stack(results)
+
+    def step(w, t, x, v):
+        moved = MOMENTUM * v + GRADS[t, w]
+        return (x - RATE * moved, moved) if OK[t, w] else (x, v)
+
+    return history(step, np.zeros(2), [np.zeros(2)] * W, T, ends(PLAN))
 
 
 SGD = optax.sgd(RATE, MOMENTUM)

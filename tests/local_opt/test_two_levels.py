@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import local_opt
 from tests.compiled_runs import lines_of
+from tests.plain_loop import Mean, ends, history
 from tests.problems import assert_workers_bitwise_equal
 from tests.shards import IN, OUT, SGD, loss, network
 
@@ -105,11 +106,8 @@ def test_steps_stay_inside_a_worker_and_a_sync_goes_between_workers_alone(progra
 
 def test_syncs_inside_nodes_and_across_them_share_a_state():
     """Two nodes of three devices, each of them a worker; on a mesh as simulated."""
-    near, far, rate = (
-        local_opt.constant(2, total_steps=12),
-        local_opt.constant(6, total_steps=12),
-        0.1,
-    )
+    near, far = (local_opt.constant(h, total_steps=12) for h in (2, 6))
+    rate = 0.1
     grads = np.random.default_rng(4).normal(size=(12, 2, 3, 5)).astype(np.float32)
     node = local_opt.local_rounds(optax.sgd(rate, 0.9), axis_name="device")
     every = local_opt.local_rounds(optax.sgd(rate, 0.9), axis_name=("node", "device"))
@@ -118,6 +116,10 @@ def test_syncs_inside_nodes_and_across_them_share_a_state():
     def step(x, state, grads):
         updates, state = node.update(grads, state, x)
         return x + updates, state
+
+    def momentum(w, t, x, v):
+        v = 0.9 * v + grads[t].reshape(6, 5)[w]
+        return x - rate * v, v
 
     def simulated(function):
         return jax.vmap(jax.vmap(function, axis_name="device"), axis_name="node")
@@ -131,18 +133,14 @@ def test_syncs_inside_nodes_and_across_them_share_a_state():
             per_device, mesh=mesh, in_specs=P("node", "device"), out_specs=P("node", "device")
         )
 
-    expected, v = np.zeros((2, 3, 5)), 0.0
+    means = ends(near, Mean([[0, 1, 2], [3, 4, 5]])) | ends(far)
+    expected = history(momentum, np.zeros(5), [np.zeros(5)] * 6, 12, means)
     runs = {run: [jnp.zeros((2, 3, 5))] for run in (simulated, on_mesh)}
     for run, kept in runs.items():
         kept.append(jax.jit(run(node.init))(kept[0]))
     for t in range(12):
-        v = 0.9 * v + grads[t]
-        expected = expected - rate * v
-        if near.syncs_after(t):
-            axes = (0, 1) if far.syncs_after(t) else 1
-            expected = np.broadcast_to(expected.mean(axes, keepdims=True), expected.shape)
         for run, kept in runs.items():
             kept[:] = jax.jit(run(step))(*kept, grads[t])
             if near.syncs_after(t):
                 kept[:] = jax.jit(run((every if far.syncs_after(t) else node).sync))(*kept)
-            np.testing.assert_allclose(kept[0], expected, atol=1e-6)
+            np.testing.assert_allclose(kept[0], expected[t].reshape(2, 3, 5), atol=1e-6)

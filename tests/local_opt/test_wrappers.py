@@ -14,6 +14,7 @@ from optax import contrib
 
 import local_opt
 from syncopate import mesh
+from tests.plain_loop import Mean, history
 from tests.problems import RUNS, W, copies
 
 STEPS = 6
@@ -49,48 +50,34 @@ def one_step(opt, params, state, target, extra=(), at=None):
     return optax.apply_updates(params, updates), state
 
 
-def named(path):
-    return jax.tree_util.keystr(path, simple=True, separator=".").split(".")
-
-
-def mean(trees, of):
-    """NumPy's mean of some leaves of W trees; the others stay each one's own."""
-    paths, structure = jax.tree_util.tree_flatten_with_path(trees[0])
-    rows = list(zip(*map(jax.tree.leaves, trees), strict=True))
-    for i, (path, _) in enumerate(paths):
-        if of(named(path)):
-            rows[i] = [np.mean(np.stack(rows[i]), axis=0, dtype=np.float64).astype("f")] * W
-    return [structure.unflatten([row[w] for row in rows]) for w in range(W)]
-
-
 def expected(make, synced=(), extra=(), plans=None):
-    """([W, STEPS, ...], kept): W states of optax in a loop, and means where a round ends.
+    """([W, STEPS, ...], kept): the plain loop, with means where a round ends.
 
     Args:
-      make: of the optimizer; met: fields of its state that meet, too; extra: arguments that it
-        needs; plans: of some of the parameters alone, by name.
+      make: of the optimizer.
+      synced: fields of its state that are averaged, too.
+      extra: arguments that it needs.
+      plans: of some of the parameters alone, by name.
 
     `kept` is what a step leaves of a move of worker 0's parameters, at least: 1 if it only adds.
     """
     plans = {"b": PLAN, "w": PLAN} if plans is None else plans
-    opts = [make() for _ in range(W)]  # each with a key of its own, if any
-    step = jax.jit(lambda p, s, target, at: one_step(opts[0], p, s, target, extra, at))
-    params, states = [PARAMS] * W, [opt.init(PARAMS) for opt in opts]
-    history, kept = [], np.inf
-    for t in range(STEPS):
-        targets = [jax.tree.map(lambda x, w=w, t=t: x[w, t], TARGETS) for w in range(W)]
-        moved = jax.tree.map(lambda x: x + 0.01, params[0])
-        moved = step(moved, jax.tree.map(jnp.copy, states[0]), targets[0], params[0])[0]
-        for w in range(W):
-            params[w], states[w] = step(params[w], states[w], targets[w], params[w])
-        shares = [(moved[n] - params[0][n]).mean() / 0.01 for n in PARAMS]
-        kept = min(kept, *map(float, shares))
-        due = [name for name, plan in plans.items() if plan.syncs_after(t)]
-        params = mean(params, lambda path, due=due: path[0] in due)
-        if due and synced:
-            states = mean(states, lambda path: set(path) & set(synced))
-        history.append(jax.tree.map(lambda *x: np.stack(x), *params))
-    return jax.tree.map(lambda *x: np.stack(x, axis=1), *history), kept
+    opts, kept = [make() for _ in range(W)], []  # each with a key of its own, if any
+    step = jax.jit(lambda *args: one_step(opts[0], *args[:3], extra, args[3]))
+
+    def one(w, t, params, state):
+        target = jax.tree.map(lambda x: x[w, t], TARGETS)
+        after = step(params, state, target, params)
+        if w == 0:
+            other = jax.tree.map(lambda x: x + 0.01, params)
+            moved = step(other, jax.tree.map(jnp.copy, state), target, params)[0]
+            kept.extend(float((moved[n] - after[0][n]).mean() / 0.01) for n in PARAMS)
+        return after
+
+    due = {t: {n for n, plan in plans.items() if plan.syncs_after(t)} for t in range(STEPS)}
+    means = {t: Mean(params=some, state={*synced}) for t, some in due.items() if some}
+    result = history(one, PARAMS, [opt.init(PARAMS) for opt in opts], STEPS, means)
+    return jax.tree.map(lambda x: np.swapaxes(x, 0, 1), result), min(kept)
 
 
 def result_of(opt, run="vmap", extra=()):
@@ -204,10 +191,10 @@ def after_round(name):
 @functools.cache
 def of_row(name):
     """(the expected history, what a step leaves of a move)."""
-    history, kept = expected(lambda: made(name), after_round(name), EXTRA.get(name, ()))
-    spread = max(np.ptp(x[:, -2], axis=0).max() for x in jax.tree.leaves(history))
+    wanted, kept = expected(lambda: made(name), after_round(name), EXTRA.get(name, ()))
+    spread = max(np.ptp(x[:, -2], axis=0).max() for x in jax.tree.leaves(wanted))
     assert spread > 1e-4, "inside a round workers differ, or nothing is tested"
-    return history, kept
+    return wanted, kept
 
 
 MESHES = ["vmap", *(pytest.param(r, marks=pytest.mark.slow) for r in RUNS if r != "vmap")]
@@ -222,14 +209,14 @@ def test_optax_inside_and_before_local_steps(name, run):
             result_of(made(name), run, extra)  # without anything of ours, too
         return
     seen, state = result_of(local(made(name), sync_opt_state=policy), run, extra)
-    history, kept = of_row(name)
+    wanted, kept = of_row(name)
     assert (kept < 0.95) == (name in SYNCED or name in LESS), "would its next step undo a sync?"
-    assert_equal(seen, history)
+    assert_equal(seen, wanted)
     local_opt.check_synced(last(seen))
     assert state.num_syncs.tolist() == [PLAN.rounds] * W and state.num_steps.tolist() == [STEPS] * W
     if name in LINKS:
         before, _ = result_of(optax.chain(LINKS[name](), local(SGD)), run, extra)
-        assert_equal(before, history)
+        assert_equal(before, wanted)
         local_opt.check_synced(last(before))
 
 
@@ -237,16 +224,13 @@ def test_optax_inside_and_before_local_steps(name, run):
 def test_state_that_would_undo_a_sync_is_refused(name):
     """Unless all of it meets, or is reset; fragments have no sync of it."""
     fields, params = after_round(name), PARAMS
-    message = f"optax.contrib.{name} computes the next parameters from .* would be undone"
     chained = optax.chain(optax.clip(1.0), made(name))
     for inner in (made(name), chained):
         for policy in ("local", {fields[-1]: "local"}):
-            with pytest.raises(
-                ValueError, match=f"{message}. Pass sync_opt_state=.*{fields[0]}.*mean"
-            ):
+            with pytest.raises(ValueError, match=f"contrib.{name} .*sync_opt_state=.*{fields[0]}"):
                 local(inner, sync_opt_state=policy).init(params)
         stream = local_opt.streaming.streaming_rounds(inner, axis_name="worker", fragments=1)
-        with pytest.raises(ValueError, match=f"{message}.* Fragments have no sync of the state"):
+        with pytest.raises(ValueError, match=f"contrib.{name} "):
             stream.init(params)
         for policy in ("mean", "reset", dict.fromkeys(fields, "reset")):
             local(inner, sync_opt_state=policy).init(params)
@@ -259,7 +243,7 @@ def test_curvatures_of_lbfgs_are_not_averaged(policy):
     inner = optax.chain(optax.clip(1.0), optax.lbfgs(memory_size=2, linesearch=None))
     for kept in ("local", "reset"):
         local(inner, sync_opt_state=kept).init(PARAMS)
-    with pytest.raises(ValueError, match="optax.lbfgs keeps steps.*'local' or 'reset'"):
+    with pytest.raises(ValueError, match="optax.lbfgs .*'local' .*'reset'"):
         local(inner, sync_opt_state=policy).init(PARAMS)
 
 
@@ -289,14 +273,14 @@ def private(rate):
 
 
 ANOTHER_STRUCTURE = {
-    "dpsgd": (lambda: private(0.1), r"the gradients of all examples.* before it"),
-    "lookahead": (lambda: optax.lookahead(SGD, 2, 0.5), r"pairs of fast and slow.* outer=optax"),
+    "dpsgd": lambda: private(0.1),
+    "lookahead": lambda: optax.lookahead(SGD, 2, 0.5),
 }
 
 
 @pytest.mark.parametrize("name", ANOTHER_STRUCTURE)
 def test_optimizers_of_other_gradients_are_refused_by_name(name):
-    make, message = ANOTHER_STRUCTURE[name]
+    make = ANOTHER_STRUCTURE[name]
     for inner in (make(), optax.MultiSteps(make(), 2), optax.masked(make(), ONLY_W)):
         for init in (
             local(inner).init,
@@ -306,7 +290,7 @@ def test_optimizers_of_other_gradients_are_refused_by_name(name):
             local_opt.streaming.streaming_rounds(inner, fragments=1).init,
             local_opt.local_rounds(SGD, outer=inner).init,
         ):
-            with pytest.raises(ValueError, match=f"optax.*{name} takes {message}"):
+            with pytest.raises(ValueError, match=f"optax.*{name} "):
                 init(PARAMS)
 
 
@@ -377,13 +361,13 @@ def test_optax_around_local_steps(name, run):
     plans = {"b": PLAN, "w": OTHER} if "two" in name else {"b": PLAN, "w": PLAN}
     if "never" in name:
         del plans["b"]
-    history, _ = result_of(AROUND[name](local), run)
-    assert_equal(history, expected(lambda: AROUND[name](lambda opt, *_: opt), plans=plans)[0])
+    seen, _ = result_of(AROUND[name](local), run)
+    assert_equal(seen, expected(lambda: AROUND[name](lambda opt, *_: opt), plans=plans)[0])
     if "never" in name:  # nothing can refuse it: this is who finds it
         with pytest.raises(ValueError, match=r"workers' parameters are .* apart in \['b'\]"):
-            local_opt.check_synced(last(history))
+            local_opt.check_synced(last(seen))
     else:
-        local_opt.check_synced(last(history))
+        local_opt.check_synced(last(seen))
 
 
 WRONG = {
@@ -397,7 +381,7 @@ WRONG = {
 def test_check_synced_finds_what_is_wrong_around_local_steps(name):
     """No step can see what stands around it, but what that does is seen."""
     history, _ = result_of(WRONG[name](local(SGD)))
-    with pytest.raises(ValueError, match="where 1 roundings are allowed"):
+    with pytest.raises(ValueError, match="parameters .* apart in"):
         local_opt.check_synced(last(history))
 
 
