@@ -27,13 +27,13 @@ ADAM, RMS = optax.adam(1e-3), optax.scale_by_rms()
 def stepped(optimizer, params=PARAMS, steps=3):
     """(state, second moments of Adam) after a few random gradients."""
     state, adam = optimizer.init(params), ADAM.init(params)
+    step = jax.jit(lambda g, s, a: (optimizer.update(g, s, params)[1], ADAM.update(g, a)[1]))
     for key in jax.random.split(jax.random.key(1), steps):
         keys = jax.tree.unflatten(
             jax.tree.structure(params), jax.random.split(key, len(jax.tree.leaves(params)))
         )
         grads = jax.tree.map(lambda k, p: jax.random.normal(k, p.shape), keys, params)
-        state = optimizer.update(grads, state, params)[1]
-        adam = ADAM.update(grads, adam)[1]
+        state, adam = step(grads, state, adam)
     return state, [np.asarray(v, np.float64) for v in jax.tree.leaves(adam[0].nu)]
 
 
@@ -186,6 +186,6 @@ def test_optimizers_that_divide_by_something_else_are_refused(optimizer):
 def test_optimizers_that_divide_by_the_root_are_taken(name):
     optimizer = getattr(optax, name)(optax.cosine_decay_schedule(0.1, 1000))
     for each in (optimizer, optax.chain(optax.clip_by_global_norm(1.0), optimizer)):
-        state = stepped(each)[0]
+        state = stepped(each, steps=1)[0]
         scale = ordering.second_moment_scale(each, state, PARAMS)
         assert any((x != 1).any() for x in jax.tree.leaves(scale))
