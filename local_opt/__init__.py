@@ -1,7 +1,8 @@
 """Local steps with any optax optimizer: workers synchronise where a plan says, not every step.
 
-`local_opt.presets` has published methods, `local_opt.corrections` of drift, `local_opt.streaming`
-syncs of fragments, `local_opt.elastic` syncs of processes that may end, `local_opt.costs` prices.
+`local_opt.presets` has published methods and `local_opt.corrections` reduces drift.
+`local_opt.streaming` synchronises fragments, `local_opt.elastic` processes that may end.
+`local_opt.costs` counts what syncs cost.
 """
 
 from local_opt import corrections, costs, elastic, presets, streaming

@@ -1,4 +1,4 @@
-"""Corrections of a worker's drift between syncs, by what it learned of the others at the last."""
+"""Corrections of a worker's drift between syncs, from what it learned at the last sync."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -21,13 +21,13 @@ class Correction(NamedTuple):
     Attributes:
       init: `params -> state`.
       gradient: `(grads, state, params, anchor) -> grads`, before the inner optimizer; the anchor
-        are the round's first parameters.
+        is the parameters at the start of the round.
       update: `(updates, state, **extra) -> (updates, state)`, after it, with the step's extra
         arguments.
-      counts: `state -> float32[k]`, whole numbers below 2^24 / W to be added up over the workers.
-      sync: `(state, *, change, mean, totals, axis_name, relative_weight) -> state`, from the
-        worker's change in the round, the mean change of all workers and the sums of the counts;
-        with the workers' axis, and this worker's weight by the mean weight, or None.
+      counts: `state -> float32[k]`, whole numbers below 2^24 / W that a sync sums over the workers.
+      sync: `(state, *, change, mean, totals, axis_name, relative_weight) -> state`. It gets this
+        worker's change in the round, the mean change of all workers and the sums of the counts.
+        `relative_weight` is this worker's weight divided by the mean weight, or None.
     """
 
     init: Callable
@@ -47,30 +47,30 @@ class ControlState(NamedTuple):
 def scaffold() -> Correction:
     """SCAFFOLD's control variates: each worker corrects its steps towards the mean gradient.
 
-    x_w <- x_w + u - eta (c - c_w) in a step, where u is the inner optimizer's update; after a round
-    of H steps, with x_bar the mean that the sync has found, c - c_w <- c - c_w + (x_w - x_bar) /
-    (H eta). eta is the extra argument `rate` of the step: `update(grads, state, params, rate=lr)`;
-    without it c is in units of updates, the same for a constant rate.
+    In a step, x_w <- x_w + u - eta (c - c_w), where u is the inner optimizer's update. After a
+    round of H steps whose sync gives the mean x_bar, c - c_w <- c - c_w + (x_w - x_bar) / (H eta).
+    eta is the extra argument `rate` of the step: `update(grads, state, params, rate=lr)`. Without
+    `rate`, c is in units of updates, which is equivalent at a constant rate.
 
-    With SGD this is SCAFFOLD, option II, with full participation: c_w <- c_w - c + (a - x_w) /
-    (H eta), where a are the round's first parameters, and c <- the mean of the c_w, which is
-    (a - x_bar) / (H eta). Only c - c_w is kept, as in ProxSkip, so one number more is sent. The
-    mean of the workers moves as without a correction.
+    With SGD this is SCAFFOLD, option II, with full participation. Let a be the parameters at the
+    start of the round. Then c_w <- c_w - c + (a - x_w) / (H eta), and c is the mean of the c_w,
+    which is (a - x_bar) / (H eta). Only c - c_w is kept, as in ProxSkip, so a sync sends one
+    additional number. The mean of the workers moves as without a correction.
 
-    Where workers took H_w steps, or other rates, each divides by its own H_w eta, and the mean of
-    (x_w - a) / (H_w eta) is sent, too: as many numbers as the parameters, and a collective of its
-    own, as only the first one tells whether rates differ. A worker that took no step keeps its
-    c - c_w.
+    If workers take different numbers of steps H_w or different rates, each divides by its own
+    H_w eta. The sync then also averages (x_w - a) / (H_w eta), which is as large as the parameters.
+    That takes a second collective, since only the first one shows whether rates differ. A worker
+    that took no step keeps its c - c_w.
 
     The update is corrected, not the gradient, which gives the right units for every inner
-    optimizer: c_w is the mean of a worker's updates per rate. Keep the optimizer state local:
-    momentum that is averaged or reset at a sync builds up again in every round, and part of the
-    bias stays.
+    optimizer: c_w is the mean of a worker's updates divided by the rate. Keep the optimizer state
+    local. Momentum that is averaged or reset at a sync builds up again in every round, and part of
+    the bias stays.
 
-    Under weights of a sync, the mean of the c_w has the same weights; a worker with weight zero
-    keeps its c - c_w. With weights that change much from sync to sync, other than between zero and
-    one number, the corrections of a round do not quite cancel. Each sync adds the rounding of the
-    mean change to c, about 6e-8 |x_w - a| / (H eta) in float32, for good.
+    If a sync has weights, the mean of the c_w has the same weights; a worker with weight zero
+    keeps its c - c_w. If nonzero weights change much from sync to sync, the corrections of a round
+    do not cancel exactly. Each sync permanently adds the rounding of the mean change to c, about
+    6e-8 |x_w - a| / (H eta) in float32.
 
     Returns:
       A `Correction`, for `local_rounds` and `local_steps`, with as many numbers as the parameters.
@@ -105,14 +105,14 @@ def scaffold() -> Correction:
 
 
 def _bits_of_rates(state: ControlState) -> Float[Array, "33"]:
-    """The bits of a worker's sum of rates, and 1: their sums tell whether all rates are equal."""
+    """The bits of a worker's sum of rates, and 1; their sums show whether all rates are equal."""
     bits = lax.bitcast_convert_type(state.rates, jnp.uint32) >> jnp.arange(32, dtype=jnp.uint32)
     return jnp.append(bits & 1, 1).astype(jnp.float32)
 
 
 def _new_variate(state, *, change, mean, totals, axis_name, relative_weight):
     """The state after a sync of `scaffold`."""
-    # A round without steps, or with a rate of 0, has moved no worker.
+    # After a round without steps, or at a rate of 0, no worker has moved.
     moved = state.rates > 0
     scale = jnp.where(moved, 1 / jnp.where(moved, state.rates, 1), 0)
     counts = jnp.ones((), bool) if relative_weight is None else relative_weight != 0
@@ -136,10 +136,10 @@ def _new_variate(state, *, change, mean, totals, axis_name, relative_weight):
 def recentred(
     state: ControlState, is_new: jax.Array, axis_name: Any, weight: Any = None
 ) -> ControlState:
-    """Where other workers meet than at the last sync: c - c_w without its mean over them.
+    """Subtracts from c - c_w its mean over the workers of a sync, if these have changed.
 
-    So its sum, as of the sync with these weights, is zero again. A worker that `is_new` has weight
-    0 and begins with zeros, as its first rounds find its c_w.
+    Its sum under the weights of this sync is then zero again. A worker that `is_new` has weight 0
+    and starts with zeros; its first rounds determine its c_w.
     """
     begun = jax.tree.map(lambda c: jnp.where(is_new, 0, c), state.variate)
     mean, share, _ = averaged(begun, axis_name, weight)
@@ -151,9 +151,9 @@ def recentred(
 def fedprox(strength: float) -> Correction:
     """FedProx's pull back to the parameters at the start of the round.
 
-    g <- g + mu (x_w - a), before the inner optimizer, where a are the parameters after the last
-    sync. The fixed point of the mean lies between those of local steps and of data-parallel
-    training.
+    g <- g + mu (x_w - a), before the inner optimizer, where a is the parameters after the last
+    sync. The mean of the workers has a fixed point between that of local steps and that of
+    data-parallel training.
 
     Args:
       strength: mu, finite and >= 0; 0 changes nothing. Keep rate * (curvature + mu) below 1.

@@ -21,16 +21,16 @@ KINDS = (
 def count_collectives(step: Callable, *args: Any) -> dict[str, int]:
     """How many collectives of each kind a compiled step holds; it is not run.
 
-    Those of conditionals count, too, and a loop's once. A step of `local_steps` with `sync=False`
-    has none: what is left is the model's, as BatchNorm's over devices, or a mean that
-    `map_workers` gives.
+    Collectives inside conditionals count, too; those inside a loop count once. A step of
+    `local_steps` with `sync=False` has none of its own: any that remain belong to the model, such
+    as BatchNorm over devices, or to a "mean" of `map_workers`.
 
     Args:
       step: a function of JAX, or one of `jax.jit`.
       args: its arguments, or `jax.ShapeDtypeStruct`s with shardings.
 
     Returns:
-      {kind: number}, as {"all-reduce": 2}; {} for none, as of simulated workers on one device.
+      {kind: number}, as {"all-reduce": 2}; {} if there are none, as for simulated workers.
 
     Raises:
       ValueError: for anything but a function of so many arguments.
@@ -44,7 +44,7 @@ def count_collectives(step: Callable, *args: Any) -> dict[str, int]:
     check_function("step", step, *(f"args[{i}]" for i in range(len(args))))
     lowered: Any = (step if hasattr(step, "lower") else jax.jit(step)).lower(*args)  # type: ignore
     parts = re.split(r"\n(?=\S)", lowered.compile().as_text())
-    # libtpu spreads one over fusions: a start, those beside it, all of this name, and a done.
+    # libtpu splits a collective into fusions of this name, between a start and a done.
     beside = re.compile(r'^\S*async_collective|"AsyncCollectiveStart"')
     whole = [part for part in parts if '"AsyncCollectiveDone"' in part or not beside.search(part)]
     names = re.findall(rf" ({'|'.join(KINDS)})(?:-start)?\(", "\n".join(whole))
@@ -54,11 +54,12 @@ def count_collectives(step: Callable, *args: Any) -> dict[str, int]:
 def sync_bytes(num_params: int, *, num_workers: int, compress: Compressor | None = None) -> float:
     """Bytes that each worker sends in one sync of the parameters.
 
-    8 (W - 1) / W D for a ring all-reduce in float32, also of narrower parameters. A compressor
-    sends 2 (W - 1) messages of whole rows of 128 numbers, or W - 1 messages of all D if it gathers.
+    A ring all-reduce sends 8 (W - 1) / W D bytes, in float32 even if parameters are narrower. A
+    compressor sends 2 (W - 1) messages of whole rows of 128 numbers, or W - 1 messages of all D
+    numbers if it `gathers`.
 
     Args:
-      num_params: D >= 1, numbers that are averaged.
+      num_params: D >= 1, how many numbers are averaged.
       num_workers: W >= 1, members of the ring.
       compress: as `quantize("int8")`; None for float32.
 
@@ -101,21 +102,21 @@ class RunTime(NamedTuple):
 def communication_time(volumes: Sequence[float], seconds: Sequence[float]) -> RunTime:
     """The time of computation and of communication, from whole runs that differ in their plans.
 
-    seconds_i = computation + volume_i communication, solved for both; of more than two runs by
-    least squares.
+    seconds_i = computation + volume_i communication, solved for both, by least squares if there
+    are more than two runs.
 
     Args:
-      volumes: of each run, syncs per step in [0, 1]: 1 if workers synchronise after every step,
-        and `plan.rounds / plan.total_steps` of a plan. At least two, not all equal.
-      seconds: of the same runs, > 0, in any one unit. Let runs warm up and repeat them, so that
-        they differ by more than one run from its repetition.
+      volumes: syncs per step of each run, in [0, 1]: 1 if workers synchronise after every step, or
+        `plan.rounds / plan.total_steps` for a plan. At least two runs, not all equal.
+      seconds: the time of each run, > 0, all in one unit. Warm up and repeat the runs, to check
+        that their times differ by more than the noise.
 
     Returns:
       Both parts, in the unit of `seconds`.
 
     Raises:
-      ValueError: for fewer than two runs, equal volumes, or values out of range; and where one part
-        would be negative, as of a run that communicates more and takes less time.
+      ValueError: for fewer than two runs, equal volumes, or values out of range; or if one part
+        would be negative, because a run that communicates more takes less time.
 
     Examples:
       >>> from syncopate import local_opt  # 10 s with a sync after every step, 7 s with H = 4
@@ -132,13 +133,13 @@ def communication_time(volumes: Sequence[float], seconds: Sequence[float]) -> Ru
         raise ValueError(
             f"volumes is {of_x} and seconds {of_y}: pass two lists of numbers of one length."
         )
-    if not ((x >= 0) & (x <= 1)).all():  # so written NaN fails, too
+    if not ((x >= 0) & (x <= 1)).all():  # also refuses NaN
         raise ValueError(f"volumes is {x.tolist()}: pass syncs per step, in [0, 1].")
     if not (np.isfinite(y) & (y > 0)).all():
         raise ValueError(f"seconds is {y.tolist()}: pass positive, finite times.")
     if len({*x.tolist()}) < 2:
         raise ValueError(
-            f"volumes is {x.tolist()}: pass runs of two different volumes at least, as of "
+            f"volumes is {x.tolist()}: pass runs of at least two different volumes, such as "
             "constant(1) and constant(8)."
         )
     slope, intercept = np.polyfit(x.astype(float), y.astype(float), 1)

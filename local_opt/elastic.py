@@ -1,6 +1,7 @@
-"""Local steps that outlive a process: those that live agree who lives before a sync, and average.
+"""Local steps that continue after a process has ended: a sync averages over those that are alive.
 
-Between two syncs no process waits for another: a death is noticed at the next one.
+Before a sync the processes agree on which are alive. Between syncs none waits for another, so the
+end of a process is noticed at the next sync.
 """
 
 import concurrent.futures
@@ -30,11 +31,11 @@ from syncopate.workers import AXIS
 
 __all__ = ["ElasticSync", "Members"]
 
-RECORDS = "local_opt/elastic"  # keys in the coordinator's store, one of each process
+RECORDS = "local_opt/elastic"  # keys in the coordinator's store, one for each process
 RECOVERS = "jax_enable_recoverability"
-SPREAD = 1.0  # seconds between the first and the last that comes, from which on one may have died
-PAUSE = 2.0  # seconds without a turn of a thread, from which on process 0 was stopped
-ASKING = 10.0  # seconds to ask who lives, once a sync has failed
+SPREAD = 1.0  # seconds; if processes arrive further apart, one may have died in between
+PAUSE = 2.0  # seconds; if its thread did not run for so long, process 0 was stopped
+ASKING = 10.0  # seconds to ask which processes are alive, once a sync has failed
 THEN = "look at their output, and give the command again, from the last checkpoint."
 
 
@@ -42,10 +43,10 @@ class Members(NamedTuple):
     """The processes that take part in a sync: equal on all of them.
 
     Attributes:
-      step: of those that go on, which one that has come back takes over.
-      processes: the numbers of those that live.
-      incarnations: of these processes, as JAX's coordinator names them: other ones after a restart.
-      rejoined: those of them that have come back since the last sync, which weigh 0.
+      step: the steps taken by the processes that have been running; one that rejoins adopts it.
+      processes: the numbers of the processes that are alive.
+      incarnations: a number from JAX's coordinator for each, which changes if a process restarts.
+      rejoined: the processes that have come back since the last sync, which have weight 0.
     """
 
     step: int
@@ -55,7 +56,7 @@ class Members(NamedTuple):
 
     @property
     def mesh(self) -> Mesh:
-        """Of their devices, one worker each, in the sequence of `jax.devices()`."""
+        """A mesh of their devices, one worker each, in the order of `jax.devices()`."""
         devices = [d for d in jax.devices() if d.process_index in self.processes]
         return Mesh(np.array(devices), (AXIS,))
 
@@ -69,10 +70,10 @@ class Record(NamedTuple):
 
 
 class Membership:
-    """Barriers of the processes that live, by the heartbeats and the store of JAX's coordinator.
+    """Barriers of the processes that are alive, by the heartbeats and store of JAX's coordinator.
 
-    A process writes its last two records, as another may read them when it has gone on. Of one that
-    has come back the count is behind.
+    A process keeps its last two records in the store, because another may read them after this one
+    has passed the barrier. The count of a process that has come back is lower than the others'.
     """
 
     def __init__(self, client: Any, process: int, processes: int):
@@ -84,7 +85,7 @@ class Membership:
             threading.Thread(target=self._watch, daemon=True).start()
 
     def barrier(self, step: int) -> Members:
-        """Waits for all that live. Raises ValueError if they have taken different steps."""
+        """Waits for all processes that are alive. Raises ValueError if their steps differ."""
         if self.client is None:
             return Members(step, (self.process,), (0,))
         here = Record(self.last.count + 1, step, time.time())
@@ -94,13 +95,13 @@ class Membership:
         while True:
             before, members = members, self.who_lives()
             if records and members == before:
-                break  # nobody goes on before this, so all have read the same
+                break  # no process passes before this, so all have read the same records
             changed = members != self.members
             records = self.records(None if changed else here.count)
             records = {n: records[n] for n in sorted(members)}
             times = [record.time for record in records.values()]
             if not changed and max(times) - min(times) < SPREAD:
-                break  # else one may have died while it waited
+                break  # else a process may have died while it waited
         gone, pause, self.pause = {*self.members} - {*members}, self.pause, 0.0
         if self.process == 0 and gone and pause > PAUSE:
             raise RuntimeError(
@@ -116,7 +117,7 @@ class Membership:
         return Members(self.last.step, tuple(records), tuple(members[n] for n in records), rejoined)
 
     def who_lives(self) -> dict[int, int]:
-        """{process: incarnation}, once all that live ask."""
+        """{process: incarnation}, once all processes that are alive ask."""
         return self.client.get_live_nodes(self.everyone)
 
     def records(self, count: int | None = None) -> dict[int, Record]:
@@ -134,42 +135,45 @@ class Membership:
 
 @functools.cache
 def membership_of(client: Any) -> Membership:
-    """One for all `ElasticSync` of this process."""
+    """The membership that all `ElasticSync` of this process share."""
     return Membership(client, jax.process_index(), jax.process_count())
 
 
 class ElasticSync:
-    """The sync of the processes that live, in a loop whose steps stay within each process.
+    """The sync of the processes that are alive, in a loop whose steps stay within each process.
 
-    x_w <- sync over the workers w that are members: a mean is divided by their number, or by the
-    sum of their weights. An outer optimizer and a residual stay in the state of each.
+    x_w <- sync over the workers w of the members. A mean is divided by the number of these workers,
+    or by the sum of their weights. Each worker keeps its outer optimizer state and its residual.
 
-    A process is dead after `heartbeat_timeout_seconds` of `jax.distributed.initialize`; process 0
-    holds the coordination service and must live. The units of the dead are not visited any more. A
-    process that comes back under its number, where the backend can take it (not gloo), first syncs
-    at once: it gets the trees of the first worker that has gone on, orders included, counts with
-    weight 0 and takes the mean; its random keys become its own (any uint32[..., 2] is one), and its
-    residual zero. Where members change, the control variates of `scaffold` have their mean over the
-    members taken off, so that they add up to zero again, and are zero on one that has come back.
+    A process counts as dead after `heartbeat_timeout_seconds` of `jax.distributed.initialize`.
+    Process 0 holds the coordination service and must stay alive. The units of dead processes are no
+    longer visited.
 
-    If a process dies inside a collective, the sync raises an error on the others and the run must
-    go on from its checkpoint, as the trees were donated.
+    A process may restart under its number if the backend supports that (gloo does not). It must
+    sync at once: it takes part with weight 0 and receives the mean, and the trees of the first
+    worker that was running, orders included. Its random keys, which includes any uint32[..., 2],
+    become different from those of that worker, and its residual becomes zero. When members change,
+    the control variates of `scaffold` are centred again, so that they add up to zero; those of a
+    process that has come back are zero.
+
+    If a process dies inside a collective, the sync raises an error on the others. The run must then
+    resume from its checkpoint, because the trees were donated.
 
     Args:
-      sync: of one worker, `(*trees) -> trees`, a tuple like those given, as `Rounds.sync`; with
-        `weight=`, if workers have weights or come back. It is compiled once for the same members,
-        in the thread and the contexts of the call.
-      timeout: seconds, > 0: how long to wait for a process that lives and does not come, or for a
-        compiled sync.
-      donate: whether a call takes over the memory of its trees, as by `donate_argnums` of
+      sync: a function of one worker, `(*trees) -> trees`, which returns a tuple like its arguments,
+        as `Rounds.sync`. It must take `weight=` if workers have weights or come back. It is
+        compiled once for the same members, in the thread and the contexts of the call.
+      timeout: seconds, > 0: how long to wait for a process that is alive and does not arrive, or
+        for a compiled sync.
+      donate: whether a call may reuse the memory of its trees, as with `donate_argnums` of
         `jax.jit`; False to read them afterwards.
 
     Attributes:
-      members: the last `Members`, None before the first.
-      rejoined: whether this process has taken part in the run before, and died.
+      members: the `Members` of the last sync, None before the first.
+      rejoined: whether an earlier incarnation of this process took part in the run.
 
     Raises:
-      ValueError: if processes run without `jax_enable_recoverability`, which would end with any.
+      ValueError: without `jax_enable_recoverability`, as all processes would end with the first.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -195,7 +199,7 @@ class ElasticSync:
                 f"jax.config.update({RECOVERS!r}, True) before jax.distributed.initialize."
             )
         self._timeout, self._membership = timeout, membership_of(coordination_client())
-        self._synced = set(range(jax.process_count()))  # whose sums of control variates are zero
+        self._synced = set(range(jax.process_count()))  # their control variates add up to zero
         donated = (0,) if donate else ()
         self._sync = functools.cache(
             lambda mesh: jax.jit(
@@ -212,10 +216,10 @@ class ElasticSync:
         self.rejoined = self._membership.restarted and not self._membership.last.count
 
     def barrier(self, step: int) -> Members:
-        """Waits for all that live at this step, and says who they are, without a sync.
+        """Waits at this step for all processes that are alive, and returns them, without a sync.
 
         Raises:
-          TimeoutError: with those that live and have not come.
+          TimeoutError: if a process is alive and does not arrive; the message names it.
           ValueError: if steps differ.
           RuntimeError: if process 0 does not answer, or was stopped for so long that it counts the
             others as dead.
@@ -239,15 +243,16 @@ class ElasticSync:
         return members
 
     def __call__(self, step: int, *trees: PyTree, weight: Any = None) -> tuple:
-        """The trees after a sync of the members, which has the step `elastic.members.step`.
+        """The trees after a sync of the members, at the step `elastic.members.step`.
 
         Args:
-          step: how many steps this process has taken; equal on all that live.
-          trees: leaves [n, ...] for this process's n devices, donated; weight: [n], as of `pmean`.
+          step: how many steps this process has taken; equal on all processes that are alive.
+          trees: leaves [n, ...] for this process's n devices, donated.
+          weight: [n], as in `pmean`.
 
         Raises:
           TimeoutError, ValueError, RuntimeError: as `barrier`; RuntimeError: if a process dies in
-          the middle. What else fails in the sync, as a callback, is raised as it is.
+          the middle. Other errors of the sync, such as of a callback, are raised unchanged.
         """
         count = jax.local_device_count()
         if (given := check_leading((trees, weight), "device")) != count and jax.tree.leaves(trees):
@@ -272,16 +277,16 @@ class ElasticSync:
         return multihost_utils.global_array_to_host_local_array(trees, mesh, spec)
 
     def shutdown(self, step: int) -> None:
-        """At the end of a run, instead of JAX's own shutdown, which would wait for the dead."""
+        """Ends a run, in place of JAX's own shutdown, which would wait for dead processes."""
         self.barrier(step)
         if self._membership.client is not None:
-            if not jax.process_index():  # last, as the others cannot leave without the service
+            if not jax.process_index():  # last, since the others need its service to disconnect
                 with contextlib.suppress(Unfinished):
                     self._wait(self._membership.who_lives, self._timeout)
             jax.distributed.shutdown()
 
     def _run(self, program: Any, members: Members, *args: PyTree) -> tuple:
-        """The results of a program. JAX caches what it compiles, here and not in a thread."""
+        """The results of a program, which is compiled here and not in a thread; JAX caches it."""
         compiled = program.lower(*args).compile()
         try:
             return self._wait(lambda: jax.block_until_ready(compiled(*args)), self._timeout)
@@ -294,7 +299,7 @@ class ElasticSync:
             raise
 
     def _explain(self, error: Exception, members: Members) -> None:
-        """Raises RuntimeError if a process is gone; else says only that it might be."""
+        """Raises RuntimeError if a process is gone; else adds a note that one may be."""
         ask = self._membership.who_lives
         pairs = zip(members.processes, members.incarnations, strict=True)
         try:
@@ -306,7 +311,7 @@ class ElasticSync:
             others = f"in a sync of processes {list(members.processes)}"
             error.add_note(f"{self._self(members.step)} was {others}, one of which may be gone.")
             return
-        if gone and not jax.process_index():  # the others end first: JAX aborts them without it
+        if gone and not jax.process_index():  # others end first: JAX aborts them without process 0
             with contextlib.suppress(Unfinished):
                 self._wait(ask, ASKING)
         if gone:
@@ -325,13 +330,13 @@ class Unfinished(Exception):
 
 
 class Waits:
-    """Calls what waits for other processes, which nothing can end, in a thread that it keeps."""
+    """Calls functions that wait for other processes in a thread, as nothing can interrupt them."""
 
     def __init__(self):
         self._calls = None
 
     def __call__(self, call: Callable, seconds: float) -> Any:
-        """What the call returns or raises; Unfinished if it is still waiting."""
+        """The result or the error of the call; raises Unfinished if it is still waiting."""
         if self._calls is None:
             self._calls = queue.SimpleQueue()
             # A daemon, so that it does not keep the process.
@@ -340,7 +345,7 @@ class Waits:
         self._calls.put((future, call))
         concurrent.futures.wait([future], seconds)
         if not future.done():
-            self._calls = None  # another thread for what comes
+            self._calls = None  # later calls get another thread
             raise Unfinished
         return future.result()
 
@@ -356,7 +361,7 @@ def _work(calls: queue.SimpleQueue) -> None:
 
 
 def _over(mesh: Mesh, function: Callable) -> Callable:
-    """A function of one worker for all of a mesh: leaves [n, ...] of each process's n devices."""
+    """Maps a function of one worker over a mesh: leaves [n, ...] for the n devices of a process."""
 
     def per_device(*args):
         result = function(*jax.tree.map(lambda x: x[0], args))
@@ -377,10 +382,11 @@ def _of_one(sync: Callable, trees: tuple, weight: Any) -> tuple:
 
 
 def admitted(trees: tuple, weight: Any, rejoined: tuple[bool, ...]) -> tuple:
-    """One worker's trees, before a sync of other members than at the last.
+    """One worker's trees, prepared for a sync whose members have changed since the last.
 
     Args:
-      trees, weight: of one worker, in `jax.shard_map` or `jax.vmap`; rejoined: of all workers.
+      trees, weight: those of one worker, in `jax.shard_map` or `jax.vmap`.
+      rejoined: one bool for each worker.
     """
     is_new = jnp.asarray(rejoined)[jax.lax.axis_index(AXIS)]
     trees = taken_over(trees, list(rejoined)) if any(rejoined) else trees
@@ -413,7 +419,10 @@ def _corrected(trees: PyTree) -> bool:
 
 
 def taken_over(trees: PyTree, new: list[bool], axis_name: str = AXIS) -> PyTree:
-    """One worker's trees; a new one's (`new` is of all) are another's, with keys of its own."""
+    """One worker's trees; a new worker gets another's, with different keys.
+
+    `new` has a bool for each worker.
+    """
     mine = jax.lax.axis_index(axis_name)
     is_new = jnp.asarray(new)[mine]
     legacy = jax.eval_shape(jax.random.PRNGKey, 0)
