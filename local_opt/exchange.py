@@ -1,4 +1,4 @@
-"""The mean change of all workers, sent in a narrow format, one group of leaves after the other."""
+"""The mean change of all workers, sent in a narrow format, group by group of leaves."""
 
 import functools
 from collections.abc import Callable, Collection, Sequence
@@ -15,7 +15,7 @@ from local_opt.workers import AxisName, check_kind
 from syncopate import mesh
 from syncopate.workers import AXIS
 
-# Numbers of a group, unless a share of all is more: a compressor takes a few copies of its group.
+# Numbers in a group, at least. A group is a part of all numbers, since compressing copies it.
 GROUP, GROUPS = 2**22, 16
 
 
@@ -32,15 +32,16 @@ def synchronize_changes(
     """The workers' mean change from an anchor; the changes are sent in a narrow format.
 
     c_w = s_w (x_w - a) + f e_w; d = Q(1/W sum_w Q(c_w)); e_w <- what both roundings lost of c_w.
-    s_w = 1, or of a worker with weight v_w its relative weight, W v_w / sum_u v_u.
+    s_w is 1, or the relative weight W v_w / sum_u v_u if workers have weights v_w.
 
-    With feedback f = 1 nothing is lost for good: W d + sum_w e_w is as without rounding, also under
-    weights: a worker with weight zero still sends what it has lost of changes that counted. Each
+    With feedback f = 1 nothing is lost for good: W d + sum_w e_w is as without rounding. This holds
+    under weights, too: a worker with weight zero still sends its residual of earlier changes. Each
     worker averages one slice of the blocks, with its own changes unrounded, and keeps W times what
-    the second rounding loses. With a compressor that `gathers`, every worker averages everything,
-    and there is no second rounding. With specs each device exchanges its shards alone.
-    `residual` is `no_residual` at first, and the weight as of `averaged`. Returns d, float32 and
-    bitwise equal on all workers, and e_w.
+    the second rounding loses. If the compressor `gathers`, every worker averages everything, and
+    there is no second rounding. With specs, each device exchanges only its shards.
+
+    `residual` is `no_residual` at first, and the weight is as in `averaged`. Returns d, which is
+    float32 and bitwise equal on all workers, and e_w.
 
     References:
       Tang et al., DoubleSqueeze: Parallel Stochastic Gradient Descent with Double-pass
@@ -68,7 +69,7 @@ def synchronize_changes(
         by_axes.setdefault(frozenset(mesh.axes_in(spec)), []).append(i)
 
     def send(leaves, anchors, residuals, weight):
-        # Leaves that are whole on all devices of a worker go apart, to be rounded alike on all.
+        # Leaves that every device of a worker holds whole form a group, to be rounded equally.
         new, residual = list(leaves), list(residuals)
         for group in by_axes.values():
             args = [[x[i] for i in group if x] for x in (leaves, anchors, residuals)]
@@ -86,7 +87,7 @@ def synchronize_changes(
 
 
 def _sent(compressor, axis_name, weight, leaves, anchors, residuals):
-    """Lists of the leaves' mean changes, and of what is lost."""
+    """Lists of the leaves' mean changes, and of their residuals."""
     exchange, done = _gathered if compressor.gathers else _in_halves, []
     parts = 1 if compressor.gathers else lax.axis_size(axis_name)
     changes, means, left = {}, [[] for _ in leaves], [[] for _ in leaves]
@@ -105,8 +106,8 @@ def _sent(compressor, axis_name, weight, leaves, anchors, residuals):
                 changes[i] = after(changes[i])
         pieces = [changes[i][start:end] for i, start, end in group]
         size = sum(x.size for x in pieces)
-        fill = rows_of(compressor, size, parts) * LANES - size  # to equal slices of whole blocks
-        # Without the barriers a compiler may compute all of it again for every leaf.
+        fill = rows_of(compressor, size, parts) * LANES - size  # so that slices hold whole blocks
+        # Without the barriers a compiler may repeat the whole computation for every leaf.
         flat = jnp.concatenate([*pieces, jnp.zeros(fill, jnp.float32)])
         rows = lax.optimization_barrier(flat.reshape(-1, LANES))
         mean, residual_rows = lax.optimization_barrier(exchange(compressor, rows, axis_name))
@@ -131,7 +132,7 @@ def no_residual(tree: PyTree, compressor: Compressor | None) -> PyTree:
 
 
 def _in_halves(compressor, rows, axis_name):
-    """The mean of the rows, and what is lost: each worker averages a slice and sends it to all."""
+    """The mean of the rows, and the residual: each worker averages a slice and sends it to all."""
     num_workers, mine = lax.axis_size(axis_name), lax.axis_index(axis_name)
     each = len(rows) // num_workers
     decode = functools.partial(compressor.decode, r=each)
@@ -150,11 +151,11 @@ def _in_halves(compressor, rows, axis_name):
 
 
 def _swapped(messages, axis_name):
-    """Of messages [W, ...] to all workers, those [W, ...] from all."""
+    """Exchanges messages [W, ...], one to each worker, for those [W, ...] from each worker."""
     names, manual = mesh.names_of(axis_name), jax.sharding.get_abstract_mesh().manual_axes
     if set(names) <= set(manual):
         return lax.all_to_all(messages, axis_name, 0, 0) if names else messages
-    # Under jax.vmap JAX swaps one axis at a time, and only what may differ between workers.
+    # Under jax.vmap JAX swaps one axis at a time, and only values that may differ by worker.
     differs = 0 * lax.axis_index(names).astype(messages.dtype)
     sizes = [lax.axis_size(name) for name in names]
     swapped = (messages + differs).reshape(*sizes, *messages.shape[1:])
@@ -174,7 +175,7 @@ def _collected(message, axis_name):
 
 
 def _gathered(compressor, rows, axis_name):
-    """The mean of the rows, and what is lost: each worker receives the rows of all workers."""
+    """The mean of the rows, and the residual: each worker receives the rows of all workers."""
     num_workers = lax.axis_size(axis_name)
     message = compressor.encode(rows)
     gathered = _collected(message, axis_name)
@@ -193,9 +194,9 @@ def groups_of(
 ) -> list[list[tuple]]:
     """Groups of (leaf, start, end): parts of the leaves that are sent one after the other.
 
-    Groups together have messages of as many bytes as one of everything, because all but the last
-    fill rows: with the scales of a multiple of 128 rows in every worker's slice, or, of a
-    compressor that gathers, with the tables of a multiple of 2048 blocks.
+    All groups together send as many bytes as one group would, because all but the last fill whole
+    rows. Every worker's slice has a multiple of 128 rows, whose scales fill rows, too. If the
+    compressor gathers, a group has a multiple of 2048 blocks, whose tables fill rows.
     """
     times = 16 if compressor.gathers else lax.axis_size(axis_name)
     unit = times * compressor.multiple * LANES * LANES
@@ -213,10 +214,11 @@ def groups_of(
 
 
 def after_all(done: Collection[Array], axis_name: AxisName) -> Callable:
-    """A function that gives back an array, which a compiler computes only after those done.
+    """A function that returns its array, to be computed only after the arrays in `done`.
 
-    It drops barriers before it schedules a program, and would hold the changes of all groups at
-    once. A zero that it cannot foresee makes the array depend on what is done.
+    Compilers drop barriers before they schedule a program, and would then hold the changes of all
+    groups at once. Instead, a zero that the compiler cannot predict is computed from `done` and
+    added to the array.
     """
     zero = (lax.axis_index(axis_name) // lax.axis_size(axis_name)).astype(jnp.uint32)
     for x in done:

@@ -1,6 +1,6 @@
 """Compressors: formats in which changes are sent at a sync, and the feedback of what they lose.
 
-Rows are 128 numbers, the lanes of a TPU, where a gather of other slices becomes an all-reduce.
+Rows have 128 numbers, the lanes of a TPU, which turns a gather of other slices into an all-reduce.
 """
 
 import functools
@@ -25,13 +25,13 @@ class Compressor(NamedTuple):
       rule: a description.
       encode: `float32[r, 128] -> unsigned[q, 128]`.
       decode: `(unsigned[q, 128], r) -> float32[r, 128]`.
-      dtype: of a message.
-      multiple: r is a multiple of it.
+      dtype: the type of a message.
+      multiple: a number that divides r.
       message_rows: `r -> q`.
-      feedback: in [0, 1], the share of what was lost that the next sync sends again; 0 keeps no
+      feedback: in [0, 1], the part of the lost values that the next sync sends again; 0 keeps no
         state.
-      gathers: whether every worker's changes go to all workers, as their mean does not fit the
-        format; else the mean is taken in two halves, as in a ring all-reduce.
+      gathers: whether every worker's changes go to all workers, because the format cannot hold
+        their mean. Otherwise a reduce-scatter and an all-gather give the mean, as in a ring.
     """
 
     rule: str
@@ -50,14 +50,14 @@ NARROW = {"bfloat16": 0.0, "float16": 0.0, "int8": 1.0, "int4": 1.0}  # the usua
 def quantize(dtype: DTypeLike, *, feedback: float | None = None) -> Compressor:
     """Changes rounded to a narrow type, and error feedback.
 
-    For bfloat16 and float16 Q(x) is the nearest number of the type. For int8 and int4 it is
-    s round(x / s), s = max |x| / (2^(bits-1) - 1) over a row of 128 numbers, rounded to bfloat16.
-    Rounding is to the nearest and deterministic; feedback corrects its bias.
+    For bfloat16 and float16, Q(x) is the nearest number of the type. For int8 and int4 it is
+    s round(x / s), where s = max |x| / (2^(bits-1) - 1) over a row of 128 numbers, rounded to
+    bfloat16. Rounding is to the nearest and deterministic; feedback corrects its bias.
 
     Args:
-      dtype: bfloat16, float16, int8 or int4, by name or as of `jnp`.
-      feedback: in [0, 1], the share of what was lost that stays for the next sync; None is 1 for
-        whole numbers, and 0, which keeps no state, for floating ones.
+      dtype: bfloat16, float16, int8 or int4, as a name or a type of `jnp`.
+      feedback: in [0, 1], the part of the rounding error that is kept for the next sync. None is 1
+        for int8 and int4, and 0, which keeps no state, for bfloat16 and float16.
 
     Returns:
       A `Compressor`, for `local_steps`, `local_rounds` and `sync_bytes`.
@@ -85,7 +85,7 @@ def quantize(dtype: DTypeLike, *, feedback: float | None = None) -> Compressor:
         return _whole_numbers(8 if name == "int8" else 4, feedback)
     kind = jnp.dtype(name)
 
-    def encode(rows):  # as whole numbers, so that no backend widens them
+    def encode(rows):  # sent as whole numbers, which no backend widens
         return lax.bitcast_convert_type(rows.astype(kind), jnp.uint16)
 
     def decode(message, r):
@@ -97,14 +97,14 @@ def quantize(dtype: DTypeLike, *, feedback: float | None = None) -> Compressor:
 
 
 def _whole_numbers(bits, feedback):
-    """A compressor of codes of 8 or 4 bits, and a scale per row."""
+    """A compressor with codes of 8 or 4 bits, and a scale per row."""
     per_byte, most = 8 // bits, 2 ** (bits - 1) - 1
 
     def encode(rows):
         top = jnp.max(jnp.abs(rows), axis=1)
         # Not every backend's maximum keeps NaN, which training must not hide.
         top = jnp.where(jnp.all(jnp.isfinite(rows), axis=1), top, jnp.nan)
-        # Larger, so that the largest number is not clipped if bfloat16 rounds down.
+        # Slightly larger, so that the largest number is not clipped if bfloat16 rounds down.
         scale = (top * (1.00390625 / most)).astype(jnp.bfloat16)
         step = scale.astype(jnp.float32)[:, None]
         codes = jnp.clip(jnp.round(rows / jnp.where(step == 0, 1, step)), -most, most)
@@ -129,20 +129,20 @@ def top_k(
     """The largest changes of every block, and error feedback for the others.
 
     Q(x) = q(x) if |x| is among the k = density b largest of its block, else 0. With 16 bits, q
-    rounds to bfloat16. With 2 bits, q(x) is the mean, in bfloat16, of the values of the same code
-    c(x) = clip(round((x - m) / 1.5 s + 2), 0, 3), where m and s are the mean and the standard
-    deviation of the values of 64 blocks. A place in the block takes ceil(log2 b) bits. Leaves lie
-    one after the other in the blocks.
+    rounds to bfloat16. With 2 bits, a value has the code c(x) = clip(round((x - m) / 1.5 s + 2), 0,
+    3), and q(x) is the mean, in bfloat16, of the values with that code. m and s are the mean and
+    the standard deviation of the values in 64 blocks. A place in the block takes ceil(log2 b) bits.
+    The leaves are concatenated and cut into blocks.
 
-    Workers send different entries, so their changes are gathered: W - 1 messages, of
-    k (bits + ceil(log2 b)) / 8 bytes per block, with 2 bits 8 more for 64 blocks.
+    Workers send different entries, so their changes are gathered. A worker sends W - 1 messages of
+    k (bits + ceil(log2 b)) / 8 bytes per block, and 8 bytes more per 64 blocks with 2 bits.
 
     Args:
-      density: in (0, 1], the share of the numbers that is sent; density b is a whole number. 1/128
-        to 1/32 in SparseLoCo, which has `outer=optax.sgd(1.0)` and rounds of 30 steps.
-      bits: of a value: 16, or 2 as in the paper.
+      density: in (0, 1], the part of the numbers that is sent; density b is a whole number.
+        SparseLoCo has 1/128 to 1/32, `outer=optax.sgd(1.0)` and rounds of 30 steps.
+      bits: bits per value: 16, or 2 as in the paper.
       block: b, a positive multiple of 128, at most 65536; 4096 in the paper.
-      feedback: in (0, 1], the share of what was not sent that stays for the next sync; 0.95 in the
+      feedback: in (0, 1], the part of the unsent values that is kept for the next sync; 0.95 in the
         paper, where it replaces outer momentum.
 
     Returns:
@@ -158,21 +158,21 @@ def top_k(
 
     References:
       Sarfi, Thérien, Lidin, Belilovsky, Communication Efficient LLM Pre-training with SparseLoCo,
-      2025, https://arxiv.org/abs/2508.15706, whose quantiser has one table a tensor
+      2025, https://arxiv.org/abs/2508.15706; its quantiser has one table per tensor
       (https://github.com/one-covenant/templar, src/tplr/compress.py)
     """
     if not is_whole(bits) or bits not in (2, 16):
         raise ValueError(f"bits is {bits!r}: it must be 2 or 16.")
     if not is_whole(block) or not 0 < block <= 2**16 or block % LANES:
         raise ValueError(f"block is {block!r}: pass a positive multiple of {LANES} <= {2**16}.")
-    block = int(block)  # of JAX it would be traced within a step
+    block = int(block)  # an array of JAX would be traced inside a step
     feedback = check_number("feedback", feedback, "(0, 1]")
     density = check_number("density", density, "(0, 1]")
     k = round(density * block)
     if abs(k - density * block) > 1e-6 or k < 1:
         raise ValueError(
-            f"density is {density!r} of blocks of {block}: a block sends a whole number >= 1, as "
-            f"with {max(k, 1)} / {block}."
+            f"density is {density!r} of blocks of {block}: a block sends a whole number >= 1, so "
+            f"pass {max(k, 1)} / {block}."
         )
     of_place = (block - 1).bit_length()
 
@@ -212,16 +212,16 @@ def top_k(
 
 
 def rows_of(compressor: Compressor, size: int, parts: int = 1) -> int:
-    """r for `size` numbers in so many parts of whole blocks."""
+    """r for `size` numbers, cut into `parts` parts of whole blocks."""
     multiple = parts * compressor.multiple
     return -(-max(size, 1) // (LANES * multiple)) * multiple
 
 
 def check_compressor(compressor: Compressor | None) -> None:
-    """Raises ValueError for anything but a compressor or None."""
+    """Raises ValueError unless this is a compressor or None."""
     if not isinstance(compressor, Compressor | None):
         raise ValueError(
-            f"compress is {compressor!r}: pass one, as local_opt.quantize('int8') or "
+            f"compress is {compressor!r}: pass a compressor, such as local_opt.quantize('int8') or "
             "top_k(1 / 64), or None for means in full precision."
         )
 
@@ -232,15 +232,15 @@ def in_rows(vector):
 
 
 def _widths(bits):
-    """Bits of a number that go together, into bytes of such parts: 12 as 8 and 4."""
+    """Cuts the bits of a number into parts that share bytes: 12 bits as 8 and 4."""
     return [8] * (bits // 8) + [width for width in (4, 2, 1) if bits & width]
 
 
 def packed(codes, bits):
     """Whole numbers [m, 128] below 2^bits as uint8[packed_rows(m, bits), 128].
 
-    A byte holds parts of numbers of the same column, from rows that are far apart: rows move as
-    wholes, where an order number by number would shuffle lanes.
+    A byte holds parts of numbers from one column, whose rows are far apart. So only whole rows
+    move, and no number changes its lane.
     """
     rows, shift = [], 0
     for width in _widths(bits):
@@ -253,7 +253,7 @@ def packed(codes, bits):
 
 
 def unpacked(message, bits, m):
-    """uint16[m, 128], from the first rows of a message of `packed`."""
+    """uint16[m, 128], from the first rows of a message that `packed` made."""
     total, start, shift = jnp.zeros((m, LANES), jnp.uint16), 0, 0
     for width in _widths(bits):
         rows = message[start : start + packed_rows(m, width)]
@@ -274,16 +274,16 @@ def packed_halves(numbers):
 
 
 def unpacked_halves(message, count):
-    """bfloat16[count], from the first rows of a message of `packed_halves`."""
+    """bfloat16[count], from the first rows of a message that `packed_halves` made."""
     raw = unpacked(message, 16, -(-count // LANES)).reshape(-1)[:count]
     return lax.bitcast_convert_type(raw, jnp.bfloat16)
 
 
 def in_four(values):
-    """Of float32[n, k]: the codes uint8[n k], and the means bfloat16[groups, 4] of each code."""
+    """The codes uint8[n k] of float32[n, k], and the mean bfloat16[groups, 4] of each code."""
     n, k = values.shape
     groups = -(-n // TOGETHER)
-    fill = groups * TOGETHER - n  # of the last group, which may have fewer blocks
+    fill = groups * TOGETHER - n  # the last group may have fewer blocks
     values = jnp.pad(values, ((0, fill), (0, 0))).reshape(groups, -1)
     there = (jnp.arange(groups * TOGETHER * k) < n * k).reshape(groups, -1)
     count = jnp.sum(there, axis=1, keepdims=True, dtype=jnp.float32)
@@ -308,7 +308,7 @@ def from_four(codes, means, n):
     each = size // n * TOGETHER
     codes = jnp.pad(codes, (0, groups * each - size)).reshape(groups, each)
     means = means.reshape(groups, 4).astype(jnp.float32)
-    # A choice of four, as a gather would take its numbers one by one.
+    # Selects among the four, since a gather would take its numbers one by one.
     low, high = (
         jnp.where(codes % 2 == 0, means[:, i, None], means[:, i + 1, None]) for i in (0, 2)
     )

@@ -23,7 +23,7 @@ from syncopate.workers import count_of
 REDUCE = {"mean": jnp.mean, "sum": jnp.sum}  # over the workers
 INPUTS = ("worker", "replicated", "batch", "key")
 RESULTS = ("worker", "replicated", "batch", *REDUCE)
-WITHOUT_AXIS = ("replicated", "batch")  # of the workers, on one device
+WITHOUT_AXIS = ("replicated", "batch")  # these have no axis of workers on one device
 NUMBERS = int | float | complex
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -37,46 +37,49 @@ def map_workers(
     axis_name: str | None = None,
     in_turn: bool = False,
 ) -> Callable:
-    """Maps a function of one worker, as a training step, over all workers.
+    """Maps a function of one worker, such as a training step, over all workers.
 
     y_w = f(x_w) for w = 0 .. W - 1, under the named axis that `local_steps` and orders need.
 
-    Specs are prefix trees of words, as `jax.shard_map` takes them of its own:
+    Specs are prefix trees, as in `jax.shard_map`, whose leaves are these words:
 
-        worker      leaves [W, ...], of each worker, as `local_opt.replicate` makes them
-        replicated  the same for all workers; a result must be provably so
-        batch       leaves [n, ...], a batch of all: worker w has the w-th n / W rows
-        key         of arguments: one key, typed or legacy; worker w gets fold_in(key, w), typed
-        mean        of results: over the workers, as of losses
-        sum         of results: over the workers, as of counts
+        worker      leaves [W, ...], one entry per worker, as `local_opt.replicate` makes them
+        replicated  the same for all workers; for a result this must be provable
+        batch       leaves [n, ...], one batch for all: worker w has the w-th n / W rows
+        key         arguments only: one key, typed or legacy; worker w gets fold_in(key, w), typed
+        mean        results only: the mean over the workers, as for losses
+        sum         results only: the sum over the workers, as for counts
 
-    On a mesh a mean and a sum are an all-reduce in every call: where workers seldom synchronise,
-    return losses as "worker". Leaves that are not arrays, as an equinox model's functions, pass
-    through. Legacy keys, uint32[2], are only known as "key": elsewhere they are two numbers.
+    On a mesh, "mean" and "sum" take an all-reduce in every call. If workers seldom synchronise,
+    return losses as "worker". Leaves that are not arrays, such as the functions of an equinox
+    model, pass through. A legacy key, uint32[2], is treated as a key only under "key"; under other
+    words it is two numbers.
 
-    Modules, optimizers and metrics of flax.nnx that the function updates in place are updated, as
-    by `nnx.jit`, which compiles the result; under `jax.jit` return them.
+    If the function updates modules, optimizers or metrics of flax.nnx in place, the caller's
+    objects are updated. Compile the result with `nnx.jit`; under `jax.jit`, return the objects.
 
     Args:
-      function: of one worker. Gradients by a replicated argument are the worker's own.
+      function: a function of one worker. Its gradients with respect to a replicated argument are
+        this worker's, not a sum over the workers.
       workers: W >= 1, simulated on one device by `jax.vmap`; or a mesh, one worker per position on
         that axis, by `jax.shard_map`; None for the mesh of `jax.set_mesh` where the result is
         called. Other axes, automatic or explicit, are inside a worker.
-      in_specs: of the positional arguments, as ({"x": "worker", "step": "replicated"}, "batch"), or
-        one word for all of them. Keyword arguments are replicated.
-      out_specs: of what the function returns, as ("worker", "mean") of a tuple of two.
-      axis_name: the workers' axis; None for a mesh's only one, and "worker" of several or none.
+      in_specs: one entry per positional argument, as ({"x": "worker", "step": "replicated"},
+        "batch"), or one word for all of them. Keyword arguments are replicated.
+      out_specs: one entry per result, as ("worker", "mean") for a tuple of two.
+      axis_name: the workers' axis. None for the only axis of a mesh; if there are several or none,
+        "worker".
       in_turn: whether simulated workers run one after another, which is faster for convolutions on
-        CPUs; for functions without collectives.
+        CPUs; only for functions without collectives.
 
     Returns:
       A function of the same arguments, to be jitted. On a mesh of several axes it compiles itself.
 
     Raises:
-      ValueError: at construction for words or a mesh that do not fit; from a call for arguments or
-        results that do not, for no mesh in scope, and for a replicated result, or object of
-        flax.nnx, that differs between workers or is not proved to be equal, as by collectives over
-        groups of them and callbacks.
+      ValueError: at construction, if words or a mesh do not fit. From a call, if arguments or
+        results do not fit, if no mesh is in scope, or if a "replicated" result or object of
+        flax.nnx differs between workers. Also if equality cannot be proved, as after callbacks or
+        collectives over groups of workers.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -100,7 +103,7 @@ def map_workers(
       https://arxiv.org/abs/2403.07128
     """
     fixed = None if workers is None else count_of(workers, axis_name)
-    in_specs = tuple(in_specs) if type(in_specs) is list else in_specs  # as `jax.vmap` does
+    in_specs = tuple(in_specs) if type(in_specs) is list else in_specs  # like `jax.vmap`
     _check_words("in_specs", in_specs, INPUTS)
     words = _check_words("out_specs", out_specs, RESULTS)
     _check_function(function, in_specs)
@@ -130,14 +133,14 @@ def map_workers(
         over = fixed or count_of(None, axis_name)
         taken = nnx.take(_Call(args, kwargs), _words(in_specs, args, kwargs))
         inputs, arrays = _split(taken.tree._replace(objects=taken.objects), taken.words, INPUTS)
-        # JAX leaves axes of a mesh to the compiler where a program is compiled, and only there.
+        # JAX leaves axes of a mesh to the compiler only inside a compiled program.
         several = over.mesh is not None and len(over.mesh.shape) > 1
         alone = several and not any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays))
         try:
             call = functools.partial(
                 compiled if alone and hash(inputs) is not None else run, inputs
             )
-        except TypeError:  # of a leaf that has no hash: compiled for this call
+        except TypeError:  # a leaf has no hash: compile for this call
             call = jax.jit(functools.partial(run, inputs), static_argnums=0)
         results, arrays = call(over, arrays)
         returned = results.tree(arrays)
@@ -150,7 +153,7 @@ def map_workers(
 class _Call(NamedTuple):
     args: tuple
     kwargs: dict
-    objects: Any = None  # of flax.nnx, taken out of both
+    objects: Any = None  # objects of flax.nnx, taken out of both
 
 
 class _Returned(NamedTuple):
@@ -163,13 +166,13 @@ class _Returned(NamedTuple):
 class _Skeleton:
     """A tree without its arrays."""
 
-    words: tuple[str, ...]  # of every leaf
+    words: tuple[str, ...]  # one for every leaf
     names: tuple[str, ...]
-    rest: tuple[Any, ...]  # (type, value) of every other leaf, as 1 == True; None for an array
+    rest: tuple[Any, ...]  # (type, value) of other leaves, since 1 == True; None for an array
     structure: Any
 
     def names_of(self, word: str) -> list[str]:
-        """Of the arrays with this word."""
+        """The names of the arrays with this word."""
         leaves = zip(self.words, self.names, self.rest, strict=True)
         return [name for of, name, rest in leaves if of == word and rest is None]
 
@@ -183,7 +186,7 @@ class _Skeleton:
 
 
 def _split(tree, words, kinds) -> tuple[_Skeleton, dict[str, list]]:
-    """A tree without its arrays, and these by their words."""
+    """A tree without its arrays, and the arrays grouped by their words."""
     arrays, names, rest = {word: [] for word in kinds}, [], []
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     for (path, x), word in zip(leaves, words, strict=True):
@@ -197,7 +200,7 @@ def _split(tree, words, kinds) -> tuple[_Skeleton, dict[str, list]]:
 
 
 def _words(in_specs, args, kwargs) -> list[str]:
-    """Of all leaves of a call."""
+    """The words of all leaves of a call."""
     if type(in_specs) is tuple and len(in_specs) != len(args):
         raise ValueError(
             f"{len(args)} arguments came by position and in_specs is {in_specs}: give one entry "
@@ -224,7 +227,7 @@ def _broadcast(name, specs, tree) -> list[str]:
 
 
 def _results(tree, out_specs, kinds, before, objects) -> tuple[_Skeleton, dict[str, list]]:
-    """As of `_split`, of what one worker returns, and of the objects that it was given."""
+    """Splits one worker's result like `_split`, together with the objects it was given."""
     words, changed = _broadcast("out_specs", out_specs, tree), {}
     if before is not None:
         tree = nnx.places_of(tree, words, before.graph, objects)
@@ -248,13 +251,13 @@ def _simulated(one, arrays, words, over):
     try:
         return vmap(one, (_each(INPUTS, None, 0),), (0, _each(words, None, 0)))(arrays)
     except ValueError:
-        if "replicated" in words:  # JAX does not name the one that has an axis
+        if "replicated" in words:  # JAX does not say which of them has an axis
             _refuse(_differing(one, arrays, over))
         raise
 
 
 def _in_turn(one, arrays, words, over):
-    """One worker after another: vmap makes grouped convolutions, which are slow on CPUs."""
+    """One worker after another, since vmap makes grouped convolutions, slow on CPUs."""
     del words
     same = {"replicated": arrays["replicated"]}
     mapped = {word: leaves for word, leaves in arrays.items() if word not in same}
@@ -263,8 +266,9 @@ def _in_turn(one, arrays, words, over):
         results, arrays = one(x | same)
         for name in results.names_of("replicated"):
             raise ValueError(
-                f"{name} is 'replicated' in in_specs and the function changes it: in_turn proves "
-                "nothing to be equal. Say 'worker', for what local_opt.replicate makes of it."
+                f"{name} is 'replicated' in in_specs and the function changes it, but in_turn "
+                "cannot prove it equal on all workers: say 'worker', and pass what "
+                "local_opt.replicate makes of it."
             )
         return None, (results, arrays)
 
@@ -274,7 +278,7 @@ def _in_turn(one, arrays, words, over):
 def _on_mesh(one, arrays, words, over):
     """One worker per position on an axis of a mesh; other axes are left to the compiler."""
     whole, rows = PartitionSpec(), PartitionSpec(over.axis_name)
-    # XLA fails on programs that are passed empty arrays and no other that they use.
+    # XLA fails on programs whose only used arguments are empty arrays.
     passed = jax.tree.map(lambda x: x if x.size or is_key(x) else None, arrays)
 
     def of_worker(word, x, of_all):
@@ -294,8 +298,8 @@ def _on_mesh(one, arrays, words, over):
             for word, x in by_word.items()
         }
 
-    # With check_vma=True JAX refuses scans of one worker that start from zeros, and adds up
-    # gradients of replicated arguments over the workers.
+    # With check_vma=True JAX refuses a worker's scans that start from zeros, and sums gradients
+    # with respect to replicated arguments over the workers.
     return jax.shard_map(
         per_device, mesh=over.mesh, axis_names={over.axis_name}, check_vma=False,
         in_specs=(_each(INPUTS, whole, rows),), out_specs=(whole, _each(words, whole, rows)),
@@ -307,10 +311,10 @@ def _each(words, replicated, other) -> dict:
 
 
 def _proved(one, arrays, over):
-    """The results of a worker on a mesh, refused unless the replicated ones are equal on all.
+    """The results of a worker on a mesh; raises unless the replicated ones are equal on all.
 
-    There nobody would see it: one worker's would stand for all. `jax.vmap` knows what depends on
-    the worker, and fails at what devices alone can do.
+    Without this check, one worker's value would silently stand for all. `jax.vmap` knows which
+    values depend on the worker, and fails at operations that need several devices.
     """
     jaxpr, shapes = jax.make_jaxpr(one, return_shape=True)(arrays)  # traced once for both
 
@@ -318,7 +322,7 @@ def _proved(one, arrays, over):
         leaves = core.jaxpr_as_fun(jaxpr)(*jax.tree.leaves(arrays))
         return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
-    if not shapes[1]["replicated"]:  # as of a replicated object that no step changes
+    if not shapes[1]["replicated"]:  # as for a replicated object that the step does not change
         return again(arrays)
 
     def of_all(arrays):
@@ -329,7 +333,7 @@ def _proved(one, arrays, over):
     try:
         jax.eval_shape(lambda x: names.extend(_differing(again, of_all(x), over)), arrays)
         proved = not any(str(effect).endswith("IO") for effect in jaxpr.effects)
-    except Exception as error:  # whatever JAX says of what it cannot map
+    except Exception as error:  # JAX raises several types for what it cannot map
         proved, why = False, repr(error).partition(r"\n")[0]
     _refuse(names)
     if not proved:
@@ -398,8 +402,8 @@ def _enter(inputs, arrays, over) -> dict[str, list]:
         if word == "worker" and shape[:1] != (count,):
             raise ValueError(
                 f"{name} is 'worker' in in_specs and has the shape {shape}, and there are {count} "
-                "workers: make it by local_opt.replicate(tree, workers), where numbers of Python "
-                "must be arrays, by jnp.asarray, or say 'replicated' or 'batch'."
+                "workers: make it by local_opt.replicate(tree, workers), after jnp.asarray for a "
+                "Python number, or say 'replicated' or 'batch'."
             )
         if word == "batch":
             if not shape or not shape[0] or shape[0] % count:
@@ -429,7 +433,7 @@ def _leave(arrays, mesh) -> dict[str, list]:
             return jnp.reshape(x, (-1, *x.shape[2:]))
         if word not in REDUCE:
             return x
-        # Floating leaves are added up in float32 and keep their type; others are as in `jnp`.
+        # Floating leaves are summed in float32 and keep their type; others behave as in `jnp`.
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return REDUCE[word](x, axis=0)
         return REDUCE[word](x.astype(wide_type(x.dtype)), axis=0).astype(x.dtype)

@@ -15,35 +15,37 @@ from syncopate import mesh
 from syncopate.plans import check_number, is_number
 from syncopate.workers import AXIS
 
-LEAST, MOST = 2.0**-40, 2.0**40  # of weights
-JOINED = 2**20  # numbers of an array that is rather copied than sent alone: 4 MB take gloo 5 ms
+LEAST, MOST = 2.0**-40, 2.0**40  # the range of weights
+JOINED = 2**20  # numbers; smaller arrays are copied into one message (gloo takes 5 ms for 4 MB)
 
 
 def pmean(tree: PyTree, *, axis_name: AxisName = AXIS, weight: ArrayLike | None = None) -> PyTree:
     """Overwrites every floating leaf with its mean over the workers.
 
     x <- 1/W sum_w x_w, or with weights v_w, x <- sum_w v_w x_w / sum_w v_w. Sums are taken in
-    float32 (float64 leaves in float64), cast back, and bitwise equal on all workers; they must fit
-    that type, v_w |x_w| < 3e38 / W. Integers, booleans and PRNG keys stay this worker's own.
+    float32 (float64 leaves in float64), cast back, and bitwise equal on all workers. They must fit
+    that type: v_w |x_w| < 3e38 / W. Integers, booleans and PRNG keys are not averaged.
 
-    The mean of equal numbers may be off by a rounding, which comes to rest if it is taken again and
-    again. Where more is made of it, average differences to a value that all workers share: their
-    mean is exactly 0 where nothing differs, as in `local_rounds` with an outer optimizer.
+    The mean of equal numbers may differ from them by a rounding error, which stops growing if the
+    mean is taken repeatedly. If later steps would amplify it, average differences from a value that
+    all workers share. Their mean is exactly 0 where nothing differs, as in `local_rounds` with an
+    outer optimizer.
 
     Args:
       tree: this worker's arrays.
       axis_name: the workers' axis or axes, of `jax.vmap` or `jax.shard_map`; None for the only one.
-      weight: v_w, 0 or in [2^-40, 2^40], one number of this worker, as of its tokens, or a bool;
-        None for equal weights. An array of a worker with weight zero is not read, so it may be NaN.
-        Where all weights are zero, or one is out of range, the mean is NaN.
+      weight: v_w, 0 or in [2^-40, 2^40]: one number for this worker, such as its count of tokens,
+        or a bool; None for equal weights. The arrays of a worker with weight zero are not read, so
+        they may be NaN. If all weights are zero, or one is out of range, the mean is NaN.
 
     Returns:
       A tree of the same shapes and dtypes.
 
     Raises:
-      ValueError: outside of the workers' axis, for leaves that are no arrays, a weight that is not
-        one number, a tree that is equal on all workers by its type, as a gradient that JAX has
-        added up over them, or axes of `jax.vmap` inside a `jax.shard_map` with check_vma=True.
+      ValueError: outside of the workers' axis, for leaves that are not arrays, or for a weight that
+        is not one number. Also for a tree whose type says that it is equal on all workers, such as
+        a gradient that JAX has summed over them, and for axes of `jax.vmap` inside a
+        `jax.shard_map` with check_vma=True.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -60,12 +62,12 @@ def pmean(tree: PyTree, *, axis_name: AxisName = AXIS, weight: ArrayLike | None 
 
 
 class Averaged(NamedTuple):
-    """What one collective finds.
+    """The results of one collective.
 
     Attributes:
-      mean: of a tree.
-      relative_weight: this worker's weight by the mean weight; None for equal weights.
-      totals: the sums of counts over the workers that count, equal on all.
+      mean: the mean of a tree.
+      relative_weight: this worker's weight divided by the mean weight; None for equal weights.
+      totals: the sums of counts over the workers with a weight above zero, equal on all.
     """
 
     mean: PyTree
@@ -76,8 +78,8 @@ class Averaged(NamedTuple):
 def averaged(
     tree: PyTree, axis_name: AxisName, weight: ArrayLike | None, counts: ArrayLike | tuple = ()
 ) -> Averaged:
-    """The tree's mean, as of `pmean`, and exact sums of whole numbers below 2^24 / W."""
-    if (axis_name := in_scope(axis_name)) != ():  # one worker without an axis
+    """The tree's mean, as in `pmean`, and exact sums of whole numbers below 2^24 / W."""
+    if (axis_name := in_scope(axis_name)) != ():  # () is one worker without an axis
         mesh.axis_size(axis_name)
         _check_mixed(mesh.names_of(axis_name))
     leaves, treedef = jax.tree.flatten(tree)
@@ -87,7 +89,7 @@ def averaged(
     if weight is not None:
         weight = checked_weight(weight)
         sent, counts = [weighed(x, weight) for x in sent], jnp.where(weight == 0, 0, counts)
-    # Together, so that processes on CPUs send all in one vector.
+    # In one call, so that processes on CPUs send everything as one vector.
     more = [*([] if weight is None else [weight]), *([counts] if counts.size else [])]
     means = _means([*sent, *more], axis_name)
     if counts.size:
@@ -104,8 +106,8 @@ def averaged(
 def check_varying(tree: PyTree, axis_name: AxisName, *, all_of: bool = False) -> None:
     """Raises ValueError for a floating leaf that is typed as equal on all workers, or if all are.
 
-    JAX has added up such a gradient over the workers: it is W times their mean. Where types say
-    nothing, as under `check_vma=False` and `jax.vmap`, nothing is refused.
+    JAX has summed such a gradient over the workers, so it is W times their mean. Without such
+    types, as under `check_vma=False` and `jax.vmap`, nothing is refused.
     """
     typed = mesh.typed_axes(in_scope(axis_name))
     leaves = jax.tree_util.tree_leaves_with_path(tree)
@@ -115,20 +117,20 @@ def check_varying(tree: PyTree, axis_name: AxisName, *, all_of: bool = False) ->
     if equal and (len(equal) == len(floating) or not all_of):
         name, axes = equal[0]
         raise ValueError(
-            f"leaf {name} is typed as equal on all workers of {axes}, as are "
-            "parameters under in_specs=jax.P() and their gradients, which JAX has added up over "
+            f"leaf {name} is typed as equal on all workers of {axes}, like "
+            "parameters under in_specs=jax.P() and their gradients, which JAX has summed over "
             f"the workers. Before the gradient call params = jax.lax.pcast(params, {tuple(axes)}, "
             "to='varying'), or give parameters a leading worker axis and in_specs=jax.P('worker')."
         )
 
 
 def _check_mixed(names):
-    """Raises ValueError for axes of both kinds where types say nothing of those of `jax.vmap`."""
+    """Raises ValueError for axes of both kinds, as types do not show axes of `jax.vmap`."""
     inside = [x for x in names if x not in jax.sharding.get_abstract_mesh().manual_axes]
     if inside and (typed := mesh.typed_axes(names)):
         raise ValueError(
             f"the workers' axes {inside} are of jax.vmap and {sorted(typed)} of jax.shard_map, "
-            "which knows no types of the former: pass check_vma=False to jax.shard_map."
+            "whose types do not cover the former: pass check_vma=False to jax.shard_map."
         )
 
 
@@ -136,15 +138,15 @@ def _means(arrays, axis_name):
     """The mean of each array over the workers; processes on CPUs send small ones as one vector."""
     names, manual = mesh.names_of(axis_name), jax.sharding.get_abstract_mesh().manual_axes
     simulated = [name for name in names if name not in manual]
-    # Over axes inside a worker a compiler would gather the vector's shards.
+    # For axes inside a worker, a compiler would gather the vector's shards.
     if mesh.platform() != "cpu" or mesh.beside(axis_name):
         return lax.pmean(arrays, axis_name)
     if simulated == list(names):
         return [_simulated_mean(x, names) for x in arrays]
     if jax.process_count() == 1 or simulated:
         return lax.pmean(arrays, axis_name)
-    # CPUs send array after array, and each waits for the other processes.
-    groups = {}  # by dtype, or alone
+    # CPUs send one array after another, and each waits for the other processes.
+    groups = {}  # {dtype, or the number of a large array: arrays}
     for i, x in enumerate(arrays):
         groups.setdefault(x.dtype if x.size <= JOINED else i, []).append(i)
     means = list(arrays)
@@ -157,16 +159,16 @@ def _means(arrays, axis_name):
 
 
 def _simulated_mean(x, names):
-    """The mean of an array over workers of one device, a CPU."""
+    """The mean of an array over workers that share one device, a CPU."""
     count = lax.axis_size(names)
     for name in names:
-        rows = lax.all_gather(x, name)  # XLA takes ten times as long for a sum as for a product
+        rows = lax.all_gather(x, name)  # XLA is ten times slower for a sum than for a product
         x = jnp.tensordot(jnp.ones(len(rows), x.dtype), rows, 1, precision="highest")
     return x / count
 
 
 def pieces_of(rows: Array, like: Iterable) -> list[Array]:
-    """The first numbers of an array in the shapes of others, one after the other."""
+    """Cuts the first numbers of an array into arrays with the shapes of others."""
     vector, pieces, start = rows.reshape(-1), [], 0
     for x in like:
         pieces.append(vector[start : start + x.size].reshape(x.shape))
@@ -175,17 +177,17 @@ def pieces_of(rows: Array, like: Iterable) -> list[Array]:
 
 
 def checked_weight(weight: Any) -> Float[Array, ""]:
-    """The weight as a floating number; NaN, and so every mean, if it is out of range.
+    """The weight as a floating number; NaN if it is out of range, which makes every mean NaN.
 
-    Within the range, a product with it neither overflows nor vanishes for usual numbers, so that
-    one collective is enough: a larger range would have to be scaled by the largest weight of all.
-    Raises ValueError for anything but one number, or one out of range that is known in a trace.
+    Within the range, products of the weight and usual numbers neither overflow nor vanish, so that
+    one collective is enough. A larger range would first need the largest weight of all workers.
+    Raises ValueError unless the weight is one number, or if it is concrete and out of range.
     """
     check_scalar("weight", weight, jnp.bool_, jnp.integer, jnp.floating, interval="[0, inf)")
     if is_number(weight) and weight and not LEAST <= weight <= MOST:
         raise ValueError(
-            f"weight is {weight!r}: pass 0 or a number from {LEAST:.2g} to {MOST:.2g}, for only "
-            "the ratios of weights count."
+            f"weight is {weight!r}: pass 0 or a number from {LEAST:.2g} to {MOST:.2g}; only "
+            "the ratios of weights matter."
         )
     floating = jnp.issubdtype(jnp.result_type(weight), jnp.floating)
     kind = wide_type(jnp.result_type(weight)) if floating else jnp.result_type(float)
@@ -197,7 +199,7 @@ def checked_weight(weight: Any) -> Float[Array, ""]:
 def moved_from(anchor: PyTree, params: PyTree) -> PyTree:
     """x - a in float32 or wider, exactly 0 where a round that began at `a` has moved nothing.
 
-    An anchor of a wider type is what it was rounded to at the start of the round.
+    If the anchor has a wider type, its value is the rounded one with which the round started.
     """
 
     def change(a, x):
@@ -208,7 +210,7 @@ def moved_from(anchor: PyTree, params: PyTree) -> PyTree:
 
 
 def weighed(x: Array, weight: Float[Array, ""]) -> Array:
-    """w x, and zeros for a weight of zero, even if x is not finite."""
+    """w x; zeros for a weight of zero, even if x is not finite."""
     return lax.select(weight == 0, jnp.zeros_like(x), x * weight.astype(x.real.dtype))
 
 
@@ -220,7 +222,7 @@ def if_counted(tree: PyTree, other: PyTree, weight: Float[Array, ""] | None) -> 
 
 
 def check_scalar(name: str, value: Any, *kinds: Any, interval: str = "") -> None:
-    """Raises ValueError unless a value is one number of these kinds, in the interval if known."""
+    """Raises ValueError unless a value is one number of these kinds, in the interval if given."""
     try:
         kind = jax.typeof(value)
         fits = not kind.shape and any(jnp.issubdtype(kind.dtype, k) for k in kinds)

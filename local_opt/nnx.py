@@ -1,6 +1,6 @@
 """Objects of flax.nnx, which a step updates in place, as arguments of mapped functions.
 
-Flax is no requirement: what a program has not imported, its arguments do not hold.
+Flax is optional: if a program has not imported it, no argument can hold its objects.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import PyTree
 
-WORDS = ("worker", "replicated")  # that an object may have
+WORDS = ("worker", "replicated")  # the words that an object may have
 
 
 @jax.tree_util.register_static
@@ -25,12 +25,12 @@ class Place:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Graph:
-    """What objects are besides their arrays: every reference is in it once."""
+    """Objects without their arrays; every reference occurs once."""
 
     definition: Any  # nnx.GraphDef
-    structure: Any  # of the nnx.State
-    names: tuple[str, ...]  # of its arrays
-    words: tuple[str, ...]  # of the same
+    structure: Any  # the structure of the nnx.State
+    names: tuple[str, ...]  # the names of its arrays
+    words: tuple[str, ...]  # the words of its arrays
     of_objects: tuple[str, ...]  # the words of the objects
 
 
@@ -47,7 +47,7 @@ class Taken(NamedTuple):
     tree: PyTree
     objects: Objects | None  # None if there are none
     given: tuple  # the objects themselves
-    words: list[str]  # of the leaves of `tree`, then of the objects' arrays
+    words: list[str]  # the words of the leaves of `tree`, then of the objects' arrays
 
 
 def take(tree: PyTree, words: Sequence[str] | None = None) -> Taken:
@@ -68,7 +68,7 @@ def take(tree: PyTree, words: Sequence[str] | None = None) -> Taken:
         if not {*chunk} <= {*WORDS} or len({*chunk}) > 1:
             raise ValueError(
                 f"{name} is a {type(x).__name__} of flax.nnx with the words "
-                f"{sorted({*chunk})}: it has one word, 'worker' or 'replicated', for all of it."
+                f"{sorted({*chunk})}: give the whole object one word, 'worker' or 'replicated'."
             )
         places.append(Place(len(given)))
         given.append(x)
@@ -103,12 +103,12 @@ def put(tree: PyTree, objects: tuple) -> PyTree:
 
 
 def changes(before: Objects, objects: tuple) -> tuple[dict[str, Any], dict[str, str]]:
-    """Arrays of the objects after a step, and their words; of replicated ones the changed alone."""
+    """The objects' arrays after a step, and their words; of replicated ones only those changed."""
     definition, state = sys.modules["flax.nnx"].split(objects)
     if (definition, jax.tree.structure(state)) != (before.graph.definition, before.graph.structure):
         raise ValueError(
-            "the function adds, removes or replaces parts of an object of flax.nnx, or sets what "
-            "is no array, as model.train() does: do that before, outside of map_workers."
+            "the function adds, removes or replaces parts of an object of flax.nnx, or sets a "
+            "value that is not an array, like model.train(): do that before map_workers."
         )
     word_of = dict(zip(before.graph.names, before.graph.words, strict=True))
     arrays = dict(zip(before.graph.names, jax.tree.leaves(state), strict=True))
@@ -127,7 +127,7 @@ def update(taken: Taken, arrays: dict[str, Any]) -> None:
 
 
 def places_of(tree: PyTree, words: Sequence[str], graph: Graph, objects: tuple) -> PyTree:
-    """A result with places for those objects that it has under their own word."""
+    """A result in which places stand for the objects that keep their word."""
     words = list(words)
 
     def place(x):
@@ -143,7 +143,7 @@ def places_of(tree: PyTree, words: Sequence[str], graph: Graph, objects: tuple) 
 def share_as(like: PyTree, tree: PyTree) -> PyTree:
     """A tree of the same structure, whose objects share the variables that those of `like` share.
 
-    In a tree of JAX there are as many copies.
+    Without this a shared variable would become several copies.
     """
     before, (places, after, *_) = take(like).objects, take(tree)
     if before is None or after is None or len(before.arrays) == len(after.arrays):
@@ -172,7 +172,7 @@ def _nodes(tree):
 
 
 def _check_shared(nnx, given, names, words) -> None:
-    """Raises ValueError where two words would be of one variable."""
+    """Raises ValueError if one variable would have two words."""
     seen = {}
     is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
     for x, name, word in zip(given, names, words, strict=True):

@@ -1,4 +1,4 @@
-"""The optimizer of a worker: which ones are refused, what a sync does with its state, its types."""
+"""A worker's optimizer: which ones are refused, what a sync does with their state, and types."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -18,8 +18,8 @@ from syncopate.plans import check_like
 # What a sync does with a field of the optimizer state.
 LOCAL, MEAN, RESET = "local", "mean", "reset"
 
-# {a state: (its factory, fields from which the next parameters are computed)}. If these stay
-# local, the next step takes each worker back to where it was before the sync.
+# {state: (its factory, the fields from which the next parameters are computed)}. If these fields
+# stay local, the next step moves each worker back to where it was before the sync.
 UNDOES = {
     contrib.SAMState: ("optax.contrib.sam", ("cache",)),
     contrib.ScheduleFreeState: ("optax.contrib.schedule_free", ("z",)),
@@ -29,24 +29,24 @@ UNDOES = {
         ("cumulative_gradients", "scale", "subgradients", "reward"),
     ),
 }
-# {a state: why its fields have no mean, and what to do}
+# {state: why its fields have no mean, and what to do}
 NOT_AVERAGED = {
     optax.ScaleByLBFGSState: (
         "optax.lbfgs keeps steps, differences of gradients and the inverses of their products, "
-        "and the means of these do not belong together: pass sync_opt_state='local' or 'reset'."
+        "whose means are inconsistent: pass sync_opt_state='local' or 'reset'."
     ),
 }
-# {a state: what its optimizer takes, and what to do}: gradients that are not like the parameters.
+# {state: what its optimizer takes, and what to do}, if gradients are not like the parameters.
 TAKES = {
     contrib.DifferentiallyPrivateAggregateState: (
-        "optax.contrib.dpsgd takes the gradients of all examples, and a step here one gradient "
-        "like the parameters: put optax.contrib.differentially_private_aggregate before it, as "
+        "optax.contrib.dpsgd takes the gradients of all examples, but a step here takes one "
+        "gradient like the parameters: put optax.contrib.differentially_private_aggregate first, "
         "optax.chain(differentially_private_aggregate(..), local_steps(optax.sgd(..), plan))."
     ),
     optax.LookaheadState: (
-        "optax.lookahead takes pairs of fast and slow parameters, and a step here one copy: take "
-        "its fast optimizer, and outer=optax.sgd(slow_step_size), which does the same at a sync; "
-        "for one worker with axis_name=()."
+        "optax.lookahead takes pairs of fast and slow parameters, but a step here takes one copy: "
+        "pass its fast optimizer, and outer=optax.sgd(slow_step_size), which does the same at a "
+        "sync; with one worker, also axis_name=()."
     ),
 }
 
@@ -54,12 +54,12 @@ TAKES = {
 def checked(
     optimizer: optax.GradientTransformation, name: str = "inner"
 ) -> optax.GradientTransformationExtraArgs:
-    """The optimizer, which takes extra arguments; its init refuses the states of TAKES."""
+    """The optimizer, with extra arguments; its init refuses the states in TAKES."""
     if not all(callable(getattr(optimizer, part, None)) for part in ("init", "update")):
         raise ValueError(f"{name} is {optimizer!r}: pass an optimizer, as optax.sgd(0.1).")
     update = optax.with_extra_args_support(optimizer).update
     parameters = inspect.signature(optimizer.update).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):  # optax.MultiSteps is not typed so
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):  # optax.MultiSteps has another type
         update = optimizer.update
 
     def init(params):
@@ -73,18 +73,18 @@ def checked(
 
 
 def check_call(init: Callable, state: PyTree, params: PyTree, grads: PyTree) -> None:
-    """Raises ValueError unless gradients (or None) are like params, and the state as of init."""
+    """Raises ValueError unless gradients (or None) are like params, and the state is init's."""
     if params is not None:
         check_like("gradient", grads, params, "the parameters")
     try:
         made = jax.eval_shape(init, grads if params is None else params)
-    except jax.errors.JAXTypeError:  # an init that looks at values
+    except jax.errors.JAXTypeError:  # this init depends on values
         return
     check_like("state", state, made, "init(params)")
 
 
 def check_state(state: PyTree, kind: type) -> None:
-    """Raises ValueError unless a state, whose fields are checked later, is of this type."""
+    """Raises ValueError unless a state is of this type; its fields are checked later."""
     if not isinstance(state, kind):
         raise ValueError(
             f"state is a {type(state).__name__}: pass the {kind.__name__} that init(params) made."
@@ -104,7 +104,7 @@ def placed(
 
 
 def checked_policies(sync_opt_state: str | Mapping[str, str]) -> dict[str, str]:
-    """{name of a field: policy}, where the empty name stands for all floating leaves."""
+    """{name of a field: policy}; the empty name stands for all floating leaves."""
     policies = sync_opt_state if isinstance(sync_opt_state, Mapping) else {"": sync_opt_state}
     for name, policy in policies.items():
         if str(policy) not in (LOCAL, MEAN, RESET):
@@ -149,7 +149,7 @@ def _nodes(tree: Any, path):
     kinds = jax.tree_util
     for depth, key in enumerate(path, 1):
         yield tree, key
-        if depth == len(path):  # the leaf itself is not asked for
+        if depth == len(path):  # leaves out the leaf itself
             return
         if isinstance(key, kinds.GetAttrKey):
             tree = getattr(tree, key.name, None)
@@ -160,14 +160,14 @@ def _nodes(tree: Any, path):
 
 
 def _types_in(params):
-    """The types of the parameters' nodes, whose fields are no fields of an optimizer's state."""
+    """The types of the parameters' nodes; their fields are not fields of an optimizer's state."""
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     nodes = [node for path in paths for node, _ in _nodes(params, path)]
     return {*map(type, nodes)} - {dict, list, tuple}
 
 
 def _field_of(path, opt_state, of_params) -> str:
-    """The path of a leaf to its last field of a state, as ".0.mu.", without parameters' names."""
+    """A leaf's path up to the last field of a state, as ".0.mu.", without parameters' names."""
     names, end = [], 0
     for node, key in _nodes(opt_state, path):
         if type(node) in of_params:
@@ -178,10 +178,10 @@ def _field_of(path, opt_state, of_params) -> str:
 
 
 def check_moments(opt_state: optax.OptState, chosen: list[str]) -> None:
-    """Raises ValueError where an update would divide by a second moment of other gradients.
+    """Raises ValueError if an update would divide by a second moment of other gradients.
 
-    A worker whose own `nu` is zero, as it has had no gradient, would divide a mean `mu` by nothing.
-    Also raises for a mean of what has none.
+    A worker that has had no gradient has a `nu` of zero, by which it would divide a mean `mu`.
+    Also raises if a field that has no mean is to be averaged.
     """
     has_nu = lambda node: "nu" in getattr(node, "_fields", ())  # noqa: E731
     policies = jax.tree.unflatten(jax.tree.structure(opt_state), chosen)
@@ -201,7 +201,7 @@ def check_moments(opt_state: optax.OptState, chosen: list[str]) -> None:
                 if jnp.issubdtype(jnp.result_type(x), jnp.inexact)
             }
             needed = {MEAN: {MEAN}, LOCAL: {LOCAL, MEAN}, RESET: {LOCAL, MEAN, RESET}}
-            if isinstance(state, optax.ScaleByRStdDevState):  # whose nu - mu^2 is a variance
+            if isinstance(state, optax.ScaleByRStdDevState):  # here nu - mu^2 is a variance
                 needed = {policy: {policy} for policy in needed}
             wrong = [p for p in of_state if not of_nu <= needed[p]]
             if wrong:
@@ -220,15 +220,15 @@ def check_survives(state: optax.OptState, chosen: list[str]) -> None:
         kept = [f for f in fields if LOCAL in jax.tree.leaves(getattr(node, f))]
         if kept:
             raise ValueError(
-                f"{factory} computes the next parameters from {kept} of its state, which are each "
-                "worker's own: every sync would be undone. Pass sync_opt_state="
-                f"{dict.fromkeys(fields, 'mean')}. Fragments have no sync of the state: take "
+                f"{factory} computes the next parameters from {kept} of its state, which stay "
+                "local to each worker, so every sync would be undone: pass sync_opt_state="
+                f"{dict.fromkeys(fields, 'mean')}. Fragments do not sync the state: use "
                 "local_rounds or local_steps, or another optimizer."
             )
 
 
 def _undoing(tree):
-    """Every node of UNDOES in a tree, nested ones too."""
+    """Every node in a tree whose type is in UNDOES, nested ones too."""
 
     def undoes(node):
         return type(node) in UNDOES
@@ -241,9 +241,9 @@ def _undoing(tree):
 
 
 def without_aliases(tree: PyTree, *others: PyTree) -> PyTree:
-    """The tree, with copies of arrays that occur in it twice or in the others.
+    """The tree, with copies of arrays that occur twice in it or also in the others.
 
-    Some optimizers start with the parameters themselves: one buffer cannot be donated twice.
+    Some optimizers start with the parameters themselves, and a buffer cannot be donated twice.
     """
     seen = {id(x) for x in jax.tree.leaves(others)}
 
@@ -267,7 +267,7 @@ def wide_copy(params: optax.Params) -> optax.Params:
 
 
 def floating_as(state: PyTree, params: optax.Params, axis_name: AxisName) -> PyTree:
-    """The state, its floating leaves typed as varying over the workers' axes if parameters are."""
+    """The state; if parameters are typed as varying over workers, so are its floating leaves."""
     over = [mesh.varying_axes(x) for x in jax.tree.leaves(params)]
     axes = {axis for axis in frozenset().union(*over) if axis in mesh.names_of(in_scope(axis_name))}
 
@@ -279,9 +279,9 @@ def floating_as(state: PyTree, params: optax.Params, axis_name: AxisName) -> PyT
 
 
 def in_place(tree: PyTree, params: optax.Params, specs: PyTree[P] | None) -> PyTree:
-    """The tree, with subtrees like the parameters split as the parameters are.
+    """The tree, in which subtrees like the parameters are split like them.
 
-    Without it a compiler may keep zeros of the parameters' shapes whole on every device.
+    Otherwise a compiler may keep zeros of the parameters' shapes whole on every device.
     """
     if not mesh.axes_of(specs):
         return tree
@@ -307,10 +307,10 @@ def _shapes(tree):
 def distance(
     params_w: PyTree, mean: PyTree, params: optax.Params, specs: PyTree[P] | None
 ) -> Float[Array, ""]:
-    """A worker's relative distance |x_w - x_bar| / |params| over all leaves; x may be changes."""
+    """A worker's distance |x_w - x_bar| / |params| over all leaves; x may be changes."""
 
     def norm(tree):
-        sums = {}  # by the axes over which a leaf is split on a worker's devices
+        sums = {}  # {the axes over which a leaf is split on a worker's devices: sum}
         for x, spec in zip(jax.tree.leaves(tree), of, strict=True):
             axes = tuple(axis for axis in mesh.axes_in(spec) if axis in manual)
             square = jnp.sum(jnp.square(jnp.abs(x).astype(jnp.float32)))

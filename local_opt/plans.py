@@ -1,6 +1,6 @@
 """Plans of when workers synchronise, made before the run.
 
-R rounds, T steps. A round is the steps between two syncs; the sync follows its last step.
+A run has R rounds and T steps. A round is the steps between two syncs, which follow its last step.
 """
 
 import dataclasses
@@ -27,8 +27,8 @@ from syncopate.workers import count_of
 class SyncPlan(plans.Plan):
     """The rounds of a run, fixed before it starts.
 
-    Round r takes the steps starts[r] .. starts[r + 1] - 1 and ends with a sync; the last round ends
-    with the run. Two plans are equal if they synchronise after the same steps.
+    Round r takes the steps starts[r] .. starts[r + 1] - 1 and then syncs; the last round ends with
+    the run. Two plans are equal if they synchronise after the same steps.
 
     Args:
       starts: int64[R], first steps of the rounds; starts[0] = 0, strictly increasing, below T.
@@ -99,20 +99,20 @@ class SyncPlan(plans.Plan):
         axis_name: str | None = None,
         weight: ArrayLike | None = None,
     ) -> PyTree:
-        """All workers' tree after a step: their mean where workers synchronise, else the tree.
+        """All workers' tree after a step: their mean if the plan has a sync there, else the tree.
 
         For loops without optax, between jitted steps. All syncs run one compiled program. On one
-        device the mean of equal numbers is that number; elsewhere as of `pmean`.
+        device the mean of equal numbers is that number; elsewhere it is as in `pmean`.
 
         Args:
           step: in 0 .. T - 1, the step that was taken.
-          tree: arrays [W, ...], as of `replicate`, also a module of equinox or flax.nnx; integers,
-            booleans and keys stay each worker's own.
-          workers, axis_name: as of `map_workers`.
-          weight: [W], as of `pmean`.
+          tree: arrays [W, ...], as `replicate` makes them, or a module of equinox or flax.nnx with
+            such arrays. Integers, booleans and keys are not averaged.
+          workers, axis_name: as in `map_workers`.
+          weight: [W], as in `pmean`.
 
         Returns:
-          The tree itself where no sync is due; else new arrays, in the places of the old.
+          The tree itself if no sync is due; else new arrays, on the same devices as the old.
 
         Raises:
           ValueError: for a step, arrays or workers that do not fit.
@@ -139,19 +139,19 @@ class SyncPlan(plans.Plan):
         return joined(jax.tree.unflatten(treedef, _where_they_were(means, leaves)), rest)
 
     def aligned(self, *, every: float, fresh: np.ndarray | None = None) -> "SyncPlan":
-        """A plan whose rounds end at whole multiples of a number of loads, as of an epoch.
+        """A plan whose rounds end at whole multiples of a number of loads, such as an epoch's.
 
-        Marks lie after floor(k every + 1/2) loads, k = 1, 2, ..; a round that ends between two
-        is extended to the later one, or to the end of the run. Rounds that would end together are
-        merged: none if all take at least `every` loads and the run ends at a mark.
+        Marks are after floor(k every + 1/2) loads, k = 1, 2, .. A round that ends between two marks
+        is extended to the later one, or to the end of the run. Rounds that would then end together
+        are merged. None are if all take at least `every` loads and the run ends at a mark.
 
         Args:
-          every: >= 1, loads between two marks, fractional too: n for epochs of n loads, or n / 2.
+          every: >= 1, loads between two marks, also fractional: n for epochs of n loads, or n / 2.
           fresh: bool[T], the steps that load a batch, as `ordering.echo.EchoPlan.fresh`; a mark is
-            then after the last use of a batch. None: every step loads.
+            then after the last use of a batch. None if every step loads.
 
         Returns:
-          A plan of T steps; this one if every round ends at a mark.
+          A plan of T steps; this plan if every round ends at a mark.
 
         Raises:
           ValueError: for `every` below 1 or not finite, or a `fresh` of another length.
@@ -178,7 +178,7 @@ class SyncPlan(plans.Plan):
 
     @functools.cached_property
     def _bits(self):
-        """uint8[T / 8], a bit for each step: whether workers synchronise after it."""
+        """uint8[T / 8], one bit per step: whether workers synchronise after it."""
         syncs = np.zeros(self.total_steps, bool)
         syncs[self._bounds[1:] - 1] = True
         return np.packbits(syncs, bitorder="little")
@@ -195,8 +195,8 @@ class SyncPlan(plans.Plan):
 
 
 def syncs_after_traced(plan: SyncPlan, step: jax.Array) -> jax.Array:
-    """As `plan.syncs_after`, of a traced step; true beyond the plan."""
-    # From the host's array only here, as a traced array could not leave its trace.
+    """Like `plan.syncs_after`, for a traced step; true beyond the plan."""
+    # The host's array is converted here, since a traced array could not leave its trace.
     byte = jnp.asarray(plan._bits)[jnp.minimum(step, plan.total_steps - 1) // 8]
     return ((byte >> (step % 8).astype(jnp.uint8)) % 2 == 1) | (step >= plan.total_steps)
 
@@ -205,14 +205,14 @@ def syncs_after_traced(plan: SyncPlan, step: jax.Array) -> jax.Array:
 def _mean_of_all(workers, axis_name, alone=False):
     """(arrays, weight) of all workers -> the mean arrays, compiled once.
 
-    If they are `alone` on a device, the changes from one worker's are averaged, as equal numbers
-    then stay to the bit. Over devices these would have to be sent first, a second collective.
+    If all are on one device (`alone`), differences from one worker's arrays are averaged, which
+    keeps equal numbers bitwise. Over several devices that would take a second collective.
     """
     mean = lambda tree, weight: pmean(tree, axis_name=axis_name, weight=weight)  # noqa: E731
     run = map_workers(mean, workers, in_specs="worker", out_specs="worker", axis_name=axis_name)
 
     def from_one(leaves, weight):
-        one = 0 if weight is None else jnp.argmax(weight != 0)  # others may be NaN
+        one = 0 if weight is None else jnp.argmax(weight != 0)  # with weight 0 it may be NaN
         floating = {i: x for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)}
         first = {i: x[one][None] for i, x in floating.items()}
         first = {i: jnp.where(jnp.isfinite(x), x, 0) for i, x in first.items()}  # inf - inf is NaN
@@ -224,13 +224,13 @@ def _mean_of_all(workers, axis_name, alone=False):
 
 
 def _devices_of(x):
-    """Those that hold an array; none of NumPy's, or of one that is traced."""
+    """The devices that hold an array; none for an array of NumPy or a traced one."""
     return x.devices() if isinstance(x, jax.Array) and not isinstance(x, Tracer) else set()
 
 
 def _on_mesh(leaves, mesh, axis_name):
-    """The leaves, with those of other devices moved to the workers'."""
-    if not isinstance(mesh, Mesh):  # of a trace
+    """The leaves, moved to the workers' devices if they are on others."""
+    if not isinstance(mesh, Mesh):  # an abstract mesh, while tracing
         return leaves
     devices = {*mesh.devices.flat}
     away = [i for i, x in enumerate(leaves) if _devices_of(x) not in (set(), devices)]
@@ -240,9 +240,9 @@ def _on_mesh(leaves, mesh, axis_name):
 
 
 def _where_they_were(arrays, leaves):
-    """The arrays in the places of the leaves: a step under `jax.pmap` takes them from nowhere else.
+    """Moves the arrays to where the leaves were, the only place where `jax.pmap` accepts them.
 
-    What is in its place is left, as another copy would be committed to it, and compiled for again.
+    Arrays that are already there are left alone: a copy would be committed, and compiled for again.
     """
     now, places = ([getattr(x, "sharding", None) for x in xs] for xs in (arrays, leaves))
     away = [i for i, place in enumerate(places) if place is not None and place != now[i]]
@@ -255,10 +255,10 @@ def from_function(period: Callable[[int], int], *, total_steps: int, rule: str =
     """A plan from any function of the round's first step.
 
     H(t) = period(t), cut at the end of the run. Post-local SGD is `lambda t: 1 if t < t0 else H`,
-    SWAP `lambda t: H if t < t0 else T`.
+    and SWAP is `lambda t: H if t < t0 else T`.
 
     Args:
-      period: from the first step of a round, in 0 .. T - 1, to its number of steps >= 1.
+      period: maps the first step of a round, in 0 .. T - 1, to its number of steps >= 1.
       total_steps: T in 1 .. 10^7.
       rule: a description.
 
@@ -298,15 +298,15 @@ def _loads(fresh, total_steps) -> np.ndarray:
     if fresh.dtype != bool or fresh.shape != (total_steps,) or not fresh[0]:
         raise ValueError(
             f"fresh is {text}: pass one bool for each of the plan's {total_steps} steps, True for "
-            "those that load, as the first must."
+            "those that load. The first step must load."
         )
     return np.flatnonzero(fresh)
 
 
 def check_plan(plan: SyncPlan) -> None:
-    """Raises ValueError for anything but a plan."""
+    """Raises ValueError unless this is a plan."""
     if not isinstance(plan, SyncPlan):
         raise ValueError(
-            f"plan is a {type(plan).__name__}: make a SyncPlan, as local_opt.constant(4, "
+            f"plan is a {type(plan).__name__}: make a SyncPlan, such as local_opt.constant(4, "
             "total_steps=T)."
         )
