@@ -15,7 +15,7 @@ from local_opt.workers import AxisName, check_kind
 from syncopate import mesh
 from syncopate.workers import AXIS
 
-# Numbers in a group, at least. A group is a part of all numbers, since compressing copies it.
+# A group has GROUP numbers, or 1 / GROUPS of all if that is more: compressing takes a few copies.
 GROUP, GROUPS = 2**22, 16
 
 

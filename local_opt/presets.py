@@ -43,9 +43,10 @@ def diloco(
     x_w <- x_w + inner(g_w) in a step; at a sync, with d = a - x_bar: v <- m v + d,
     a <- a - lr (d + m v), x_w <- a.
 
-    Outer momentum overshoots, and the oscillation falls as m^(R / 2) in R rounds, at worst. Both
-    presets warn if more than a tenth may be left at the end. With Muon inside this is MuLoCo, whose
-    code has lr = 0.7 and m = 0.6 for one worker, 0.9 and 0.8 for two, 1 and 0.9 for 16.
+    Outer momentum overshoots, and the oscillation decays at worst as m^(R / 2) over R rounds. Both
+    presets warn if more than a tenth of it may be left at the end. With Muon as the inner optimizer
+    this is MuLoCo. Its code has lr = 0.7 and m = 0.6 for one worker, 0.9 and 0.8 for two, and 1 and
+    0.9 for 16.
 
     Args:
       inner: the workers' optimizer; `optax.adamw` in the paper.
@@ -99,16 +100,16 @@ def slowmo(
     x_w <- x_w + inner(g_w) in a step; at a sync, with d = a - x_bar: v <- m v + d / gamma,
     a <- a - lr gamma v, x_w <- a.
 
-    gamma is the inner rate of the round's last step, as in the authors' code; a constant one
-    cancels. Without it, momentum of earlier rounds weighs too much once the rate has fallen.
+    gamma is the inner rate of the round's last step, as in the authors' code; a constant rate
+    cancels. Without gamma, the momentum of earlier rounds weighs too much once the rate has fallen.
 
     Args:
       inner: the workers' optimizer; SGD with Nesterov momentum in the paper.
       plan: `constant(12, total_steps=T)` in the paper.
-      learning_rate, momentum: of the outer optimizer: lr > 0, 1 in the paper, and m in [0, 1), 0.4
-        to 0.8 there.
+      learning_rate, momentum: those of the outer optimizer: lr > 0 and m in [0, 1). The paper has
+        lr = 1 and m from 0.4 to 0.8.
       inner_rate: gamma > 0, the schedule of `inner` over the steps since `init`; any number for a
-        constant rate. At a rate of 0 the momentum of a round is not added to.
+        constant rate. A round that ends at a rate of 0 adds nothing to the momentum.
       axis_name, sync_opt_state, compress, correction, specs, drift: see `local_rounds`; the paper
         has `sync_opt_state="reset"`.
 
@@ -148,13 +149,13 @@ class PerRateState(NamedTuple):
 
 
 def _per_rate(outer, rate):
-    """The outer optimizer, which gets d / gamma and whose updates are scaled by gamma."""
+    """The outer optimizer with input d / gamma and updates that are scaled by gamma."""
 
     def init(params):
         return PerRateState(jnp.zeros((), jnp.int32), outer.init(params))
 
     def update(updates, state, params=None, *, period: ArrayLike = 0, **extra):
-        # The period is a mean over the workers, in float32.
+        # The period is a mean over the workers, so it is float32.
         count = state.count + jnp.round(period).astype(jnp.int32)
         gamma = jnp.asarray(rate(jnp.maximum(count - 1, 0)), jnp.float32)
         inverse = jnp.where(gamma > 0, 1 / gamma, 0)
@@ -171,9 +172,9 @@ def normalize_by_period(
 ) -> optax.GradientTransformationExtraArgs:
     """Corrects an outer optimizer for rounds of different lengths.
 
-    The change of a round of H steps is scaled by H_base / H, and the update by H / H_base: the
-    outer optimizer's state then holds changes per H_base steps. The long last rounds of a growing
-    plan leave no time to recover from the overshoot of momentum: bound them by `h_max`.
+    The change of a round of H steps is scaled by H_base / H, and the update by H / H_base. So the
+    outer optimizer's state holds changes per H_base steps. If rounds grow, the long last ones leave
+    no time to recover from the overshoot of momentum: limit them by `h_max`.
 
     Args:
       outer: the outer optimizer.
@@ -200,7 +201,7 @@ def normalize_by_period(
 
     def update(updates, state, params=None, *, period: ArrayLike | None = None, **extra):
         if period is None:
-            raise ValueError("pass period=, the round's number of steps, as local_steps does.")
+            raise ValueError("pass period=, the number of steps in the round, like local_steps.")
         check_scalar("period", period, jnp.integer, jnp.floating, interval="[0, inf)")
         length = jnp.maximum(jnp.asarray(period, jnp.float32), 1) / h_base  # a sync without steps
         wide = lambda x: x.astype(wide_type(x.dtype))  # noqa: E731
@@ -214,7 +215,7 @@ def normalize_by_period(
 def outer_momentum(
     name: str, plan: SyncPlan, learning_rate: float, momentum: float, *, nesterov: bool = True
 ) -> optax.GradientTransformation:
-    """A preset's outer optimizer; warns where the plan has few rounds for its momentum."""
+    """A preset's outer optimizer; warns if the plan has too few rounds for its momentum."""
     check_number("learning_rate", learning_rate, "(0, inf)")
     check_number("momentum", momentum, "[0, 1)")
     check_plan(plan)
@@ -223,8 +224,8 @@ def outer_momentum(
         needed = math.ceil(2 * math.log(0.1) / math.log(momentum))
     if rounds < needed:
         warnings.warn(
-            f"{name} has {rounds} rounds for an outer momentum of {momentum:g}: of what it "
-            f"overshoots {momentum ** (rounds / 2):.0%} may be left at the end. Take at least "
+            f"{name} has {rounds} rounds for an outer momentum of {momentum:g}: at the end "
+            f"{momentum ** (rounds / 2):.0%} of its overshoot may be left. Take at least "
             f"{needed} rounds (a shorter H or a longer run), a smaller momentum, or "
             "plain averaging: local_steps without outer=.",
             stacklevel=3,

@@ -31,23 +31,23 @@ def replicate(
 
     x_w = x for w = 0 .. W - 1, in new memory, so that a step may donate it.
 
-    A random key in the tree, as for dropout in the state of a `flax.nnx` model, is copied, too, so
-    that all workers drop the same units. `keys="fold"` gives each worker its own, fold_in(key, w);
-    legacy keys, which may be any two numbers, are refused with it.
+    Random keys in the tree are copied, too: with a dropout key in the state of a `flax.nnx` model,
+    all workers drop the same units. `keys="fold"` gives each worker its own key, fold_in(key, w).
+    It refuses legacy keys, which cannot be distinguished from other pairs of numbers.
 
     Args:
-      tree: arrays, as of parameters or a whole training state. Whole numbers become arrays, but
-        those of an equinox module, its sizes; other leaves that are not arrays pass through.
-      workers, axis_name: as of `map_workers`; on a mesh every process passes the same tree. Arrays
-        that are split over other axes of the mesh stay so.
+      tree: arrays, such as parameters or a whole training state. Whole numbers become arrays,
+        except in an equinox module, where they are sizes. Other leaves pass through.
+      workers, axis_name: as in `map_workers`; on a mesh every process passes the same tree. Arrays
+        that are split over other axes of the mesh stay split.
       keys: "fold" or "copy"; None copies with a warning.
 
     Returns:
       A tree of the same structure.
 
     Raises:
-      ValueError: for unknown `keys`, legacy ones to fold, no mesh in scope, or if processes have
-        different values.
+      ValueError: for unknown `keys`, legacy keys with `keys="fold"`, no mesh in scope, or values
+        that differ between processes.
 
     Warns:
       UserWarning: if a key is copied and `keys` is None.
@@ -73,8 +73,8 @@ def replicate(
     legacy = [name_of(path) for path, x in leaves if is_legacy(x)]
     if legacy and keys == "fold":
         raise ValueError(
-            f"leaf {legacy[0]} is uint32[2], a legacy key or any two numbers: make a key typed by "
-            "jax.random.wrap_key_data, and keep other numbers in another type."
+            f"leaf {legacy[0]} is uint32[2], a legacy key or any two numbers: make it a typed key "
+            "by jax.random.wrap_key_data, or keep other numbers in another type."
         )
     if keys is None and (named := legacy + [name_of(path) for path, x in leaves if is_key(x)]):
         warnings.warn(
@@ -89,12 +89,12 @@ def replicate(
 
 
 def _counters(tree):
-    """The tree with arrays in place of whole numbers, without those of equinox' modules: sizes."""
+    """The tree with arrays in place of whole numbers, except for sizes in equinox' modules."""
 
     def number(x):
         if isinstance(x, bool) or not isinstance(x, int):
             return x
-        return jnp.asarray(x, jnp.result_type(x))  # not a weak type, which the first step changes
+        return jnp.asarray(x, jnp.result_type(x))  # the first step would change a weak type
 
     return jax.tree.map(number, tree, is_leaf=is_module)
 
@@ -107,21 +107,22 @@ def _spread(tree, count, mesh, axis_name, *, folds=False):
 
     def place(x, *first):
         spec = spec_of(x)
-        # As long as the shape, as a step's results are there: else its second call would compile.
+        # As many entries as axes, like the results of a step, so that its second call does not
+        # compile again.
         spec += (None,) * (jnp.ndim(x) - len(spec)) if mesh.explicit_axes else ()
         return NamedSharding(mesh, PartitionSpec(*first, *spec))
 
     places = tuple(place(x, axis_name) for x in leaves)
-    if jax.process_count() == 1:  # one copy per device, never all on one
+    if jax.process_count() == 1:  # one copy per device, never all copies on one
         leaves = jax.device_put(leaves, list(map(place, leaves)))
-    else:  # each process's own, which may differ
+    else:  # each process has its own tree, which may differ
         leaves = [x if is_key(x) else np.asarray(x) for x in leaves]
     return structure.unflatten(_repeat(count, folds, places)(leaves))
 
 
 @functools.lru_cache(maxsize=64)
 def _repeat(count, folds, places):
-    """Compiles arrays -> those of all workers, once for equal places."""
+    """Compiles arrays -> the arrays of all workers, once for equal places."""
 
     def repeat(arrays):
         arrays = [jnp.broadcast_to(x, (count, *x.shape)) for x in arrays]

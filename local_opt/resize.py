@@ -1,7 +1,7 @@
-"""Parameters and states of W workers as those of another number, to resume a run with.
+"""Converts parameters and states of W workers for another number, to resume a run.
 
-On the host, in NumPy; all leaves are [W, ...]. It is an additional sync, also in the middle of a
-round, whose steps then continue from the mean.
+On the host, in NumPy; all leaves are [W, ...]. The conversion is an additional sync, also in the
+middle of a round, which then continues from the mean.
 """
 
 import functools
@@ -19,24 +19,25 @@ from syncopate.mesh import is_key, name_of
 from syncopate.plans import check_like, check_whole
 
 MEAN, RESET, FIRST = "mean", "reset", "first"
-POLICIES = (MEAN, RESET, FIRST)  # of the workers' own optimizer states
+POLICIES = (MEAN, RESET, FIRST)  # for the workers' own optimizer states
 
 
 @jax.transfer_guard("allow")
 def mean_of(tree: PyTree, workers: int) -> PyTree:
     """The mean over W workers, for each of W' workers; integers are those of worker 0.
 
-    Keys that are equal on several workers stay equal. Workers' own become new ones, fold_in(key_0,
-    w), so that no two share a stream.
+    Keys that are equal on all workers stay equal. Keys that differ are replaced by
+    fold_in(key_0, w), so that no two workers share a stream.
 
     Args:
-      tree: leaves [W, ...]; workers: W' >= 1.
+      tree: leaves [W, ...].
+      workers: W' >= 1.
 
     Returns:
-      NumPy arrays [W', ...], added up in float64; and keys.
+      NumPy arrays [W', ...], summed in float64; and keys.
 
     Raises:
-      ValueError: for leaves without workers, or legacy keys that differ between workers.
+      ValueError: for leaves without a worker axis, or legacy keys that differ between workers.
     """
     check_whole("workers", workers, 1)
     check_leading(tree, "worker")
@@ -55,19 +56,19 @@ def mean_of(tree: PyTree, workers: int) -> PyTree:
 def resize(
     state: LocalState | AccumulateState, fresh: Any, workers: int, policy: str
 ) -> LocalState | AccumulateState:
-    """The state of rounds of W workers as one of W' workers.
+    """Converts the state of rounds of W workers for W' workers.
 
-    Fields that are equal on all workers stay: the steps since the last sync, the outer optimizer
-    and the anchor. Residuals of compression are averaged. Corrections of drift start anew, as
-    the workers' data change. Keys of the inner optimizers are treated as by `mean_of`.
+    Fields that are equal on all workers are kept: the steps since the last sync, the outer
+    optimizer and the anchor. Residuals of compression are averaged. Corrections of drift start
+    anew, because the workers' data change. Keys of the inner optimizers are as in `mean_of`.
 
     Args:
-      state: of `local_rounds` or `accumulated_rounds` of W workers, leaves [W, ...].
+      state: the state of `local_rounds` or `accumulated_rounds` of W workers, leaves [W, ...].
       fresh: an initial state of the same rounds at the new parameters, leaves [W', ...].
       workers: W' >= 1.
-      policy: of the inner optimizers' states: "mean", with the integers of worker 0; "reset", to
-        initial values; or "first", those of worker 0. Accumulated gradients have one optimizer,
-        which stays.
+      policy: what becomes of the inner optimizers' states: "mean", with the integers of worker 0;
+        "reset", to initial values; or "first", those of worker 0. With accumulated gradients there
+        is one optimizer, whose state is kept.
 
     Raises:
       ValueError: for a state of other rounds, or an unknown policy.
@@ -88,8 +89,8 @@ def resize(
         )
     if not isinstance(state, LocalState):
         raise ValueError(
-            f"{type(state).__name__} is not a state of local or accumulated rounds, which alone "
-            "can be resized: pass one of a Rounds, or resume with as many workers as before."
+            f"{type(state).__name__} is not a state of local_rounds or accumulated_rounds, and no "
+            "other can be resized: pass one of these, or resume with as many workers as before."
         )
     resized = lambda x: jax.ShapeDtypeStruct((workers, *np.shape(x)[1:]), x.dtype)  # noqa: E731
     check_like("inner", jax.tree.map(resized, state.inner), fresh.inner, "the fresh state")
@@ -99,7 +100,7 @@ def resize(
     return LocalState(
         since=of_all(state.since),
         inner=inner,
-        # Of local steps alone it is where the round goes on from.
+        # Without an outer optimizer and residuals, the round continues from the new parameters.
         anchor=fresh.anchor if none(state.outer) and none(state.residual) else of_all(state.anchor),
         outer=of_all(state.outer),
         residual=mean_of(state.residual, workers),
@@ -109,7 +110,7 @@ def resize(
 
 
 def _first_of(path, x, workers, shared=False):
-    """Worker 0's part of a leaf for all workers; of workers' own keys, new ones."""
+    """Worker 0's part of a leaf, for all workers; keys that differ are replaced by new ones."""
     if is_key(x):
         data = np.asarray(jax.random.key_data(x))
         keys = jnp.broadcast_to(first(x), (workers, *x.shape[1:]))
@@ -118,9 +119,9 @@ def _first_of(path, x, workers, shared=False):
     x = np.asarray(x)
     if x.dtype == np.uint32 and x.ndim > 1 and x.shape[-1] in (2, 4) and (x != x[0]).any():
         raise ValueError(
-            f"leaf {name_of(path)} is uint32{list(x.shape)} and differs between "
-            "workers, as legacy keys do, which all workers would share: make it typed keys by "
-            "jax.random.wrap_key_data, or leave it out and give workers keys of their own."
+            f"leaf {name_of(path)} is uint32{list(x.shape)} and differs between workers, so it "
+            "may hold legacy keys, which all workers would share: make them typed keys by "
+            "jax.random.wrap_key_data, or leave the leaf out and give each worker a new key."
         )
     return _to_all(x[0], workers)
 

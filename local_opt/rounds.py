@@ -1,4 +1,4 @@
-"""The step and the sync of a round, and local steps as one optax transformation by a plan."""
+"""The step and the sync of a round, and local steps by a plan as one optax transformation."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -33,11 +33,11 @@ class Rounds(NamedTuple):
       update: `(grads, state, params, **extra) -> (updates, state)`, as in optax: one step of this
         worker, without any collective unless `in_step`.
       sync: `(params, state, *, weight=None, **extra) -> (params, state)`, after the round's last
-        step. It overwrites the parameters, which are then bitwise equal on all workers; with an
-        outer optimizer, a compressor or a correction if all have started from equal ones.
+        step. It overwrites the parameters, which are then bitwise equal on all workers. With an
+        outer optimizer, a compressor or a correction, workers must start from equal parameters.
       in_step: whether every step averages gradients, and the sync does nothing. Parameters and
-        state are then equal on all workers, and one copy of them is enough.
-      drift: `state -> float32[]`, |x_w - x_bar| / |x_bar| at the last sync, or None if not asked.
+        state are then equal on all workers, so one copy of them is enough.
+      drift: `state -> float32[]`, |x_w - x_bar| / |x_bar| at the last sync; None if not measured.
     """
 
     init: Callable
@@ -52,7 +52,7 @@ class LocalState(NamedTuple):
 
     since: Int[Array, ""]  # steps since the last sync
     inner: Any
-    anchor: Any = ()  # the parameters after the last sync; wide under `outer`; () if not needed
+    anchor: Any = ()  # the parameters after the last sync; float32 with `outer`; () if not needed
     outer: Any = ()  # state of the outer optimizer, equal on all workers
     residual: Any = ()  # what compression has lost of this worker's changes; () without feedback
     drift: Float[Array, ""] | tuple[()] = ()  # at the last sync; () if it is not measured
@@ -73,49 +73,51 @@ def local_rounds(
     """Local steps: each worker steps alone, and a sync averages the parameters.
 
     Step: x_w <- x_w + inner(g_w). Sync: x_w <- x_bar = 1/W sum_v x_v, or with an outer optimizer
-    x_w <- a + outer(a - x_bar), where a are the parameters after the last sync.
+    x_w <- a + outer(a - x_bar), where the anchor a is the parameters after the last sync.
 
-    With an outer optimizer, a compressor or a correction, x_bar = a + 1/W sum_v (x_v - a): what no
-    worker has moved stays to the bit. The anchor a of narrow parameters is float32 under an outer
-    optimizer, whose steps may be smaller than their rounding. Plain averaging, which has no anchor,
-    may be off by a rounding where nothing moves; it comes to rest, at about 1e-6 |x|.
+    With an outer optimizer, a compressor or a correction, x_bar = a + 1/W sum_v (x_v - a). So
+    parameters that no worker has moved stay bitwise equal. With an outer optimizer, the anchor of
+    narrow parameters is float32, because outer steps may be smaller than their rounding. Plain
+    averaging has no anchor. It may add a rounding error where nothing moves, which stops growing at
+    about 1e-6 |x|.
 
-    `sync(params, state, weight=v_w)` weighs workers, as by their tokens or steps, as `pmean`
-    does, averaged optimizer state alike. A worker with weight zero, as one whose loss is not
-    finite, gets the mean as all others do, and keeps what stays local. If all weights are zero, or
-    one is negative or not finite, all parameters become NaN: a compiled program cannot raise an
-    error, and to leave out the sync would hide it.
+    `sync(params, state, weight=v_w)` weighs the workers, for example by tokens or steps, as in
+    `pmean`; averaged optimizer state has the same weights. A worker with weight zero, such as one
+    whose loss is not finite, gets the same mean as the others and keeps its local state. If all
+    weights are zero, or one is negative or not finite, all parameters become NaN. A compiled
+    program cannot raise an error, and skipping the sync would hide it.
 
     Args:
       inner: the workers' optimizer.
       axis_name: the workers' axis, bound by `jax.vmap` or `jax.shard_map`; None for the only named
         axis in scope; () for one worker, under a plain `jax.jit`.
-      sync_opt_state: what a sync does with the optimizer state: "local" (each worker keeps its own,
-        as in the papers), "mean" or "reset" (to its first value), for all floating leaves. Or by
-        the names of fields of optax' states, as {"mu": "mean", "0.nu": "mean"}: the longest
-        matching name counts, and fields without one stay local. Parameters' names match nothing,
-        and a `mu` is not averaged without the `nu` that divides it. Integers, as counts, are only
-        reset by name.
-      outer: an optax optimizer that takes a - x_bar as its gradient, and the round's number of
-        steps, the weighted mean of the workers', as the extra argument `period`, float32[]; None is
+      sync_opt_state: what a sync does with the optimizer state. For all floating leaves: "local"
+        (each worker keeps its own, as in the papers), "mean" or "reset" (to the initial value). Or
+        by the names of fields of optax' states, as {"mu": "mean", "0.nu": "mean"}: the longest
+        matching name counts, and other fields stay local. Names of parameters do not match, and
+        `mu` cannot be averaged without the `nu` that divides it. Integers, such as counts, are
+        reset only by name.
+      outer: an optax optimizer that takes a - x_bar as its gradient. Its extra argument `period`,
+        float32[], is the number of steps in the round, a weighted mean over the workers. None is
         plain averaging.
       compress: the format in which the parameters' changes since the last sync are sent, as
         `quantize("int8")`; None for no rounding. The optimizer state is never rounded.
       correction: `scaffold` or `fedprox`, against drift between syncs; not with a compressor.
       specs: if a worker spans several devices, how its parameters are split over them: a `jax.P`
-        per leaf, or one for all, without the workers' axis. The optimizer state is split alike. A
-        compressor needs it, and so does the drift if all axes are manual; see docs/use/meshes.md.
+        per leaf, or one for all, without the workers' axis. The optimizer state is split in the
+        same way. Needed with a compressor, and for the drift if all axes are manual; see
+        docs/use/meshes.md.
       drift: whether a sync measures |x_w - x_bar| / |x_bar| for `Rounds.drift`, which reads the
-        parameters twice more; 0 for a worker with weight zero.
+        parameters two more times; 0 for a worker with weight zero.
 
     Returns:
       A `Rounds`.
 
     Raises:
-      ValueError: for unknown or conflicting options; from `init`, for fields that the optimizer
-        state lacks, local fields that would undo a sync, or parameters that are not floating; from
+      ValueError: for unknown or conflicting options. From `init`, for fields that the optimizer
+        state lacks, local fields that would undo a sync, or parameters that are not floating. From
         `update` and `sync`, for gradients or states of other parameters or another optimizer, or
-        gradients that JAX has added up over the workers, as types show.
+        for gradients whose types show that JAX has summed them over the workers.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -138,7 +140,7 @@ def local_rounds(
     if correction and compress:
         raise ValueError(
             f"the compressor ({compress.rule}) rounds what workers send, and a correction would "
-            "take the rounding for drift: leave out correction= or compress=."
+            "mistake the rounding for drift: leave out correction= or compress=."
         )
     if not isinstance(drift, bool):
         raise ValueError(f"drift is {drift!r}: pass True to measure it at every sync, or False.")
@@ -156,7 +158,7 @@ def local_rounds(
 class Local(NamedTuple):
     """The checked options of `local_rounds`.
 
-    With an anchor a sync averages changes from it, and what no worker has moved stays to the bit.
+    With an anchor, a sync averages changes from it, so that unmoved parameters stay bitwise equal.
     """
 
     inner: optax.GradientTransformationExtraArgs
@@ -261,7 +263,7 @@ def moved_by(anchor: PyTree, change: PyTree) -> PyTree:
 
 
 def _after_round(of: Local, state: LocalState, mean: PyTree, period: Any) -> tuple:
-    """(parameters, outer state) after a round of so many steps, from its mean (change)."""
+    """(parameters, outer state) after a round of `period` steps, from its mean (change)."""
     if not of.anchored:
         return mean, ()
     if of.outer is None:
@@ -275,14 +277,14 @@ def _after_round(of: Local, state: LocalState, mean: PyTree, period: Any) -> tup
 
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return step(state.outer, state.anchor, mean)
-    # Devices hold arrays [1, ...]. In that shape XLA writes momentum and anchor in place; in the
-    # worker's own it computes momentum twice, of copies.
+    # Devices hold arrays [1, ...]. In that shape XLA updates momentum and anchor in place. Without
+    # the leading axis it would copy them and compute momentum twice.
     rows = jax.tree.map(lambda x: jnp.expand_dims(x, 0), (state.outer, state.anchor, mean))
     return jax.tree.map(lambda x: jnp.squeeze(x, 0), jax.vmap(step)(*rows))
 
 
 def _snapped(period):
-    """A mean number of steps; of equal ones that number, without the rounding of the mean."""
+    """The mean number of steps, rounded to a whole number if it is within rounding of one."""
     whole = jnp.round(period)
     return jnp.where(jnp.abs(period - whole) <= 1e-6 * whole, whole, period)
 
@@ -294,7 +296,7 @@ def parallel_rounds(inner: optax.GradientTransformation, *, axis_name: AxisName 
     the gradients, as `pmean` does. Workers that start equal stay bitwise equal.
 
     Args:
-      inner: any optax optimizer; it sees the mean gradient, taken in float32.
+      inner: any optax optimizer; it gets the mean gradient, computed in float32.
       axis_name: the workers' axis or axes, bound by `jax.vmap` or `jax.shard_map`.
 
     Returns:
@@ -335,8 +337,8 @@ def parallel_rounds(inner: optax.GradientTransformation, *, axis_name: AxisName 
         check_call(init, state, params, params)
         if weight is not None:
             raise ValueError(
-                f"weight is {weight!r} at a sync of parallel_rounds, which average gradients in "
-                "every step: pass it to update, or leave it out."
+                f"weight is {weight!r} at a sync of parallel_rounds, where every step averages "
+                "gradients: pass it to update, or leave it out."
             )
         return params, state
 
@@ -420,9 +422,9 @@ def accumulated_rounds(
 class PlannedState(NamedTuple):
     """The state of one worker; the counters are equal on all workers."""
 
-    num_steps: Int[Array, ""]  # taken, by which the plan decides
-    num_syncs: Int[Array, ""]  # made; nothing depends on it
-    rounds: Any  # of the `Rounds`
+    num_steps: Int[Array, ""]  # steps taken, by which the plan decides
+    num_syncs: Int[Array, ""]  # syncs so far; nothing depends on it
+    rounds: Any  # the state of the `Rounds`
 
 
 def local_steps(
@@ -441,36 +443,36 @@ def local_steps(
 
     x_w <- x_w + inner(g_w); after the last step of a round, x_w <- 1/W sum_v x_v.
 
-    Put it last in an `optax.chain`, as what follows would change the mean, and inside nothing that
-    skips or changes a step (docs/use/optax.md has a table). It cannot see what is around it; use
-    `check_synced` after a step that ends a round to test a loop.
+    Put it last in an `optax.chain`, because transformations after it would change the mean. Do not
+    wrap it in one that skips or changes steps (docs/use/optax.md has a table). It cannot detect
+    such a wrapper; call `check_synced` after a step that ends a round to test a loop.
 
-    The update is x_bar - x_w, so workers agree up to its rounding, which does not accumulate. For
-    bitwise equal workers, and no conditional in the step, use `local_rounds` and call its `sync`
-    where `plan.syncs_after(step)`. With H = 1 and SGD this is data-parallel training; with Adam it
-    is not, as each worker divides by the second moment of its own gradients.
+    The update is x_bar - x_w, so workers are equal up to its rounding, which does not accumulate.
+    For bitwise equal workers, and no conditional in the step, use `local_rounds` and call its
+    `sync` if `plan.syncs_after(step)`. With H = 1 and SGD this is data-parallel training. With Adam
+    it is not, as each worker divides by the second moment of its own gradients.
 
     Args:
       inner: any optax optimizer; it gets this worker's gradient.
-      plan: when to synchronise; equal on all workers (`plan.check_same()`). A state may go on
+      plan: when to synchronise; equal on all workers (`plan.check_same()`). A state may continue
         under another plan, which decides from that step on. A step beyond the plan's end is refused
-        where its number is known; a compiled step cannot refuse it and synchronises.
+        if its number is concrete; a compiled step cannot refuse it and synchronises.
       axis_name: the workers' axis, bound by `jax.vmap` or `jax.shard_map`; None for the only named
         axis in scope; () for one worker, under a plain `jax.jit`.
       sync_opt_state, outer, compress, correction, specs, drift: see `local_rounds`.
 
     Returns:
-      A GradientTransformationExtraArgs. Its `update` needs `params` and takes `sync`: None (the
-      plan decides, by a conditional that holds the only collective), or a static bool (the host
-      has decided, without a conditional). The plan counts the steps of the state, or follows
-      `step`, int32[], the loop's: one number for all workers, which keeps the conditional under
-      `jax.vmap`. `weight` is as in the sync of `local_rounds`; but an update is added and cannot
-      replace parameters that are NaN: keep them finite by `optax.apply_if_finite`, as `inner`.
-      Other extra arguments go to `inner`, whose state is `state.rounds.inner`.
+      A GradientTransformationExtraArgs. Its `update` needs `params` and takes these arguments.
+      `sync` is None (the plan decides, by a conditional that holds the only collective), or a
+      static bool (the host has decided, without a conditional). `step`, int32[], is the loop's
+      count of steps, used in place of the state's; as one number for all workers it keeps the
+      conditional under `jax.vmap`. `weight` is as in the sync of `local_rounds`. But an update is
+      added and cannot replace parameters that are NaN: pass `optax.apply_if_finite` as `inner` to
+      keep them finite. Other extra arguments go to `inner`, whose state is `state.rounds.inner`.
 
     Raises:
-      ValueError: as `local_rounds`; for anything but a plan; from `update` without params, or for a
-        step beyond the plan.
+      ValueError: as `local_rounds`; if `plan` is not a plan; from `update`, without params or for
+        a step beyond the plan.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -507,7 +509,7 @@ def local_steps(
         if params is None:
             raise ValueError("a sync averages parameters: call update(grads, state, params).")
         if sync is not None and step is not None:
-            raise ValueError("sync and step are both given: the plan decides at a step, or you do.")
+            raise ValueError("sync and step are both given: pass step to let the plan decide.")
         for name, value, kind in (("sync", sync, jnp.bool_), ("step", step, jnp.integer)):
             if value is not None:
                 check_scalar(name, value, kind)
@@ -516,7 +518,7 @@ def local_steps(
         if sync is None and is_whole(step):  # not while it is traced
             plan.syncs_after(step)  # refuses a step beyond the plan
         updates, round_state = rounds.update(updates, state.rounds, params, **extra)
-        # A sync's update needs the precision of the parameters, whatever that of the gradients.
+        # A sync's update needs the parameters' precision, which may differ from the gradients'.
         updates = jax.tree.map(lambda u, p: u.astype(p.dtype), updates, params)
 
         def synced(updates, new_state):
@@ -524,7 +526,7 @@ def local_steps(
                 optax.apply_updates(params, updates), new_state, weight=weight, **extra
             )
             if lax.axis_size(in_scope(axis_name)) == 1 and not overwrites and weight is None:
-                return updates, new_state  # one worker's inner update, without rounding
+                return updates, new_state  # one worker: the inner update, without rounding
             back = jax.tree.map(lambda m, p, u: (m - p).astype(u.dtype), mean, params, updates)
             return back, new_state
 
@@ -539,11 +541,11 @@ def local_steps(
 
 
 def _decide(sync, synced, *operands):
-    """`synced` if there is a sync, else the operands; a conditional unless the host decides."""
+    """`synced(operands)` at a sync, else the operands; no conditional for a bool `sync`."""
     if isinstance(sync, bool | np.bool_):
         return synced(*operands) if sync else operands
-    # Under shard_map a mean is typed as equal on all workers, and a worker's own value as varying:
-    # cast both branches to one type.
+    # Under shard_map a mean is typed as equal on all workers, and a worker's own value as varying.
+    # Cast both branches to one type.
     after = jax.eval_shape(synced, *operands)
     return lax.cond(
         sync,

@@ -1,4 +1,4 @@
-"""Rules of when to synchronise; each makes a plan, on the host and in float64.
+"""Rules for when to synchronise; each makes a plan, on the host and in float64.
 
 t is the first step of a round, T the number of steps, eta_t the learning rate at step t.
 """
@@ -86,10 +86,10 @@ def qsr(
     h(t) = min(max(H_base, floor((alpha / eta_t)^power)), h_max); a round that starts at t takes the
     largest H with H <= h(s) for all of its steps s. While the rate falls that is h(t).
 
-    During the warmup H is that of the round right after it: so the paper's section 2 recommends, as
-    we remember it (its text was not at hand); the authors' code takes an argument of its own. What
-    the paper leaves open is our choice: a later rise is a warmup, too, so its steps have the H of
-    its top, and a round ends before a step that asks for a shorter one, as at a restart.
+    During the warmup, H is that of the round right after it. Section 2 of the paper recommends
+    this, as far as we remember (its text was not at hand); the authors' code has an argument for
+    it. Where the paper leaves a choice, ours are these. A later rise counts as a warmup, so its
+    steps have the H at its top. A round ends before a step for which h is shorter, as at a restart.
 
     Args:
       lr: eta, an optax schedule, a number, or float[T]; >= 0, finite.
@@ -97,8 +97,8 @@ def qsr(
       alpha: growth coefficient > 0, in units of the learning rate.
       h_base: H_base >= 1, the minimal number of steps per round.
       power: > 0; 2 is the rule of the paper, which compares it with 1 and 3.
-      warmup_steps: in 0 .. T, the steps before which the rule does not start. A warmup in which the
-        rate rises in every step is found without it, one in stairs is not.
+      warmup_steps: in 0 .. T, the steps before the rule starts. A warmup in which the rate rises in
+        every step is detected without it; a warmup in stairs is not.
       h_max: >= H_base, the maximal number of steps per round; None for no limit.
       offset: in 0 .. T - 1, the length of an additional first round; 0 for none.
 
@@ -131,28 +131,28 @@ def qsr(
     rates = evaluate_schedule(lr, total_steps, "lr")
     warmup = check_whole("warmup_steps", warmup_steps, 0, total_steps)
     offset = check_whole("offset", offset, 0, total_steps - 1)
-    # The last step of every rise, and so each step of a fall.
+    # The last step of every rise, which includes every step of a fall.
     tops = np.flatnonzero(np.append(np.diff(rates) <= 0, True))
     rates = rates[np.repeat(tops, np.diff(tops, prepend=-1))]
     if warmup < total_steps and rates[warmup] == 0:
         raise ValueError(
-            f"the learning rate at step {warmup} is 0, and alpha / 0 is a round without end: pass "
+            f"the learning rate at step {warmup} is 0, and alpha / 0 is an endless round: pass "
             "warmup_steps, the number of steps before the rate rises from 0, or a rate above 0."
         )
     with np.errstate(divide="ignore", over="ignore"):
         grown = np.power(np.float64(alpha) / rates, power)
-    # Clamped before it becomes an integer: it may be infinite.
+    # Clamped before the conversion to an integer, since it may be infinite.
     most = total_steps if h_max is None else min(h_max, total_steps)
     fewest = min(h_base, total_steps)
     asked = np.maximum(fewest, np.floor(np.minimum(grown, most)).astype(int))
-    if warmup < total_steps:  # the H after the warmup, or less where a rate in it is higher
+    if warmup < total_steps:  # the H after the warmup, or less if a rate in the warmup is higher
         asked[: warmup + 1] = np.minimum.accumulate(asked[warmup::-1])[::-1]
     else:  # no round follows
         asked[:] = fewest
     starts, start, end = array("q", [0] if offset else []), offset, offset
     for t, period in enumerate(asked[offset:].tolist(), offset):
         end = min(end, start + period)
-        if t >= end:  # with this step the round would be longer than a step of it asks for
+        if t >= end:  # with this step the round would be longer than h at one of its steps
             start, end = t, t + period
             starts.append(t)
     rule = f"H = max({h_base}, floor(({alpha:g} / eta)^{power:g})), warmup {warmup}"

@@ -28,8 +28,8 @@ class Event(NamedTuple):
     """A communication that is due between two steps."""
 
     action: str  # "start" or "finish"
-    fragment: Any  # as in the plans
-    last: bool  # whether it is the run's last sync of the fragment
+    fragment: Any  # its key in the plans
+    last: bool  # whether this is the fragment's last sync in the run
 
 
 class Segment(NamedTuple):
@@ -47,11 +47,11 @@ class Streaming(NamedTuple):
       init: `params -> state`.
       update: `(grads, state, params, **extra) -> (updates, state)`, as in optax: one step of this
         worker, without any collective.
-      start: `(params, state, *, fragment, weight=None) -> state`: sends a fragment; it holds all
-        collectives. The result is not used before `finish`, so steps can be computed meanwhile.
+      start: `(params, state, *, fragment, weight=None) -> state`: sends a fragment. All collectives
+        are here. The result is not used before `finish`, so steps can be computed meanwhile.
       finish: `(params, state, *, fragment, last=False, weight=None) -> (params, state)`: merges the
-        fragment into the parameters; with `last` without mixing, so that workers end bitwise equal.
-      communicate: `(params, state, due, *, weight=None) -> (params, state)`: the starts and
+        fragment into the parameters. With `last` it does not mix, so workers end bitwise equal.
+      communicate: `(params, state, due, *, weight=None) -> (params, state)`: does the starts and
         finishes that are due before a segment of `stream_segments`; `due` is static.
     """
 
@@ -65,11 +65,11 @@ class Streaming(NamedTuple):
 class StreamingState(NamedTuple):
     """The state of one worker, with F fragments."""
 
-    since: Int[Array, "F"]  # steps since each fragment's last start
+    since: Int[Array, "F"]  # steps since the last start of each fragment
     inner: Any
-    anchor: Any  # the common parameters; from a fragment's start on, those that `finish` merges
+    anchor: Any  # the common parameters; after a fragment's start, what its `finish` merges
     outer: Any  # F states of the outer optimizer, each () without one
-    residual: Any  # of F fragments, what the compressor has rounded off; each () without feedback
+    residual: Any  # F residuals of the compressor, each () without feedback
 
 
 def streaming_rounds(
@@ -84,25 +84,25 @@ def streaming_rounds(
 ) -> Streaming:
     """Streaming DiLoCo: syncs are spread over fragments and hidden behind the next steps.
 
-    At a fragment's start a <- a + outer(a - 1/W sum_w x_w), or without an outer optimizer
-    a <- a + 1/W sum_w (x_w - a); at its finish, some steps later, x_w <- m x_w + (1 - m) a. Workers
-    start from equal parameters.
+    At a fragment's start, a <- a + outer(a - 1/W sum_w x_w), or without an outer optimizer
+    a <- a + 1/W sum_w (x_w - a). At its finish, some steps later, x_w <- m x_w + (1 - m) a. Workers
+    must start from equal parameters.
 
     Every fragment has its own plan; `stream_segments` lists when it starts and finishes.
     Collectives and steps only overlap inside one compiled program: put `communicate` and the steps
     of a segment under one `jax.jit`.
 
-    A `weight` weighs workers in the mean of every fragment that starts, as in `local_rounds`; at a
-    finish, a worker with weight zero takes a without mixing. Its other fragments stay as they are.
+    `weight` weighs the workers in the mean of every fragment that starts, as in `local_rounds`. At
+    a finish, a worker with weight zero takes a without mixing; its other fragments are unchanged.
 
     Args:
       inner: the workers' optimizer; its state stays local.
       axis_name: the workers' axis, bound by `jax.vmap` or `jax.shard_map`.
       fragments: F, for neighbouring leaves in fragments of similar size; or a tree like the
         parameters with the fragment of each leaf. The paper takes every F-th layer.
-      mixing: m in [0, 1), the share of its own parameters that a worker keeps; 0.5 in the paper.
-      outer: as in `local_rounds`, with a state per fragment, in which other leaves are
-        `optax.MaskedNode`.
+      mixing: m in [0, 1), the weight of a worker's own parameters; 0.5 in the paper.
+      outer: as in `local_rounds`, with one state per fragment, in which the leaves of other
+        fragments are `optax.MaskedNode`.
       compress, specs: as in `local_rounds`.
 
     Returns:
@@ -131,7 +131,7 @@ def streaming_rounds(
     check_number("mixing", mixing, "[0, 1)")
     outer = None if outer is None else checked(outer, "outer")
     check_compressor(compress)
-    # One rounds takes the steps, and each fragment has rounds of its own, whose sync is its start.
+    # One `Rounds` takes the steps. Each fragment has another one, whose sync is its start.
     steps = local_rounds(inner, axis_name=axis_name, specs=specs)
 
     def rounds_of_part(params, part):
@@ -160,7 +160,7 @@ def streaming_rounds(
 
     def update(grads, state, params=None, **extra):
         check_state(state, StreamingState)
-        # This count is of no fragment.
+        # The steps belong to no fragment, so this count is not used.
         step_state = LocalState(jnp.zeros((), jnp.int32), state.inner)
         updates, step_state = steps.update(grads, step_state, params, **extra)
         return updates, state._replace(inner=step_state.inner, since=state.since + 1)
@@ -196,7 +196,7 @@ def streaming_rounds(
         if mixing and not last:
 
             def mixed(x, common):
-                # From the common one, so that equal numbers stay to the bit.
+                # As a difference from the common value, which keeps equal numbers bitwise.
                 wide = common.astype(wide_type(x.dtype))
                 return (wide + mixing * (x.astype(wide.dtype) - wide)).astype(x.dtype)
 
@@ -205,7 +205,7 @@ def streaming_rounds(
 
     def communicate(params, state, due: Iterable[Event], *, weight: ArrayLike | None = None):
         if not isinstance(due, tuple | list) or not all(isinstance(e, Event) for e in due):
-            raise ValueError(f"due is {due}: pass the due of a segment of stream_segments.")
+            raise ValueError(f"due is {due}: pass `due` of a segment from stream_segments.")
         for action, fragment, last in due:
             if action == "start":
                 state = start(params, state, fragment=fragment, weight=weight)
@@ -217,7 +217,7 @@ def streaming_rounds(
 
 
 def parts_of(params: PyTree, fragments: int | PyTree[int]) -> list[list[int]]:
-    """The leaves of every fragment: in equal shares, or as they are labelled."""
+    """The leaves of every fragment: of similar sizes, or by their labels."""
     leaves, treedef = jax.tree.flatten(params)
     if is_whole(fragments):
         labels = _even_labels([x.size for x in leaves], int(fragments))
@@ -237,7 +237,7 @@ def parts_of(params: PyTree, fragments: int | PyTree[int]) -> list[list[int]]:
 
 
 def _even_labels(sizes, fragments):
-    """The fragment of every leaf: that of F equal shares in which the leaf's middle lies."""
+    """The fragment of every leaf: which of F equal parts contains the middle of the leaf."""
     if not 1 <= fragments <= len(sizes):
         raise ValueError(
             f"fragments is {fragments} and the parameters have {len(sizes)} leaves: a "
@@ -254,7 +254,7 @@ def _even_labels(sizes, fragments):
 
 
 def _pick(tree, part):
-    """The tree with these leaves alone, under their names; `optax.MaskedNode` for the others."""
+    """The tree with only these leaves, under their names; `optax.MaskedNode` for the others."""
     leaves, treedef = jax.tree.flatten(tree)
     chosen = set(part)
     kept = [x if i in chosen else optax.MaskedNode() for i, x in enumerate(leaves)]
@@ -275,17 +275,17 @@ def stream_segments(
     start: int = 0,
     before: Mapping[Any, SyncPlan] | None = None,
 ) -> list[Segment]:
-    """The segments of a run in which each fragment has its own plan: what is due, then some steps.
+    """Cuts a run, in which each fragment has its own plan, into segments between communications.
 
-    A fragment is started at the end of its round and finished `delay` steps later, or where it
+    A fragment is started at the end of its round and finished `delay` steps later, or when it
     starts again if that is earlier. The last rounds of the run are finished at once.
 
     Args:
       plans_of: {fragment: its plan}, all for the same run.
       delay: >= 0, steps from start to finish; 0 if workers wait for each sync.
       start: in 0 .. T, the steps taken so far, to resume there; events at that step are still due.
-      before: the plans of the steps before `start`, if they were others with the same delay: what
-        they sent arrives, and nothing else. Their numbers of steps may be others.
+      before: the plans of the steps before `start`, if other plans with the same delay were used
+        there: fragments that they have started are finished. They may be for runs of other lengths.
 
     Returns:
       (begin, end, due) of each segment, in order: first `communicate(params, state, due)`, then the
@@ -315,8 +315,8 @@ def stream_segments(
     check_turns(before, delay)
     if set(before) != set(plans_of):
         raise ValueError(
-            f"the fragments are {[*plans_of]} and before {[*before]}: give both kinds of plans for "
-            "the fragments of the state."
+            f"plans_of has the fragments {[*plans_of]} and before {[*before]}: give both a plan "
+            "for every fragment of the state."
         )
     events = []
     for place, (name, plan) in enumerate(plans_of.items()):
@@ -324,7 +324,7 @@ def stream_segments(
         ends += [end for end in _ends_of(plan) if end >= start]
         for end, following in zip(ends, [*ends[1:], total], strict=True):
             arrives, last = min(end + delay, following), end == total
-            # Finish what was in transit before anything starts, and what has no delay at once.
+            # Finish fragments in transit before others start, and those without a delay at once.
             events.append((end, 1, place, Event("start", name, last)))
             events.append((arrives, 2 if arrives == end else 0, place, Event("finish", name, last)))
     due_at = {start: []}
@@ -354,7 +354,7 @@ def check_turns(plans_of: Mapping[Any, SyncPlan], delay: int) -> int:
             f"the plans have {total_steps} and {others[0]} steps: make all for the same run."
         )
     for name, plan in plans_of.items():
-        between = plan.periods[1:-1]  # the first round may be shorter, and the last
+        between = plan.periods[1:-1]  # the first and the last round may be shorter
         if len(between) and between.min() < delay:
             raise ValueError(
                 f"delay is {delay} and fragment {name!r} has a round of {between.min()} steps: a "

@@ -1,4 +1,4 @@
-"""Where workers are, what must be equal on all of them, and one model from those of all."""
+"""The axis of the workers, checks that they are equal, and their mean as one model."""
 
 import sys
 from typing import Any
@@ -17,8 +17,8 @@ from syncopate.unstable import axis_names
 from syncopate.workers import axis_of
 
 AxisName = str | tuple[str, ...] | None  # None is the only one in scope
-LEAVES = jax.Array | np.ndarray | np.generic  # that are arrays
-ARRAYS = "pass arrays alone, without texts and the arrays of other libraries."
+LEAVES = jax.Array | np.ndarray | np.generic  # the types of arrays
+ARRAYS = "pass arrays only, without strings and the arrays of other libraries."
 TRAINED = "only floating parameters can be trained and averaged. Keep it outside the parameters."
 
 
@@ -26,13 +26,13 @@ TRAINED = "only floating parameters can be trained and averaged. Keep it outside
 def mean_over_workers(tree: PyTree) -> PyTree:
     """One model from W workers: their mean, for evaluation and export.
 
-    x_bar = x_0 + 1/W sum_w (x_w - x_0) in float32, cast back: the mean of equal numbers is that
-    number. Leaves that are not floating are worker 0's. NumPy arrays of 64 bits are averaged in
-    NumPy and keep their type. What is no array in a module of equinox passes through: its sizes and
-    activations.
+    x_bar = x_0 + 1/W sum_w (x_w - x_0) in float32, cast back, so that the mean of equal numbers is
+    that number. Leaves that are not floating are worker 0's. NumPy arrays of 64 bits are averaged
+    in NumPy and keep their type. Leaves of an equinox module that are not arrays, such as sizes and
+    activations, pass through.
 
-    The mean of averages that workers keep of their own parameters is the average of the mean
-    parameters, whatever a sync does: averages are linear.
+    If workers keep running averages of their own parameters, the mean of these averages is the
+    average of the mean parameters, because averages are linear.
 
     Args:
       tree: arrays with a leading worker axis [W, ...]: parameters, or a whole training state.
@@ -66,25 +66,25 @@ def mean_over_workers(tree: PyTree) -> PyTree:
 def check_synced(
     tree: PyTree, *, what: str = "parameters", ulps: float = 1.0, before: PyTree | None = None
 ) -> None:
-    """Raises ValueError unless all workers agree, as after a sync or at the start of training.
+    """Raises ValueError unless all workers are equal, as after a sync or at the start of training.
 
     max_w |x_w - x_0| <= ulps * eps * (max_w |x_w| + max_w |x_w - b_w|), for every leaf, where b is
     `before`, or x. Pass `ulps=0` after a sync of `local_rounds`, or at the start.
 
-    The default allows the rounding of `local_steps`, which add x_bar - x_w. Where workers from far
-    apart meet close to zero, as 0.7 and -0.7 do, that is more than a rounding of what they meet at:
-    pass `before`. Workers that a step has not moved together are still further apart.
+    The default allows for the rounding of `local_steps`, which adds x_bar - x_w. If distant workers
+    have a mean close to zero, as 0.7 and -0.7 do, that rounding is large relative to the mean: pass
+    `before`. Workers that have not been synchronised differ by more than this.
 
     Args:
       tree: arrays with a leading worker axis [W, ...], also over several devices and processes.
       what: the name of the tree, for the message.
-      ulps: >= 0, roundings of the largest number of a leaf. Integers and keys must be equal, and so
-        must numbers that are not finite.
+      ulps: >= 0, how many roundings of the largest number in a leaf are allowed. Integers, keys and
+        numbers that are not finite must be equal.
       before: b, the same tree before the step that ended the round; None if it does not matter.
 
     Raises:
-      ValueError: with the leaf, the distance, and the worker furthest from worker 0; or for a leaf
-        without workers, or a `before` of another tree.
+      ValueError: if workers differ; the message has the leaf, the distance, and the worker furthest
+        from worker 0. Also for a leaf without a worker axis, or if `before` is another tree.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -102,7 +102,7 @@ def check_synced(
     wide = any(map(_beyond_jax, jax.tree.leaves((tree, before))))
     with jax.transfer_guard("allow"), jax.enable_x64(wide or jax.config.read("jax_enable_x64")):
         distances = jax.device_get(_distances(tree, tree if before is None else before))
-    # Not by looking for tuples: the tree may hold some, as the states of optax do.
+    # Flatten by structure, since the tree may itself hold tuples, like the states of optax.
     distances = jax.tree.structure(tree).flatten_up_to(distances)
     for path, (distance, worker, largest, allowed) in zip(paths, distances, strict=True):
         if not distance <= ulps * allowed:
@@ -110,8 +110,8 @@ def check_synced(
                 f"workers' {what} are {float(distance):.3g} apart in {name_of(path)} "
                 f"(worker {worker} from worker 0), of numbers up to {float(largest):.3g}, where "
                 f"{ulps:g} roundings are allowed: start all from one key, and check after a step "
-                "that ends a round (plan.syncs_after(step)), which no worker may skip; of "
-                "local_steps with before=, the parameters before that step."
+                "that ends a round (plan.syncs_after(step)), which no worker may skip; with "
+                "local_steps, pass before=, the parameters before that step."
             )
 
 
@@ -127,7 +127,7 @@ def _distances(tree, before):
         x, b = (a.astype(wide_type(a.dtype)) for a in (x, b))
         reference = first(x)[None]
         same = x == reference
-        if floating:  # NaN on both is agreement
+        if floating:  # NaN on both counts as equal
             same |= jnp.isnan(x) & jnp.isnan(reference)
         furthest = jnp.where(same, 0, jnp.abs(x - reference) if floating else 1)
         furthest = jnp.max(furthest, axis=tuple(range(1, x.ndim)), initial=0)
@@ -138,14 +138,14 @@ def _distances(tree, before):
 
 
 def _beyond_jax(x):
-    """Whether JAX would cut a NumPy array's numbers of 64 bits to 32."""
+    """Whether JAX would truncate a NumPy array of 64 bits to 32."""
     numpy = isinstance(x, np.ndarray | np.generic)
     return numpy and jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype
 
 
 @jax.jit
 def _mean(x):
-    """Of [W, ...] over the workers, added up in float32."""
+    """The mean over the workers of [W, ...], summed in float32."""
     wide = x.astype(wide_type(x.dtype))
     start = first(wide)
     start = jnp.where(jnp.isfinite(start), start, 0)
@@ -154,10 +154,10 @@ def _mean(x):
 
 @jax.jit
 def first(x: jax.Array) -> jax.Array:
-    """Worker 0's part of an array [W, ...], also if the workers' is an explicit mesh axis."""
+    """Worker 0's part of an array [W, ...], also if the worker axis is an explicit mesh axis."""
     if is_key(x):
         return jax.random.wrap_key_data(first(jax.random.key_data(x)), impl=jax.random.key_impl(x))
-    wide = x.astype(wide_type(x.dtype))  # devices do not send the narrowest types
+    wide = x.astype(wide_type(x.dtype))  # devices cannot send the narrowest types
     where = jax.typeof(x).sharding
     if AxisType.Explicit in where.mesh.axis_types:  # such an axis cannot be sliced
         is_first = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0, out_sharding=where) == 0
@@ -172,7 +172,7 @@ def parted(tree: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def parted_modules(tree: PyTree) -> tuple[PyTree, PyTree]:
-    """The tree without what is no array in equinox' modules, and that; all else is in the first."""
+    """Splits off the leaves of equinox' modules that are not arrays: (the tree, these leaves)."""
 
     def part(of):
         return lambda x: (parted(x) if is_module(x) else (x, None))[of]
@@ -189,17 +189,17 @@ def joined(arrays: PyTree, rest: PyTree) -> PyTree:
 
 
 def is_module(x: Any) -> bool:
-    """Whether this is a module of equinox, whose leaves may be sizes and functions."""
+    """Whether this is a module of equinox; its leaves may be sizes and functions."""
     return isinstance(x, getattr(sys.modules.get("equinox"), "Module", ()))
 
 
 def in_scope(axis_name: Any) -> Any:
-    """The workers' axis: the one given, and for None the only one in scope."""
+    """The given axis of the workers; for None, the only axis in scope."""
     return axis_of(axis_name, axis_names(), alone=True)
 
 
 def check_leading(tree: PyTree, of: str) -> int:
-    """The length of the leading axis, one and the same of all leaves; else raises ValueError."""
+    """The length of the leading axis; raises ValueError unless all leaves have the same."""
     check_kind(tree, np.generic, ARRAYS)
     paths = jax.tree_util.tree_leaves_with_path(tree)
     count = np.shape(paths[0][1])[:1] if paths else (1,)

@@ -49,7 +49,7 @@ UNDONE = "every sync would be undone", ("local",)
 REFUSED = {  # {optimizer: (what the message says, for which policies)}
     "dpsgd": ("takes the gradients of all examples", POLICIES),
     "lookahead": ("takes pairs of fast and slow parameters", POLICIES),
-    "lbfgs": ("the means of these do not belong together", ("mean",)),
+    "lbfgs": ("whose means are inconsistent", ("mean",)),
     **dict.fromkeys(["cocob", "madgrad", "sam"], UNDONE),
     **dict.fromkeys(["schedule_free", "schedule_free_adamw", "schedule_free_sgd"], UNDONE),
 }

@@ -147,11 +147,12 @@ REFUSED = {
         lambda model: mapped(grow, W, "worker", "batch")(model, X), "adds, removes or replaces pa"
     ),
     "a mode": (
-        lambda model: mapped(lambda m, x: m.eval(), W, "worker", "batch")(model, X), "is no array"
+        lambda model: mapped(lambda m, x: m.eval(), W, "worker", "batch")(model, X),
+        "sets a value that is not an array",
     ),
     "rows": (
         lambda model: mapped(grow, W, "batch", "batch")(model, X),
-        r"args\[0\] is a Net of flax.nnx with the words \['batch'\]: it has one word",
+        r"is a Net of flax.nnx with the words \['batch'\]: give the whole object one word",
     ),
     "two words": (
         lambda model: mapped(lambda a, b: None, W, "worker", "replicated")(
@@ -161,7 +162,7 @@ REFUSED = {
     "one after another": (
         lambda model: mapped(loss_fn, W, "replicated", "batch", out_specs="mean", in_turn=True)(
             Net(nnx.Rngs(0)), X),
-        r"dropout.rngs.count is 'replicated' in in_specs and the function changes it: in_turn",
+        r"dropout.rngs.count is 'replicated' in in_specs and the function changes it, but in_turn",
     ),
     "other workers": (
         lambda model: mapped(loss_fn, 4, "worker", "batch", out_specs="mean")(model, X),
