@@ -1,4 +1,4 @@
-"""The interface of an order: pure functions over one state, and what all orders share.
+"""The interface of an order: pure functions over one state, and helpers for all orders.
 
 Shape letters of this package: W workers, M units per worker, B units per worker and step, P pairs,
 D entries of a gradient. A unit is what is ordered: an example or a fixed microbatch.
@@ -31,28 +31,29 @@ class Ordering(NamedTuple):
     """The order in which one worker visits its units, as a set of pure functions.
 
     Attributes:
-      init: `(key, params) -> state`. `key` is this worker's own typed key. Of `params` only the
-        structure and the shapes are used: those of one gradient.
+      init: `(key, params) -> state`. `key` is this worker's own typed key. `params` gives the
+        structure and the shapes of one gradient; its values are not used.
       observe: `(state, gradients) -> state`. Called in the jitted step with the gradients of the
         next n units of the current order, a tree with leaves [n, ...].
       next_epoch: `state -> state`. Makes the next order the current one.
-      sync: `state -> state`. Optional: call it where workers communicate anyway, and coordinated
-        orders exchange then what they have put off. `next_epoch` exchanges the rest.
-      units_per_step: B, the units of a step, of which readers make a batch.
-      is_global: whether `current` names units of all workers, and not the worker's own.
-      total: of a global order the number of units of the data; None for W M.
+      sync: `state -> state`. Optional: call it where workers communicate anyway, so that
+        coordinated orders exchange deferred data there. `next_epoch` exchanges the rest.
+      units_per_step: B, the units of a step, which readers read as a batch.
+      is_global: whether `current` names units of all workers, instead of the worker's own.
+      total: for a global order, the number of units of the data; None for W M.
 
-    Every state has `current`, int32[M], the order of this epoch; `next`, int32[M], the order of the
-    next epoch as far as it is known; `left`, int32[]: the entries `next[:left]` are final, so that
-    input can be read ahead across the end of the epoch. It may have `epoch`, int32[], the epochs
-    that `next_epoch` has ended, and `position`, int32[], the units of this epoch that it has
-    observed: readers then refuse a step whose gradients were not.
+    Every state has three arrays. `current`, int32[M], is the order of this epoch, and `next`,
+    int32[M], the order of the next epoch as far as it is known. The entries `next[:left]` are
+    final, where `left` is int32[], so that input can be read ahead across the end of the epoch. It
+    may also have `epoch`, int32[], the number of finished epochs, and `position`, int32[], the
+    number of units observed in this epoch. With a `position`, readers refuse to go on after a step
+    whose gradients were not observed.
 
     Compile the functions with the step (`jax.jit`): one call of `observe` by itself takes a hundred
     times as long.
 
-    Orders raise a ValueError at construction for sizes out of range, and while tracing for the
-    state of another order or the gradients of another number of units than a step has.
+    Orders raise a ValueError at construction for sizes out of range. While tracing they raise one
+    for the state of another order, or if the number of gradients is not that of a step.
 
     Examples:
       >>> import jax
@@ -83,7 +84,7 @@ def made_once(make: Make) -> Make:
     def called(*args, **named):
         try:
             hash((args, tuple(named.items())))
-        except TypeError:  # which `make` refuses by name
+        except TypeError:  # `make` raises a better error for such arguments
             return make(*args, **named)
         return cached(*args, **named)
 
@@ -106,15 +107,15 @@ def init_workers(
     Args:
       order: an order of one worker's units.
       key: one key, typed or legacy.
-      like: a tree with the shapes of one unit's gradient, such as the parameters; of sketches
-        `jnp.zeros(size)`; None for an order that looks at no gradients.
-      workers: W >= 1; or a mesh, on whose devices they are put; None for the mesh in scope, and for
-        one worker where that has no such axis.
-      axis_name: the workers' axis, which coordinated orders have; None for the only one of the
+      like: a tree with the shapes of one unit's gradient, such as the parameters; for sketches
+        `jnp.zeros(size)`; None for an order that uses no gradients.
+      workers: W >= 1; or a mesh, whose devices then hold the states. None for the mesh in scope, or
+        for one worker if that mesh has no such axis.
+      axis_name: the workers' axis, which coordinated orders need; None for the only axis of the
         mesh, or "worker".
 
     Returns:
-      A state with leaves [W, ...]; for one worker that of `order.init(key, like)`.
+      A state with leaves [W, ...]; for one worker, `order.init(key, like)`.
 
     Raises:
       ValueError: if `like` has no shapes, or there are no such workers.
@@ -140,14 +141,14 @@ def init_workers(
 
 
 class Scope(NamedTuple):
-    """All workers: their number, None for one without an axis, the axis, and their mesh if any."""
+    """All workers: their number (None for one without an axis), the axis, and the mesh if any."""
 
     workers: int | None
     axis_name: Any = None
     mesh: Any = None
 
     def map(self, function: Callable) -> Callable:
-        """A function of one worker's trees as one of all workers', leaves [W, ...]."""
+        """Maps a function of one worker's trees over all workers, leaves [W, ...]."""
         if self.workers is None:
             return function
         if self.mesh is None:
@@ -176,7 +177,7 @@ def scope_of(workers: int | Mesh | None, axis_name: str | None) -> Scope:
     return Scope(*count_of(workers, axis_name))
 
 
-# Bounded: what jax.jit keeps for a function that is an argument, it keeps for ever.
+# A bounded cache, since jax.jit never frees programs for a function that is an argument.
 @functools.lru_cache(64)
 def _init(order, structure, shapes, scope):
     """`key -> state` of all workers, compiled."""
@@ -200,7 +201,7 @@ def _init(order, structure, shapes, scope):
 
 @functools.lru_cache(64)
 def compiled(order: Ordering, scope: Scope) -> Ordering:
-    """The order of all workers, whose compiled functions take over the memory of the state."""
+    """The order of all workers; its compiled functions donate the state."""
     names = ("observe", "next_epoch", "sync")
     of_all = {name: jax.jit(scope.map(getattr(order, name)), donate_argnums=0) for name in names}
     return order._replace(**of_all)
@@ -218,9 +219,9 @@ def checked(
     order: Ordering, num_units: int, kind: type, *, observes: bool = True,
     rule: SignRule | None = None, **has: bool,
 ) -> Ordering:  # fmt: skip
-    """The order, which then refuses empty params, and states of other orders: they may lose units.
+    """The order, made to refuse empty params, and states of other orders, which could lose units.
 
-    Its states are of this kind, and `has` says whether they have arrays in the fields named.
+    Its states are of type `kind`, and `has` says whether they have arrays in the fields named.
     """
 
     def check(state, called):
@@ -236,8 +237,8 @@ def checked(
             raise ValueError(
                 f"{called} got a {type(state).__name__} with an order of shape {shape}, and this "
                 f"order has a {kind.__name__} of {num_units} units, a sign rule, gathers and "
-                "units_per_step: pass a state of this order, as init or its last call returned it, "
-                "under jax.vmap or local_opt.map_workers those of all workers."
+                "units_per_step: pass the state that init or the last call of this order returned; "
+                "for several workers call it under jax.vmap or local_opt.map_workers."
             )
 
     def init(key, params=None):
@@ -260,10 +261,10 @@ def checked(
         check(state, "sync")
         return order.sync(on_device(state))
 
-    def on_device(state):  # NumPy's arrays, as of a checkpoint, cannot be updated
+    def on_device(state):  # NumPy's arrays, as from a checkpoint, cannot be updated
         return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, state)
 
-    # Where a program forbids transfers, ours are of a few numbers, outside of a jit.
+    # Allowed even if a program forbids transfers: a few numbers, outside of a jit.
     allow = jax.transfer_guard("allow")
     return order._replace(
         init=allow(init), observe=allow(observe), next_epoch=allow(next_epoch), sync=allow(sync)
@@ -297,9 +298,9 @@ def permutation(key: Key[Array, ""], size: int) -> Int[Array, "M"]:
 
 
 def _argsort(numbers: UInt32[Array, "M"]) -> Int[Array, "M"]:
-    """The stable argsort. A CPU sorts plain numbers several times faster than pairs."""
+    """The stable argsort; a CPU sorts single numbers several times faster than pairs."""
 
-    def packed(numbers):  # the number in the upper 32 bits, the index in the lower
+    def packed(numbers):  # the number in the upper 32 bits, the index in the lower ones
         with jax.enable_x64(True):
             place = jnp.arange(numbers.shape[0], dtype=jnp.uint64)
             both = jax.lax.sort((numbers.astype(jnp.uint64) << jnp.uint64(32)) | place)
@@ -339,7 +340,7 @@ def align_pairs(pending: Array, units: Array, *, waiting: Array, num_pairs: int)
 
 
 def place_pairs(state: State, pair: Array, valid: Array, plus: Array) -> Int[Array, "M"]:
-    """The next order with the `valid` pairs, int32[P], placed at both ends, as their signs say."""
+    """The next order with the `valid` pairs, int32[P], placed at both ends by their signs."""
     num_units = state.current.shape[0]
     first, second = state.current[2 * pair], state.current[2 * pair + 1]
     front = jnp.where(valid, pair, num_units)  # out of range: dropped
@@ -357,18 +358,18 @@ def signs_of(state: State, following: Int[Array, "M"]) -> Bool[Array, "P"]:
 def check_units(num_units: int, units_per_step: int = 1) -> tuple[int, int]:
     """(M, B) as Python integers; raises ValueError unless a step of B units fits in an epoch of M.
 
-    NumPy's would overflow in products.
+    Integers of NumPy would overflow in products.
     """
     num_units = plans.check_whole("num_units", num_units, 1, MOST_UNITS)
     return num_units, plans.check_whole("units_per_step", units_per_step, 1, num_units)
 
 
 def check_key(key: Any) -> Key[Array, ""]:
-    """The key, typed; raises ValueError unless it is that of one worker."""
+    """The typed key; raises ValueError unless it is one worker's key."""
     return plans.check_key(
         key,
-        "init takes one worker's key. Call it under jax.vmap or local_opt.map_workers, which give "
-        "each worker its own; in jax.shard_map pass key[0].",
+        "init takes one worker's key. Call it under jax.vmap or local_opt.map_workers, which pass "
+        "each worker its key; in jax.shard_map pass key[0].",
     )
 
 
@@ -379,7 +380,7 @@ def check_gradients(gradients: PyTree, num_units: int, units_per_step: int) -> i
         last = f", the last one {tail}" if tail else ""
         raise ValueError(
             f"observe got gradients of {size} units; a step has {units_per_step}{last} (of "
-            f"{num_units}). Slice the order so, or build it with another units_per_step."
+            f"{num_units}). Pass as many, or build the order with another units_per_step."
         )
     return size
 
@@ -395,9 +396,9 @@ def check_shapes(tree: PyTree, like: PyTree, what: str = "gradients") -> None:
 
 
 def of_only_axis(make: Callable[[str], Ordering]) -> Ordering:
-    """The order of workers whose axis is the only one in scope where a function is called.
+    """An order over the only axis that is in scope where its functions are called.
 
-    Where there is none, it is that of a single worker.
+    If no axis is in scope, it is the order of a single worker.
     """
     order = make(AXIS)  # refuses bad arguments
 
@@ -405,7 +406,7 @@ def of_only_axis(make: Callable[[str], Ordering]) -> Ordering:
         def function(*args, **named):
             if names := axis_names():
                 return getattr(make(axis_of(None, names, alone=True)), name)(*args, **named)
-            # An axis of one worker, whose arguments are not batched.
+            # Binds an axis of one worker without batching the arguments.
             one = lambda _: getattr(order, name)(*args, **named)  # noqa: E731
             single = jax.vmap(one, axis_name=AXIS, axis_size=1, in_axes=None)
             return jax.tree.map(lambda x: x[0], single(None))
@@ -417,7 +418,7 @@ def of_only_axis(make: Callable[[str], Ordering]) -> Ordering:
 
 
 def shared_key(key: Key[Array, ""], axis_name: str) -> Key[Array, ""]:
-    """Worker 0's key, on every worker, for random numbers that are equal on all workers."""
+    """Worker 0's key on every worker, for random numbers that are equal on all of them."""
     mesh.axis_size(axis_name)  # raises outside of the axis
     return _of_first(check_key(key), axis_name)
 
@@ -437,17 +438,17 @@ def simulated(axis_name: str) -> bool:
 
 
 def equal_once(tree: PyTree, axis_name: str) -> PyTree:
-    """A tree that is equal on all workers; where they are simulated one copy, so not batched."""
+    """A tree that is equal on all workers; for simulated workers one unbatched copy."""
     if not simulated(axis_name):
         return tree
     return jax.tree.map(lambda x: _of_first(x, axis_name), tree)
 
 
 def check_equal(axis_name: str, rows: Array | None = None) -> None:
-    """Raises ValueError if devices of one worker might see other gradients, and sign otherwise.
+    """Raises ValueError if the devices of one worker might see different gradients and signs.
 
-    That is so under any mesh axis beside the workers', but not of rows that are whole: over axes
-    that are left to the compiler, and where types say that they are equal.
+    They might under any mesh axis beside the workers'. Rows are exempt if every device has them
+    whole: over axes that are left to the compiler, or if their types show that they are equal.
     """
     others = mesh.beside(axis_name, manual_only=rows is not None)
     if rows is not None:
@@ -457,7 +458,7 @@ def check_equal(axis_name: str, rows: Array | None = None) -> None:
         raise ValueError(
             f"cd_grab observes under the mesh axes {others} beside the workers' {axis_name!r}, and "
             "all devices of a worker need the same numbers. Observe sketches, which "
-            'ordering.make_sketch(specs=) makes equal, with gathers="sync", in a '
-            "jax.shard_map with check_vma=True if these axes are manual; if they hold workers, "
-            "too, name all of them in axis_name."
+            'ordering.make_sketch(specs=) makes equal, with gathers="sync". If these axes are '
+            "manual, use jax.shard_map with check_vma=True. If they hold workers, too, name all of "
+            "them in axis_name."
         )

@@ -1,4 +1,4 @@
-"""What the papers compare with: controls of an order, their sign rules, and the herding bound."""
+"""Baselines of the papers: controls for an order, sign rules, and the herding bound."""
 
 from ordering.baselines.herding import greedy_herding, herding_bound
 from ordering.baselines.rules import kernel_halving, self_balancing_walk

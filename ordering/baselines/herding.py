@@ -22,14 +22,14 @@ def herding_bound(
 
     Args:
       vectors: z, float[W, M, D]; for one worker float[M, D].
-      orders: int[W, M], one permutation per worker, or int[M]. Traced ones are not checked.
+      orders: int[W, M], one permutation per worker, or int[M]. Traced orders are not checked.
       norm: `jnp.inf` or 2.
 
     Returns:
       float32 scalar, >= 0.
 
     Raises:
-      ValueError: if the shapes do not match, for orders that are no permutations, or another norm.
+      ValueError: if the shapes do not match, the orders are not permutations, or for another norm.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -53,7 +53,7 @@ def herding_bound(
             "and [W, M] (for one worker [M, D] and [M]), of at least one unit and one entry."
         )
     num_units, are_orders = orders.shape[-1], jnp.issubdtype(orders.dtype, jnp.integer)
-    with contextlib.suppress(jax.errors.TracerArrayConversionError, RuntimeError):  # not here
+    with contextlib.suppress(jax.errors.TracerArrayConversionError, RuntimeError):  # no values
         are_orders = are_orders and (np.sort(orders) == np.arange(num_units)).all()
     if not are_orders:
         raise ValueError(
@@ -85,9 +85,9 @@ class GreedyHerdingState(NamedTuple):
 def greedy_herding(num_units: int, *, units_per_step: int = 1) -> Ordering:
     """Greedy herding, for small M: always takes the unit that keeps the partial sum smallest.
 
-    With z the centred gradients of the epoch and s = 0: repeatedly append the remaining unit u that
-    minimises |s + z_u|, and add z_u to s, in O(M D) memory and O(M^2 D) time per epoch. Gradients
-    that are not finite count as 0.
+    Let z be the centred gradients of the epoch and s = 0. Repeatedly append the remaining unit u
+    that minimises |s + z_u|, and add z_u to s. This takes O(M D) memory and O(M^2 D) time per
+    epoch. Gradients that are not finite count as 0.
 
     Args:
       num_units: M >= 1.
@@ -97,8 +97,8 @@ def greedy_herding(num_units: int, *, units_per_step: int = 1) -> Ordering:
       An `Ordering` with `GreedyHerdingState`.
 
     Raises:
-      ValueError: at construction if sizes are out of range; while tracing if there are other
-        gradients than of a step.
+      ValueError: at construction if sizes are out of range; while tracing if the number of
+        gradients is not that of a step.
 
     Examples:
       >>> from syncopate import ordering
@@ -137,7 +137,7 @@ def greedy_herding(num_units: int, *, units_per_step: int = 1) -> Ordering:
 def greedy_order(vectors: Float[Array, "M D"]) -> Int[Array, "M"]:
     """The greedy herding order of these vectors; ties go to the smaller index."""
     vectors = jnp.where(jnp.isfinite(vectors), vectors, 0.0)
-    # Scaled, so that squares of large vectors stay finite, by a power of two, which is exact.
+    # Scaled by a power of two, which is exact, so that squares of large vectors stay finite.
     exponent = jnp.frexp(jnp.max(jnp.abs(vectors), initial=0.0))[1]
     vectors = jnp.ldexp(vectors, -exponent)
     centred = vectors - jnp.mean(vectors, axis=0, keepdims=True)

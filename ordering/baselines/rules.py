@@ -67,12 +67,12 @@ def kernel_halving(*, num_epochs: int, num_pairs: int, delta: float = 0.5) -> Si
     """Kernel halving with a linear kernel, the sign rule of KH-SGD.
 
     For pair i of epoch e (both from 1), l = ln(4/delta (ln K + 1)(ln N + 1) i) + ln e and
-    q = S l / |c|^2:  if q <= 1, t = |c|^2 and S = 2 |c|^2;  else t = |c|^2 sqrt(q) and
+    q = S l / |c|^2.  If q <= 1, t = |c|^2 and S = 2 |c|^2.  Else t = |c|^2 sqrt(q) and
     S += 2 |c|^2 max(0, l + 1/2 - sqrt(q)) / l.  Then + iff <r, c> <= U t, U ~ Unif[-1, 1].
 
     Args:
       num_epochs: K >= 1, epochs of the run.
-      num_pairs: N >= 1, pairs per epoch that enter one running sum: with `cd_grab` the pairs of all
+      num_pairs: N >= 1, pairs per epoch that enter one running sum; for `cd_grab`, the pairs of all
         workers.
       delta: failure probability in (0, 1).
 
@@ -106,8 +106,8 @@ def kernel_halving(*, num_epochs: int, num_pairs: int, delta: float = 0.5) -> Si
 
     def sign(state, dot, norm2, coin):
         log_penalty = jnp.log(penalty * (state.pair + 1)) + jnp.log(state.epoch + 1.0)
-        # S is left alone by a pair of equal gradients, whose norm is 0 (dot is 0 as well: it gets a
-        # plus), and by a pair whose squared norm overflows float32.
+        # S does not change for a pair of equal gradients, whose norm and dot are 0 (so it gets a
+        # plus), or for a pair whose squared norm overflows float32.
         usual = (norm2 > 0) & (norm2 < jnp.inf)
         safe_norm2 = jnp.where(usual, norm2, 1.0)
         ratio = state.scale * log_penalty / safe_norm2

@@ -39,9 +39,9 @@ def shuffle_once(num_units: int, *, units_per_step: int = 1) -> Ordering:
 def block_reshuffling(num_units: int, *, block_size: int, units_per_step: int = 1) -> Ordering:
     """Block reshuffling: shuffles blocks of units, and reverses the order in odd epochs.
 
-    The first order is a random one, cut into blocks of `block_size` units (the last may be
-    shorter). Even epochs draw a new order of the blocks and keep the order inside each block. That
-    they keep it is our reading of the paper's abstract; the full text was not available.
+    The first order is random, and is cut into blocks of `block_size` units (the last may be
+    shorter). Even epochs draw a new order of the blocks and keep the order inside each block. The
+    latter is our reading of the paper's abstract; the full text was not available.
 
     Args:
       num_units: M >= 1.
@@ -84,8 +84,8 @@ def block_reshuffling(num_units: int, *, block_size: int, units_per_step: int = 
 def unzip(num_units: int, *, units_per_step: int = 1) -> Ordering:
     """A control for pair balancing: odd places first, then even places backwards.
 
-    From pi_1 .. pi_M the next order is pi_1, pi_3, ..., pi_4, pi_2: what `pair_balance` gives when
-    all gradients are equal. A balanced order that does no better has gained nothing from them.
+    From pi_1 .. pi_M the next order is pi_1, pi_3, ..., pi_4, pi_2, which `pair_balance` gives if
+    all gradients are equal. A balanced order that is no better has gained nothing from gradients.
 
     Args:
       num_units: M >= 1. With M odd the last unit lands in the middle, as in `pair_balance`.

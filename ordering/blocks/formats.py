@@ -19,20 +19,20 @@ NPY = b"\x93NUMPY"
 
 
 class ArrayRecord(File):
-    """Bytes, in groups that are packed and have checksums."""
+    """Records of bytes, in compressed groups with checksums."""
 
     is_bytes = True
 
     def index(self) -> int:
         reader = self.open(self.name)
-        if not reader.ok():  # such a reader only says that there are no records
+        if not reader.ok():  # it would only report that there are no records
             raise ValueError("it is no ArrayRecord file, or a part of one")
         return reader.num_records()
 
     @staticmethod
     def open(path: str) -> Any:
         module = needed("array_record.python.array_record_module", "array_record", "ArrayRecord")
-        # Blocks are read whole and by several threads: no read-ahead and no threads inside.
+        # Several threads read whole blocks, so the reader needs no read-ahead and no threads.
         options = "readahead_buffer_size:0,max_parallelism:0"
         return module.ArrayRecordReader(path, options=options)
 
@@ -41,8 +41,7 @@ class ArrayRecord(File):
 
 
 class TFRecord(File):
-    """Bytes. A record is its length in 8 bytes, the checksum of the length in 4, the bytes, and
-    their checksum in 4."""
+    """Records of bytes, stored as length (8 bytes), its checksum (4), content, its checksum (4)."""
 
     is_bytes = True
 
@@ -79,8 +78,7 @@ def _crc32c():
 
 
 def _sums_of_lengths(lengths):
-    """The checksums of many rows of 8 bytes, from those of rows of which one byte is not 0: a
-    checksum is linear in the bits."""
+    """The checksums of many rows of 8 bytes, summed over the bytes, as they are linear in the bits."""
     crc32c = _crc32c()
     tables = [[crc32c(bytes(i) + bytes([b]) + bytes(7 - i)) for b in range(256)] for i in range(8)]
     tables = np.array(tables, np.uint32)
@@ -88,7 +86,7 @@ def _sums_of_lengths(lengths):
 
 
 def _check_sums(sums, saved, first, what):
-    """Raises ValueError for the first of the records that has not the checksum that was saved."""
+    """Raises ValueError for the first record whose checksum differs from the saved one."""
     computed = np.array(sums, np.uint32)
     masked = (computed >> 15 | computed << 17) + np.uint32(0xA282EAD8)  # as TFRecord stores them
     wrong = masked != np.ascontiguousarray(saved).view("<u4").ravel()
@@ -106,7 +104,7 @@ class Npy(File):
         return count
 
     def records(self, handle: Ranges, start: int, stop: int) -> PyTree:
-        if self.fortran:  # the numbers of a record are far from each other
+        if self.fortran:  # the numbers of a record are far apart in the file
             return _fields(np.array(np.load(self.name, mmap_mode="r")[start:stop]).view(self.dtype))
         size = self.dtype.itemsize * math.prod(self.shape)
         data = handle.read(self.offset + start * size, self.offset + stop * size)
@@ -114,8 +112,7 @@ class Npy(File):
 
 
 def npy_header(path: str) -> tuple[int, np.dtype, tuple[int, ...], bool, int]:
-    """(where the numbers begin, their type, the shape of a record, whether the sequence is that of
-    Fortran, the number of records)."""
+    """(offset of the numbers, dtype, shape of a record, whether in Fortran order, record count)."""
     with open(path, "rb") as file:
         if file.read(len(NPY)) != NPY:
             raise ValueError("it has no header of np.save (of plain numbers pass np.memmap)")
@@ -123,7 +120,7 @@ def npy_header(path: str) -> tuple[int, np.dtype, tuple[int, ...], bool, int]:
     if not array.ndim:
         raise Unfit("it is a single number: save an array whose leading axis counts records")
     dtype = array.dtype
-    if dtype == "V2":  # as which NumPy saves it
+    if dtype == "V2":  # NumPy saves bfloat16 as this type
         dtype = np.dtype(jnp.bfloat16)
     if dtype.type is np.void and not dtype.names:
         raise Unfit(f"its type is {dtype}, plain bytes: save x.view(np.uint8), and view it back")
@@ -158,28 +155,28 @@ def files(
 ) -> tuple[File, ...]:
     """Files of records, for `split`.
 
-    The format follows from the names: `.array_record`, `.arrayrecord`, `.tfrecord`, `.tfrecords`,
+    The format follows from the name: `.array_record`, `.arrayrecord`, `.tfrecord`, `.tfrecords`,
     `.tfrec`, `.parquet`, or `.npy` for an array whose leading axis counts records. Names such as
-    `train.tfrecord-00001-of-00008` are understood. Files are indexed now, and read when asked for:
-    a file that is changed from now on is refused.
+    `train.tfrecord-00001-of-00008` are understood, too. The call indexes the files, and records are
+    read on demand; a file that changes after the call is refused.
 
     Args:
-      paths: a path, a pattern as `data/*.parquet`, or several of them; `**` stands for folders at
-        any depth. The sequence of files is that of the list, and alphabetic where a pattern stands.
-        A path that exists is no pattern, and files of a pattern may be without records.
+      paths: a path, a pattern such as `data/*.parquet`, or a list of these; `**` stands for folders
+        at any depth. Files are in the order of the list, and alphabetical within a pattern. A path
+        that exists is not taken as a pattern. Files that match a pattern may have no records.
       kind: "array_record", "tfrecord", "parquet" or "npy", for files with other names, such as
-        `train-00001-of-01024`; None to go by the names.
+        `train-00001-of-01024`; None to use the names.
       columns: the columns to read from Parquet; None for all.
 
     Returns:
-      One source per file that has records, `len(source)` of which `source.read(start, stop)` gives
-      some: bytes from ArrayRecord and TFRecord; rows of a dict of arrays from Parquet, where bytes
-      of a fixed size are uint8[size], and from arrays of structured types. Types follow from the
-      file, not from the values.
+      One source per file that has records. It has `len(source)` records, and
+      `source.read(start, stop)` reads a range of them. ArrayRecord and TFRecord give bytes. Parquet
+      and arrays of structured types give rows of a dict of arrays, where bytes of a fixed size are
+      uint8[size]. Types follow from the file, not from the values.
 
     Raises:
-      ValueError: for a file that is missing, empty, damaged or of an unknown kind. A read verifies
-        checksums: `.npy` has none, and Parquet not always.
+      ValueError: for a file that is missing, empty, damaged or of an unknown kind. Reading verifies
+        checksums, which `.npy` never has and Parquet has only sometimes.
       ImportError: without `array_record`, `google_crc32c` or `pyarrow`, for files that need them.
 
     Examples:

@@ -32,10 +32,10 @@ class Parquet(File):
         data, schema, names = file.metadata, file.schema_arrow, file.schema_arrow.names
         chosen = names if self.columns is None else self.columns
         for name in chosen:
-            if names.count(name) != 1:  # a reader would leave it out, or take the first
+            if names.count(name) != 1:  # a reader would ignore it, or take the first one
                 raise Unfit(
                     f"it has {names.count(name)} columns named {name!r}, of {names}: pass columns= "
-                    "that it has, and write it anew with other names where several have one"
+                    "that it has once; write it anew if several columns share a name"
                 )
         if not chosen:
             raise Unfit("it has no columns: leave it out")
@@ -48,8 +48,8 @@ class Parquet(File):
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if (most := max(self.group_bytes, default=0)) > memory:
             raise Unfit(
-                f"a row group of it takes {most / 2**30:.0f} GiB of memory, of "
-                f"{memory / 2**30:.0f}: write it anew with smaller groups (row_group_size=)"
+                f"one of its row groups takes {most / 2**30:.0f} GiB of {memory / 2**30:.0f} GiB "
+                "of memory: write it anew with smaller groups (row_group_size=)"
             )
         flat = [i for i in range(data.num_columns) if file.schema.column(i).path in chosen]
         for i, group in enumerate(groups):
@@ -60,12 +60,12 @@ class Parquet(File):
         return data.num_rows
 
     def groups_of(self, start: Any, stop: Any) -> tuple[Any, Any]:
-        """The first row group of a range of rows, and the one behind its last."""
+        """The first row group of a range of rows, and one past its last."""
         first = np.searchsorted(self.starts, start, side="right") - 1
         return first, np.searchsorted(self.starts, stop)
 
     def records(self, handle: Any, start: int, stop: int) -> Any:
-        """A table of Arrow; a group that other ranges share is decoded once."""
+        """An Arrow table; a group that several ranges share is decoded once."""
         import pyarrow as pa
 
         first, last = map(int, self.groups_of(start, stop))
@@ -87,8 +87,10 @@ class Parquet(File):
         return self.raw(start, stop).to_pylist()
 
     def _array(self, column, name, numbers):
-        """An array whose type follows from that of the column: of objects for texts, maps and
-        rows. ValueError where a value is missing, or lists have several lengths."""
+        """An array whose dtype follows from the column's: objects for texts, maps and rows.
+
+        Raises ValueError if a value is missing, or lists have several lengths.
+        """
         import pyarrow as pa
         import pyarrow.compute
 
@@ -96,7 +98,7 @@ class Parquet(File):
             places = column.is_null().to_numpy(zero_copy_only=False)
             raise ValueError(
                 f"{self.name}, record {numbers[np.argmax(places)]}: {name} has no value. Fill it "
-                "in, or leave such records out by split(keep=), to which a missing value is None."
+                "in, or leave out such records by split(keep=), which gets None for them."
             )
         kind, types = column.type, pa.types
         if types.is_dictionary(kind):
@@ -111,11 +113,11 @@ class Parquet(File):
             if len(lengths := np.unique(sizes)) > 1:
                 raise ValueError(
                     f"{self.name}, records {numbers[0]} to {numbers[-1]}: the lists of {name} have "
-                    f"several lengths, as {lengths[:3].tolist()}. Make them equal, or leave some "
-                    "out by split(keep=)."
+                    f"several lengths, such as {lengths[:3].tolist()}. Make them equal, or leave "
+                    "some out by split(keep=)."
                 )
             return values.reshape(len(column), *lengths, *values.shape[1:])
-        if types.is_map(kind) or types.is_struct(kind):  # of which to_numpy would make floats
+        if types.is_map(kind) or types.is_struct(kind):  # to_numpy would make floats of these
             objects = np.empty(len(column), object)
             objects[:] = column.to_pylist()
             return objects
@@ -128,20 +130,20 @@ class Parquet(File):
 
 def _taken(column, places):
     kind = f"{column.type}"
-    if kind.endswith("_view"):  # which Arrow cannot take from
+    if kind.endswith("_view"):  # Arrow has no take for views
         column = column.cast(kind.removesuffix("_view"))
     return column.take(places)
 
 
 class Decoded:
-    """Row groups of which blocks take a part: those used last stay, up to so many bytes."""
+    """A cache of row groups that several blocks share, limited in bytes; the last used stay."""
 
     def __init__(self):
         self._lock, self._bytes = threading.Lock(), 0
         self._groups: dict[tuple, Any] = {}  # [a lock, the group or None], the last used at the end
 
     def get(self, key: tuple, decode: Callable[[], Any]) -> Any:
-        """What `decode` gives, which one thread calls while others wait."""
+        """The result of `decode`, which one thread calls while others wait."""
         with self._lock:
             group = self._groups.pop(key, None) or [threading.Lock(), None]
             self._groups[key] = group
@@ -161,11 +163,11 @@ class Decoded:
 
 
 DECODED = Decoded()
-os.register_at_fork(after_in_child=lambda: DECODED.__init__())  # whose locks may be held
+os.register_at_fork(after_in_child=lambda: DECODED.__init__())  # locks may be held at the fork
 
 
 def warn_of_groups(sources: Sequence[Source], unit_size: int) -> None:
-    """Warns of blocks for which row groups are decoded again and again."""
+    """Warns if blocks would decode the same row groups many times."""
     files = [source for source in sources if isinstance(source, Parquet)]
     if sum(sum(file.group_bytes) for file in files) <= MOST:
         return
@@ -176,9 +178,9 @@ def warn_of_groups(sources: Sequence[Source], unit_size: int) -> None:
         if times > 2 and len(file.group_sizes) > 1:
             most = file.group_sizes.max()
             warnings.warn(
-                f"{file.name} has row groups of up to {most} rows, which are decoded whole, "
+                f"{file.name} has row groups of up to {most} rows, which would be decoded "
                 f"{times:.0f} times in an epoch of blocks of {unit_size}: pass a unit_size of "
-                f"about {most}, or write it anew with smaller groups, by "
+                f"about {most}, or write the file anew with smaller groups, by "
                 f"pyarrow.parquet.write_table(table, path, row_group_size={unit_size}).",
                 stacklevel=3,
             )

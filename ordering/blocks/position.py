@@ -1,4 +1,4 @@
-"""Where a run stands in its blocks, also for another number of workers."""
+"""The position of a run in its blocks, and its conversion for another number of workers."""
 
 from typing import Any, NamedTuple
 
@@ -15,27 +15,27 @@ from syncopate import plans
 
 
 class BlockState(NamedTuple):
-    """A place in the blocks and the order's state there; see `BlockEpochs.state`."""
+    """A position in the blocks and the order's state there; see `BlockEpochs.state`."""
 
-    order: State  # of all workers
+    order: State  # the states of all workers
     epoch: Count
-    units: Count  # of this epoch, in windows that all workers together have read
-    loads: Count  # batches that were read since the run began
-    steps: Count  # as many, or with echoing the uses of all batches
-    uses: Count  # of the next batch, which is used again; 0: none is
+    units: Count  # units of this epoch in the windows that all workers together have read
+    loads: Count  # batches read since the run began
+    steps: Count  # equal to loads; with echoing, the uses of all batches
+    uses: Count  # uses so far of the next batch, which is used again; 0 if it is not
     batch: Count  # batches of the next window that were read
-    summed: Count  # of these, those whose gradients are in
-    sums: PyTree  # of the window's blocks
+    summed: Count  # how many of these are in `sums`
+    sums: PyTree  # sums of gradients for the window's blocks
     window: Count  # K
     batch_size: Count  # b
     seed: Count
     unit_size: Count  # S
-    filter: Count  # digest of what `keep` keeps, 0 without it
-    files: Int[ArrayLike, "F 3"]  # number of records and digest of each
+    filter: Count  # digest of the records that `keep` keeps, 0 without it
+    files: Int[ArrayLike, "F 3"]  # number of records and digest of each file
 
 
 def check(saved: Any, fresh: BlockState, blocks: Blocks) -> dict[str, Any]:
-    """The parts of a saved state; ValueError if it is not one of these blocks and sizes."""
+    """The parts of a saved state; raises ValueError if it has other blocks or sizes."""
     try:
         parts = {name: part_of(saved, name) for name in BlockState._fields}
     except (KeyError, IndexError, AttributeError, TypeError):
@@ -59,7 +59,7 @@ def check(saved: Any, fresh: BlockState, blocks: Blocks) -> dict[str, Any]:
         )
     names = {"unit_size": "records in a block", "seed": "the seed"}
     inside = parts["batch"] or parts["summed"] or parts["uses"]
-    if inside:  # of a window
+    if inside:  # in the middle of a window
         names |= {"window": "blocks in a window", "batch_size": "records in a batch"}
     for name, what in names.items():
         if parts[name] != getattr(fresh, name):
@@ -77,14 +77,14 @@ def _check_files(files, expected, blocks):
     if len(files) != len(expected):
         raise ValueError(
             f"the state was saved with {len(files)} files, now there are {len(expected)}: pass the "
-            "same files in the same sequence."
+            "same files in the same order."
         )
     for part, saved, given in zip(blocks.parts, files, expected, strict=True):
         if (saved != given).any():
             raise ValueError(
                 f"{part.name} is not the file with which the state was saved: it has {given[0]} "
-                f"records, and had {saved[0]}, or its bytes differ. Restore the file, or begin "
-                "anew without a state."
+                f"records, and had {saved[0]}, or its bytes differ. Restore the file, or start "
+                "again without a state."
             )
 
 
@@ -93,24 +93,24 @@ def resize(
 ) -> BlockState:
     """The state for another number of workers: each record is still visited once per epoch.
 
-    The blocks that are left of the epoch are shared by the W' new workers. What the order has
-    observed of this epoch is dropped, so that the next epoch has the same order again, or a new one
-    of a shuffle; from then on it observes as before.
+    The W' new workers share the remaining blocks of the epoch. Observations of this epoch are
+    dropped, so the next epoch repeats the same order, or draws a new one if it is a shuffle. From
+    then on the order observes as before.
 
     Args:
-      state: of all W workers, saved where `window_ended`, with an order over all units
+      state: the state of all W workers, saved where `window_ended`, with an order over all units
         (`global_order`, `global_reshuffling`).
       fresh: a first state of `order` for W' workers with M' = W M / W' units each.
       order: the order for W' workers, with windows of K' = W K / W' blocks.
-      axis_name: the workers' axis, by which `order` was made.
+      axis_name: the workers' axis with which `order` was made.
 
     Returns:
-      The state for W' workers, for `read_blocks(state=)`; batches of W b / W' records are as large
-      for all workers together.
+      The state for W' workers, for `read_blocks(state=)`. With batches of W b / W' records, all
+      workers together read as many as before.
 
     Raises:
-      ValueError: for orders with fixed shards, numbers that do not divide, or a state inside a
-        window.
+      ValueError: for orders with fixed shards, numbers that do not divide each other, or a state
+        inside a window.
 
     Examples:
       >>> import jax, numpy as np
@@ -134,25 +134,25 @@ def resize(
     orders = state.order
     if not isinstance(orders, GlobalState | GlobalShuffleState) or np.ndim(orders.current) != 2:
         raise ValueError(
-            f"the state's order is a {type(orders).__name__}: pass that of all workers, of an "
-            "order over all units, as global_order or global_reshuffling."
+            f"the state's order is a {type(orders).__name__}: pass the states of all workers, of "
+            "an order over all units, such as global_order or global_reshuffling."
         )
     if type(fresh) is not type(orders) or np.ndim(fresh.current) != 2:
         raise ValueError(
             f"fresh is a {type(fresh).__name__} and the state's order a {type(orders).__name__}: "
-            "pass the first state of all new workers of the same order."
+            "pass a first state of the same order, of all new workers."
         )
     old, new = len(orders.current), len(fresh.current)
     window, units = int(state.window), int(state.units)
     if old * window % new or units % new:
         raise ValueError(
-            f"fresh has {new} workers, who cannot share the windows of {old}, of {window} blocks: "
+            f"fresh has {new} workers, which cannot share {old} windows of {window} blocks: "
             f"pass a number that divides {old * window}."
         )
     if state.batch or state.summed or state.uses:
         raise ValueError(
-            f"the state is that of batch {state.batch} of a window: go on with {old} workers until "
-            "window_ended, and resize the state that is saved there."
+            f"the state is at batch {state.batch} of a window: continue with {old} workers until "
+            "window_ended, and resize the state there."
         )
     resized, _ = resize_order(
         orders, fresh, order, units_per_step=window, visited=units // new, axis_name=axis_name

@@ -28,7 +28,7 @@ from syncopate import plans
 
 
 class BlockEpochs(Epochs):
-    """Batches of all epochs of blocks; see `read_blocks`. As `Epochs`, with windows.
+    """Batches of all epochs of blocks; see `read_blocks`. Like `Epochs`, with windows.
 
     Attributes:
       window_ended: whether the last batch was the last of its window.
@@ -47,7 +47,7 @@ class BlockEpochs(Epochs):
         self._places, self._last = None, self._place()
 
     def _place(self) -> tuple[int, int, int, int]:
-        """(epoch, unit of the window, batches of it, loads) of the next batch."""
+        """(epoch, first unit of the window, batches read of it, loads) of the next batch."""
         now = self._batches
         return now.epoch, now.unit, 0 if now.ended else now.step % self._sizes.batches, now.loads
 
@@ -62,21 +62,21 @@ class BlockEpochs(Epochs):
     def observe(self, rows: PyTree) -> None:
         """Adds the gradients of the last batch's records to those of their blocks.
 
-        As a window ends the order observes its blocks.
+        At the end of a window, the order observes its blocks.
 
         Args:
-          rows: as `per_example_grads` or `sketched_grads` gave them, leaves [b, ...]; of several
+          rows: the rows from `per_example_grads` or `sketched_grads`, leaves [b, ...]; for several
             workers [W, b, ...].
 
         Raises:
-          ValueError: if the batch, or another one of its window, has not been observed once.
+          ValueError: unless every batch of the window so far has been observed exactly once.
         """
         if not self._observes:
             return
         if self.observed or self._summed != self._last[2]:
             raise ValueError(
-                f"observe was called {self._summed} times in a window of which {self._last[2] + 1} "
-                "batches were read: call it once after each step."
+                f"observe was called {self._summed} times in this window, and {self._last[2] + 1} "
+                "of its batches were read: call it once after each step."
             )
         self._sums_rows = True
         with jax.transfer_guard("allow"):
@@ -89,12 +89,12 @@ class BlockEpochs(Epochs):
                 self.advance(self._order_of_all.observe(self.order_state, sums))
 
     def advance(self, order_state: State) -> None:
-        """Takes the state over from a step that added the gradients by itself (`add_gradients`).
+        """Adopts the state from a step that added the gradients itself (`add_gradients`).
 
         Call it where `window_ended`.
 
         Args:
-          order_state: what `order.observe` made of `order_state` and the sums of the window.
+          order_state: the result of `order.observe` for `order_state` and the window's sums.
 
         Raises:
           ValueError: for a state of another order, or inside a window.
@@ -105,14 +105,14 @@ class BlockEpochs(Epochs):
         self._summed, self._sums = 0, jax.tree.map(jnp.zeros_like, self._sums)
 
     def state(self) -> BlockState:
-        """Where to go on: `read_blocks(..., state=)` of the same order reads on from there.
+        """The state to resume from: `read_blocks(..., state=)` of the same order continues there.
 
-        A batch that has not been observed yet is read again. Where a step adds the gradients by
-        itself, save its sums, too, or save where `window_ended`.
+        A batch that has not been observed yet is read again. If the step adds the gradients itself,
+        save its sums, too, or save where `window_ended`.
 
         Returns:
-          A tree of arrays of its own: the order's state, the place, the sums of the window's
-          blocks, the sizes, and what identifies files and filters.
+          A tree of new arrays: the order's state, the position, the sums of the window's blocks,
+          the sizes, and digests of files and filters.
         """
         return self.state_at(self.steps - self._is_left(), 0)
 
@@ -169,42 +169,44 @@ def read_blocks(
     timeout: float | None = None,
     sharding: jax.sharding.Sharding | PyTree | None = None,
 ) -> BlockEpochs:
-    """Batches of one epoch of blocks after the other, in an order that the iterator keeps.
+    """Reads batches of blocks, epoch after epoch, in an order that the iterator keeps.
 
     A window is K blocks that follow each other in a worker's order. It is read by K requests while
-    the window before it is used; its records are shuffled, and cut into T = ceil(K S / b) batches.
-    Up to three windows are in memory. All batches follow from the orders, the seed and the
-    position: not from the number of readers, nor from the processes that share the workers.
+    the window before it is used. Its records are shuffled and cut into T = ceil(K S / b) batches.
+    Up to three windows are in memory. All batches depend only on the orders, the seed and the
+    position, not on the number of readers or the processes that share the workers.
 
-    Call `reads.observe(rows)` after every step, with the gradients of its records; as a window ends
-    the order observes the sums of its blocks. An order that looks at no gradients needs no call.
+    Call `reads.observe(rows)` after every step, with the gradients of its records. At the end of a
+    window, the order observes the sums of its blocks. An order that uses no gradients needs no
+    call.
 
     Args:
-      blocks: of `split`.
-      order: of blocks, one unit for each: of all workers (`global_order`, `global_reshuffling`), or
-        of a worker's own.
-      key: one key, of the first order.
+      blocks: the result of `split`.
+      order: an order with one unit per block, over the blocks of all workers (`global_order`,
+        `global_reshuffling`) or over a worker's own.
+      key: one key, for the first order.
       batch_size: b >= 1, records per worker and step.
       like, workers, axis_name: as in `init_workers`.
-      window: K >= 1, blocks in a window; None for the order's `units_per_step`, which it has to be
-        if the order observes gradients.
-      seed: of the shuffles in windows.
+      window: K >= 1, blocks in a window; None for the order's `units_per_step`. If the order
+        observes gradients, both must be equal.
+      seed: the seed of the shuffles in windows.
       num_epochs: number of epochs of the whole run; None for no end.
-      state: where to go on, as `BlockEpochs.state` gave it, or in the dicts and lists that a
-        checkpoint makes of it. Where a window had ended, batch_size may be another.
-      readers: threads that read blocks; or a function that reads the windows of an epoch, a
-        sequence, by another loader: `windows -> iterable`.
+      state: where to continue: the result of `BlockEpochs.state`, or the dicts and lists that a
+        checkpoint makes of it. If a window had ended, batch_size may differ.
+      readers: how many threads read blocks; or a function `windows -> iterable` that reads a
+        sequence of windows with another loader.
       depth, timeout: as in `prefetch_to_device`.
-      sharding: as there; None for the default device, and with a mesh for its workers' devices.
+      sharding: as in `prefetch_to_device`. None for the default device, or with a mesh for the
+        devices of its workers.
 
     Returns:
-      A `BlockEpochs` iterator of `(records, places)` on the device, leaves [W, b, ...], or
-      [b, ...] of one worker. `places` holds for each record the place of its unit in the window,
-      0 .. K - 1. It is -1 for a record that only fills a batch, where a window has fewer than K S
-      records: leave it out of the loss. `state()` is what to save.
+      A `BlockEpochs` iterator of `(records, places)` on the device, with leaves [W, b, ...], or
+      [b, ...] for one worker. `places` holds for each record the place of its unit in the window,
+      0 .. K - 1. If a window has fewer than K S records, the records that fill up a batch have
+      place -1: leave them out of the loss. Save `state()`.
 
     Raises:
-      ValueError: for sizes that do not fit; for a state of other files, which it names; from
+      ValueError: for sizes that do not fit, or a state of other files, which it names; from
         `next`, if the last batch was not observed.
       LoadError: from `next`, if a block cannot be read.
 
@@ -224,7 +226,7 @@ def read_blocks(
     if num_epochs is not None:
         plans.check_whole("num_epochs", num_epochs, 0)
     batch_size = plans.check_whole("batch_size", batch_size, 1)
-    seed = plans.check_whole("seed", seed, 0, 2**31 - 1)  # which arrays of JAX hold
+    seed = plans.check_whole("seed", seed, 0, 2**31 - 1)  # fits an int32 of JAX
     base.check_order(order)
     scope = base.scope_of(workers, axis_name)
     first = base.init_workers(order, key, like, workers, axis_name=axis_name)
@@ -262,8 +264,8 @@ def _check_units(blocks, order, scope, num_units):
     total = order.total if order.is_global and order.total else num_units * (scope.workers or 1)
     if total != len(blocks):
         raise ValueError(
-            f"the order names {total} units, and there are {len(blocks)} blocks: make one for as "
-            "many, of several workers with len(blocks) / W units each (split(multiple_of=W))."
+            f"the order names {total} units, and there are {len(blocks)} blocks: make an order of "
+            "as many units; for W workers, len(blocks) / W units each (split(multiple_of=W))."
         )
 
 
@@ -298,10 +300,10 @@ def _loading(blocks, order, scope, start, num_units, batches, read):
 
 
 def _reading(readers: int | Callable) -> Callable[[Windows], Iterable]:
-    """What reads the windows of an epoch; the next one is read while the last is used."""
+    """A function that reads the windows of an epoch, each while the one before is used."""
     if callable(readers):
         return readers
-    slots = threading.Semaphore(plans.check_whole("readers", readers, 1))  # of all epochs
+    slots = threading.Semaphore(plans.check_whole("readers", readers, 1))  # for all epochs
 
     def read(epoch):
         with spreading(readers) as spread:

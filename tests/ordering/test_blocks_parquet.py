@@ -163,7 +163,7 @@ def test_a_group_larger_than_the_memory_is_refused_by_its_header(tmp_path, monke
     assert path.stat().st_size < 2**14
     monkeypatch.setattr("os.sysconf", lambda name: 2**20 if name == "SC_PAGE_SIZE" else 7)
     with pytest.raises(
-        ValueError, match="a row group of it takes .* write it anew with smaller gro"
+        ValueError, match="one of its row groups takes .* write it anew with smaller gro"
     ):
         files(path)
     monkeypatch.setattr("os.sysconf", lambda name: 2**20 if name == "SC_PAGE_SIZE" else 8)
