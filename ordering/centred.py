@@ -36,7 +36,7 @@ def grab(
     For each unit u of the current order: c = g_u - m;  s = sign(<r, c>);  r += s c;  u goes to the
     front of the next order if s is +, else to its back. If an epoch is cut short, the units that
     were not observed stay in the middle. Gradients that are not finite get a plus and enter neither
-    r nor the mean; an epoch without any finite gradient leaves m as it is.
+    r nor the mean; an epoch without any finite gradient does not change m.
 
     Args:
       num_units: M >= 1.
@@ -47,8 +47,8 @@ def grab(
       An `Ordering` with `GrabState`.
 
     Raises:
-      ValueError: at construction if sizes are out of range; while tracing if there are other
-        gradients than of a step.
+      ValueError: at construction if sizes are out of range; while tracing if the number of
+        gradients is not that of a step.
 
     Examples:
       >>> import jax, jax.numpy as jnp

@@ -78,7 +78,7 @@ def _crc32c():
 
 
 def _sums_of_lengths(lengths):
-    """The checksums of many rows of 8 bytes, summed over the bytes, as they are linear in the bits."""
+    """The checksums of many rows of 8 bytes, summed over the bytes, since they are linear."""
     crc32c = _crc32c()
     tables = [[crc32c(bytes(i) + bytes([b]) + bytes(7 - i)) for b in range(256)] for i in range(8)]
     tables = np.array(tables, np.uint32)

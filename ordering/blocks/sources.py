@@ -20,18 +20,18 @@ from jaxtyping import Bool, PyTree
 SAMPLE, SAMPLES = 4096, 64  # bytes of a sample, and samples of a file in its digest
 OPEN = 64  # files that stay open
 PACKED = (b"\x1f\x8b", b"PK", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, zip and so on
-TICK = 10**7  # nanoseconds in which the clock of a file system may stand still
+TICK = 10**7  # nanoseconds, the resolution of a file system's clock
 
 
 class Source:
     """Records that are read in ranges, by several threads.
 
     Attributes:
-      name: for messages.
-      num_records: how many there are.
-      digest: two numbers of 32 bits, which tell that it has been exchanged.
-      is_bytes: whether records are bytes and not arrays; None if only a read tells.
-      incomplete: a range of records of which one is known to lack a value.
+      name: its name in messages.
+      num_records: the number of records.
+      digest: two numbers of 32 bits, which change if the source is replaced.
+      is_bytes: whether records are bytes and not arrays; None if only a read can tell.
+      incomplete: a range of records with one that is known to lack a value.
     """
 
     name: str
@@ -45,8 +45,10 @@ class Source:
         return self.num_records
 
     def fetch(self, start: int, stop: int, kept: Bool[np.ndarray, "n"] | None = None) -> PyTree:
-        """The records of a range that are kept; ValueError if one is damaged, or has no value in
-        a file. They are valid if `check` passes afterwards."""
+        """The records of a range that are kept; they are valid if `check` passes afterwards.
+
+        Raises ValueError if one is damaged, or lacks a value in a file.
+        """
         places = np.arange(stop - start) if kept is None else np.flatnonzero(kept)
         return self.take(self.raw(start, stop), places, places + start)
 
@@ -55,14 +57,14 @@ class Source:
         return self.read(start, stop)
 
     def take(self, records: Any, places: np.ndarray, numbers: np.ndarray) -> PyTree:
-        """Of raw records those at these places; `numbers` are theirs in the source."""
+        """The raw records at these places; `numbers` are their numbers in the source."""
         if isinstance(records, list):
             return [records[i] for i in places.tolist()]
         whole = len(places) == len(jax.tree.leaves(records)[0])
         return records if whole else jax.tree.map(lambda x: x[places], records)
 
     def rows(self, start: int, stop: int) -> list:
-        """The records of a range, each alone; None where a value is missing."""
+        """The records of a range as a list; None where a value is missing."""
         records = self.raw(start, stop)
         if isinstance(records, list):
             return records
@@ -73,7 +75,7 @@ class Source:
 
 
 def name_of(path: tuple) -> str:
-    """How messages call a leaf of a record."""
+    """The name of a record's leaf in messages."""
     return jax.tree_util.keystr(path, simple=True, separator=".") or "it"
 
 
@@ -89,18 +91,18 @@ class Part(Source):
 
 
 class Unfit(ValueError):
-    """A file that is whole, but not what is asked for; says what to do about it."""
+    """A file is intact, but cannot be used as asked; the message says what to do."""
 
 
 class File(Source):
-    """A file as a source of blocks: what it was when it was opened, or an error.
+    """A file as a source of blocks; it raises an error if the file changes after it was opened.
 
-    It can be sent to other processes. A kind of files is a subclass.
+    It can be sent to other processes. Each kind of file is a subclass.
     """
 
     is_bytes = False
-    index: Callable[[], int]  # num_records; keeps what `records` needs to know
-    records: Callable[[Any, int, int], Any]  # of (handle, start, stop)
+    index: Callable[[], int]  # returns num_records, and keeps what `records` needs
+    records: Callable[[Any, int, int], Any]  # (handle, start, stop) -> records
 
     def __init__(self, path: str, columns: list[str] | None = None):
         self.name, self.columns, self.state = path, columns, _state(path)
@@ -110,7 +112,7 @@ class File(Source):
             self.num_records = self.index()
         except ImportError:
             raise
-        except Exception as error:  # each library has its own
+        except Exception as error:  # each library has its own types of errors
             advice = " It is packed: unpack it first." if _is_packed(path) else ""
             if not advice and not isinstance(error, Unfit):
                 advice = " Replace the file, or leave it out."
@@ -125,7 +127,7 @@ class File(Source):
 
     @staticmethod
     def open(path: str) -> Any:
-        """A handle, which one thread uses at a time."""
+        """A handle, which only one thread uses at a time."""
         return Ranges(path)
 
     def read(self, start: int, stop: int) -> PyTree:
@@ -158,11 +160,11 @@ class File(Source):
 
 
 class Ranges:
-    """A file that is read in ranges of bytes, and closed when nobody uses it any more."""
+    """A file that is read in ranges of bytes, and closed when it is no longer used."""
 
     def __init__(self, path: str):
         self._file = os.open(path, os.O_RDONLY)
-        if hasattr(os, "posix_fadvise"):  # what follows a range is not needed next
+        if hasattr(os, "posix_fadvise"):  # the bytes after a range are not needed next
             os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_RANDOM)
         weakref.finalize(self, os.close, self._file)
 
@@ -175,12 +177,12 @@ class Ranges:
 
 @functools.lru_cache(OPEN)
 def _opened(kind: type[File], path: str, *_: object) -> Any:
-    """A handle of one thread of one process; those used last stay open."""
+    """A handle for one thread of one process; the last used stay open."""
     return kind.open(path)
 
 
 def needed(module: str, package: str, files: str) -> Any:
-    """A module that reads such files; ImportError that names what to install."""
+    """A module that reads such files; raises ImportError with what to install."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -201,8 +203,8 @@ def files_of(paths: Any, opened: Callable[[str], File]) -> tuple[File, ...]:
                 raise ValueError(f"{match} is a folder: pass its files, as {match}/*.parquet.")
             if not os.path.isfile(match):
                 raise ValueError(
-                    f"there is no file {match}: pass paths of files on a disk; copy those of a "
-                    "bucket, or mount it."
+                    f"there is no file {match}: pass paths of files on a disk; copy the files of "
+                    "a bucket, or mount it."
                 )
             if (real := os.path.realpath(match)) not in opened_files:
                 opened_files[real] = opened(match)
@@ -214,7 +216,7 @@ def files_of(paths: Any, opened: Callable[[str], File]) -> tuple[File, ...]:
 
 
 def _matches(path: str) -> list[str]:
-    """What a pattern matches; nothing for a path, as a path is whose folders or file exist."""
+    """The files that match a pattern; none if it is a path whose file or folder exists."""
     existing = path
     while existing and not os.path.exists(existing):
         existing = os.path.dirname(existing)

@@ -1,4 +1,4 @@
-"""The gradients of whole blocks, added up over the batches of a window."""
+"""The gradients of whole blocks, summed over the batches of a window."""
 
 import jax
 import jax.numpy as jnp
@@ -14,20 +14,20 @@ def add_gradients(sums: PyTree, gradients: PyTree, places: Int[Array, "b"]) -> P
 
         s_j <- s_j + sum of g_i over the records i of block j
 
-    Where `window_ended`, `order.observe(orders, sums)` shows the order its blocks (of the last
-    window of an epoch, which may be shorter, the first `window_units`), and the next window begins
-    with zeros. A block with fewer records weighs less, as it does in an epoch.
+    Where `window_ended`, call `order.observe(orders, sums)`, and begin the next window with zeros.
+    The last window of an epoch may be shorter: pass the first `window_units` sums. A block with
+    fewer records weighs less, as it does in an epoch.
 
     Args:
-      sums: float32 leaves [K, ...], of one worker; zeros as a window of K blocks begins, of the
-        shapes of one gradient: `jnp.zeros((K, size))` for sketches.
-      gradients: of the b records, or their sketches, leaves [b, ...], of `per_example_grads`,
-        `sketched_grads` or the like.
-      places: int32[b], as `read_blocks` gives them: the place of each record's block in the window,
-        -1 for records that only fill the batch.
+      sums: float32 leaves [K, ...] of one worker, shaped like K gradients. They are zeros at the
+        start of a window of K blocks: `jnp.zeros((K, size))` for sketches.
+      gradients: the gradients of the b records, or their sketches, leaves [b, ...], as from
+        `per_example_grads` or `sketched_grads`.
+      places: int32[b] from `read_blocks`: the place of each record's block in the window, or -1 for
+        records that only fill up the batch.
 
     Returns:
-      The new sums. A gradient that is not finite changes the sum of its own block alone.
+      The new sums. A gradient that is not finite changes only the sum of its own block.
 
     Raises:
       ValueError: if there is not one place for each record, or for gradients of other shapes.
@@ -49,7 +49,7 @@ def add_gradients(sums: PyTree, gradients: PyTree, places: Int[Array, "b"]) -> P
         )
     of_records = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), sums)
     plans.check_like("gradients", gradients, of_records, "sums")
-    # Out of range: dropped. A negative place would count from the end.
+    # Places out of range are dropped, where negative ones would count from the end.
     block = jnp.where(places < 0, window, places)
     return jax.tree.map(
         lambda s, g: s.at[block].add(trees.as_float32(g), mode="drop"), sums, gradients

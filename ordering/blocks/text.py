@@ -11,7 +11,7 @@ from ordering.blocks.formats import ENDINGS, NPY, npy_header
 from ordering.blocks.sources import File, Ranges, Unfit, files_of
 from syncopate import plans
 
-# What files of llm.c begin with, and those of Megatron that name the type: that of the tokens.
+# The type of the tokens by the first number of llm.c's files, and by the code in Megatron's.
 LLM_C = {struct.pack("<2i", 20240520, 1): "<u2", struct.pack("<2i", 20240801, 7): "<u4"}
 MEGATRON, MEGATRON_TYPES = b"MMIDIDX\0\0", ["u1", "i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2"]
 OTHERS = (*ENDINGS, ".idx", ".gz", ".zip", ".bz2", ".xz", ".zst")
@@ -27,32 +27,32 @@ def tokens(
     dtype: DTypeLike | None = None,
     header_bytes: int | None = None,
 ) -> tuple[File, ...]:
-    """Windows of `length` tokens out of files of tokens, for `split`.
+    """Windows of `length` tokens from files of tokens, for `split`.
 
     Record i of a file is the tokens i L to i L + L: L inputs and, one place later, L targets, so
     that each token is predicted once. Documents follow each other in a file, each with a separator
-    at one of its sides. Fewer than L tokens at the end of a file are left out.
+    at its start or its end. Fewer than L tokens at the end of a file are left out.
 
     Args:
       paths: as in `files`. Files hold plain numbers, as `array.tofile` writes them. The headers of
-        llm.c's files, and `.npy`, are known, and so is the type that the `.idx` beside a `.bin` of
-        Megatron names.
-      length: L >= 1, tokens that a window predicts.
-      separator: the token between documents. With it, records say where documents begin.
-      separator_at: "end" if a document ends with it, as in nanoGPT's files and Megatron's; "start"
-        if it begins with it, as in those of llm.c for FineWeb.
-      dtype: the type of the tokens in the files; None for what a file says, else uint16.
-      header_bytes: bytes before the first token; None for a header that is known, or none.
+        llm.c's files and of `.npy` are understood, and so is the type in the `.idx` file beside a
+        `.bin` file of Megatron.
+      length: L >= 1, how many tokens a window predicts.
+      separator: the token between documents. With it, records show where documents begin.
+      separator_at: "end" if it ends a document, as in nanoGPT's and Megatron's files; "start" if it
+        begins one, as in llm.c's files for FineWeb.
+      dtype: the type of the tokens in the files; None for the type in the file's header, or uint16.
+      header_bytes: bytes before the first token; None for a known header, or none.
 
     Returns:
-      One source per file, whose records are dicts: "tokens", int32[L + 1]; and with a separator
-      "documents", int32[L + 1], which counts the documents of the window from 0. A separator
-      belongs to the document that it ends or begins. Mask attention where the documents of two
-      tokens differ, and leave out targets whose document is not that of their input.
+      One source per file, whose records are dicts. "tokens" is int32[L + 1]. With a separator,
+      "documents", int32[L + 1], counts the documents of the window from 0; a separator belongs to
+      the document that it ends or begins. Mask attention between tokens of different documents, and
+      leave out targets whose document differs from that of their input.
 
     Raises:
-      ValueError: for a file that is missing or holds no window, an argument out of range, or one
-        that is not what the file says; from a read, for a token below 0 or beyond int32.
+      ValueError: for a file that is missing or holds no window, or for an argument that is out of
+        range or contradicts the file; from a read, for a token below 0 or beyond int32.
 
     Examples:
       >>> import numpy as np, pathlib, tempfile
@@ -67,8 +67,8 @@ def tokens(
     References:
       llm.c's files, https://github.com/karpathy/llm.c/blob/master/dev/data/data_common.py
       Megatron's, https://github.com/NVIDIA/Megatron-LM/tree/main/megatron/core/datasets
-      Radford et al., Language Models are Unsupervised Multitask Learners, 2019, whose texts follow
-      each other in this way, https://openai.com/index/better-language-models/
+      Radford et al., Language Models are Unsupervised Multitask Learners, 2019, which concatenates
+      texts in this way, https://openai.com/index/better-language-models/
     """
     length = plans.check_whole("length", length, 1)
     if header_bytes is not None:
@@ -137,7 +137,7 @@ class Tokens(File):
         if self.separator is None:
             return {"tokens": np.array(tokens)}
         documents = np.cumsum(tokens == self.separator, axis=1, dtype=np.int32)
-        if self.side == "start":  # a mark counts from its own place on
+        if self.side == "start":  # a separator belongs to the document after it
             documents -= documents[:, :1]
         else:
             documents = np.pad(documents[:, :-1], ((0, 0), (1, 0)))
@@ -145,7 +145,7 @@ class Tokens(File):
 
 
 def _header(path):
-    """(bytes before the tokens, their type, their number), None for what the file does not say."""
+    """(bytes before the tokens, their type, their number); None if the file does not say."""
     with open(path, "rb") as file:
         start = file.read(1024)
     if start.startswith(NPY):

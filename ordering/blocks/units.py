@@ -63,12 +63,14 @@ class Blocks(Sequence):
 
     @property
     def filter_digest(self) -> int:
-        """Of the records that a filter keeps; 0 without a filter. It fits the int32 of JAX."""
+        """A digest of the records that a filter keeps, which fits int32; 0 without a filter."""
         return 0 if self._kept is None else 1 + zlib.crc32(np.packbits(self._kept).tobytes()) // 4
 
     def read(self, units: Sequence[int]) -> PyTree[np.ndarray]:
-        """The records of units that have some, in one request each; valid if `check` passes
-        afterwards. May be views of the source."""
+        """The records of units that have some, in one request each; may be views of the source.
+
+        They are valid if `check` passes afterwards.
+        """
         blocks = [self._records(unit) for unit in units]
         if all(isinstance(records, list) for records in blocks):  # in one copy
             records = [record for unit in blocks for record in unit]
@@ -106,8 +108,10 @@ class Blocks(Sequence):
         return list(map(self._decode, records))
 
     def _check_types(self, unit, records):
-        """Raises ValueError unless they have the types and shapes of the unit that was read first,
-        of which NumPy would make others, as float64 of int64 and uint64."""
+        """Raises ValueError unless records have the types and shapes of the first unit read.
+
+        Otherwise NumPy would silently convert, as int64 and uint64 to float64.
+        """
         leaves = jax.tree_util.tree_leaves_with_path(records)
         types = {name_of(path): f"{x.dtype}{list(x.shape[1:])}" for path, x in leaves}
         first, wanted = self._first.setdefault("unit", (unit, types))
@@ -130,34 +134,34 @@ def split(
 ) -> Blocks:
     """Splits files into blocks of consecutive records, the units of an order.
 
-    A block never crosses the end of a file, so that one request reads it; the last one of each file
-    has the records that are left. An order over `len(blocks)` units says which block comes next,
+    A block never crosses the end of a file, so that one request reads it. The last block of a file
+    has the remaining records. An order over `len(blocks)` units determines which block comes next,
     and `read_blocks` reads the blocks.
 
     Args:
-      parts: what `files` or `tokens` returned, joined by `+` if need be; a list of sources of your
-        own, with `len(source)` and `source.read(start, stop)`, which gives these records as a list
-        of bytes or as arrays and is called by several threads; or data as `as_source` takes them:
-        arrays [N, ...], alone or in tuples and dicts, or a list of examples.
+      parts: one of these. The result of `files` or `tokens`, several joined by `+`. A list of your
+        own sources with `len(source)` and `source.read(start, stop)`, which returns these records
+        as a list of bytes or as arrays; several threads call it. Or data as for `as_source`: arrays
+        [N, ...], alone or in tuples and dicts, or a list of examples.
       unit_size: S >= 1, records in a block. Row groups of Parquet are decoded whole: choose a
-        multiple of their size (`source.group_sizes`). Where many blocks share a group, it is
-        decoded once while up to 512 MiB of them are in use; of larger files a warning tells.
-      multiple_of: the number of blocks becomes a multiple of it, by blocks without records at the
+        multiple of their size (`source.group_sizes`). If many blocks share a group, it is decoded
+        once, as long as the groups in use take at most 512 MiB; beyond that there is a warning.
+      multiple_of: pads the number of blocks to a multiple of this, by blocks without records at the
         end: the number of workers, or a common multiple of the numbers that a run may have.
       decode: `bytes -> example`, for sources whose records are bytes. Several threads call it.
-      keep: which records to read, bool[N] in the sequence of the files; or a function of a decoded
-        record, which is called for each of them now, in one pass over all data. Rows of Parquet
-        are dicts of Python's values to it, with None for one that is missing. Blocks lose what is
-        not kept, and stay where they are.
+      keep: which records to read, as bool[N] in the order of the files; or a function of a decoded
+        record, which is called now for every record, in one pass over all data. It gets a row of
+        Parquet as a dict of Python values, with None for missing ones. The blocks keep their
+        boundaries and lose the other records.
 
     Returns:
-      `Blocks`: a sequence whose elements are whole blocks, which other readers of `ordering.data`
-      take as a source too.
+      `Blocks`: a sequence whose elements are whole blocks. Other readers of `ordering.data` accept
+      it as a source, too.
 
     Raises:
-      ValueError: for parts that are none, a size out of range, `decode` for arrays, or a filter
-        that keeps nothing; for a record with a missing value, here if the file tells of it, else
-        from the read, as for blocks of other types than the first that was read.
+      ValueError: for invalid parts, a size out of range, `decode` for arrays, or a filter that
+        keeps nothing. Also for a record with a missing value: here if the file shows it, else from
+        the read. A read also raises for blocks whose types differ from the first block read.
 
     Examples:
       >>> import numpy as np
@@ -203,7 +207,7 @@ def _check_decoder(part, is_bytes):
 
 
 def _source(part: Any) -> Source:
-    """A source of blocks with a name and a digest; ValueError for what is none."""
+    """A source of blocks with a name and a digest; raises ValueError if it is not a source."""
     name = type(part).__name__
     if isinstance(part, Source):
         return part
@@ -255,6 +259,6 @@ def _keeps(keep, number, record):
         return bool(keep(record))
     except Exception as error:
         error.add_note(
-            f"keep was asked for record {number}, of all from 0. Missing values are None."
+            f"keep was called for record {number}, counted from 0. Missing values are None."
         )
         raise

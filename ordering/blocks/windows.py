@@ -14,18 +14,18 @@ from ordering.data.loader import check_batches
 from ordering.data.sources import never_ends
 
 ALIGNED = 64  # bytes
-TOGETHER = 256  # records of small blocks that a thread reads at once,
-TASKS = 16  # if a window still has as many tasks for the threads
+TOGETHER = 256  # records; a thread reads small blocks together up to this number,
+TASKS = 16  # but a window is cut into at least so many tasks
 
 
 class Windows(Sequence):
     """One epoch of windows `(records, places)`, leaves [T, W, b, ...] or [T, b, ...].
 
-    A window is K blocks that follow each other in a worker's order. It is read by K requests, its
-    records are shuffled, and cut into T = ceil(K S / b) batches. The shuffle depends on the seed,
-    the epoch and the window alone, so any number of readers gives the same batches. `places` holds
-    for each record the place of its unit in the window, 0 .. K - 1, and -1 for a record that only
-    fills a batch, where a window has fewer than K S records.
+    A window is K blocks that follow each other in a worker's order. It is read by K requests, and
+    its records are shuffled and cut into T = ceil(K S / b) batches. The shuffle depends only on the
+    seed, the epoch and the window, so any number of readers gives the same batches. `places` holds
+    for each record the place of its unit in the window, 0 .. K - 1. If a window has fewer than K S
+    records, the records that fill up a batch have place -1.
     """
 
     def __init__(self, blocks: Blocks, units: np.ndarray, sizes: tuple, seeds: tuple, axes: tuple):
@@ -42,13 +42,13 @@ class Windows(Sequence):
         return finish()
 
     def begin(self, number: int) -> tuple[Callable, list, Callable]:
-        """`(put, jobs, finish)`: after `put(job)` of all jobs, on any threads, `finish()` is the
-        window."""
+        """`(put, jobs, finish)`: after `put(job)` for all jobs, on any threads, `finish()` returns
+        the window."""
         if not 0 <= number < len(self):
             raise IndexError(f"there is no window {number} in an epoch of {len(self)}.")
         units = self._units[:, number * self.window : (number + 1) * self.window]
         batches = num_batches(self._blocks, units.shape[1], self.batch_size)
-        # Row l has where the records of worker l are in all batches, one after the other.
+        # Row l has the places of worker l's records in all batches, one batch after the other.
         ranks = np.arange(batches * len(units) * self.batch_size)
         ranks = ranks.reshape(batches, len(units), -1).swapaxes(0, 1).reshape(len(units), -1)
         places, jobs, rest = np.full(ranks.size, -1, np.int32), [], []
@@ -63,7 +63,7 @@ class Windows(Sequence):
                 first = to[:1]
                 jobs.append(([int(np.argmax(self._blocks.sizes))], first))
             rest.append((to[max(count, 1) :], first[0]))
-        jobs.sort(key=lambda job: job[0][0])  # as in the files: neighbours share a row group
+        jobs.sort(key=lambda job: job[0][0])  # in the order of the files: neighbours share groups
         records = _Records(ranks.size)
 
         def put(job):
@@ -77,7 +77,7 @@ class Windows(Sequence):
         return put, jobs, finish
 
     def _jobs(self, units: np.ndarray, sizes: np.ndarray, to: np.ndarray) -> list[tuple]:
-        """Units for one thread, and where their records belong; of small ones several at once."""
+        """Jobs of (units for one thread, the places of their records); small units share a job."""
         full, ends = np.flatnonzero(sizes), np.cumsum(sizes)
         full = full[np.argsort(units[full])]
         count = max(1, min(TOGETHER // self._blocks.unit_size, len(full) // TASKS))
@@ -88,14 +88,14 @@ class Windows(Sequence):
         ]
 
     def _shuffled(self, to: np.ndarray, unit: int) -> np.ndarray:
-        """Where the records of blocks that were read one after the other belong."""
+        """The places for the records of blocks that are read one after the other."""
         shuffled = np.empty_like(to)
         shuffled[permutation((*self._seeds, unit), len(to))] = to
         return shuffled
 
 
 class _Records:
-    """The records of a window, which threads put at their places as they read them: one copy."""
+    """The records of a window; threads copy them directly to their places as they read them."""
 
     def __init__(self, size: int):
         self._size, self._lock = size, threading.Lock()
@@ -113,7 +113,7 @@ class _Records:
             array[to] = x[: len(to)]
 
     def filled(self, rest: list[tuple[np.ndarray, int]]) -> PyTree[np.ndarray]:
-        """All records, with those of other places repeated at the places that are left."""
+        """All records; at the remaining places, records from other places are repeated."""
         for array in self._arrays:
             for to, place in rest:
                 array[to] = array[place]
@@ -121,7 +121,7 @@ class _Records:
 
 
 def _empty(size: int, like: np.ndarray) -> np.ndarray:
-    """An array of `size` records, which begins where JAX can use it on a CPU without a copy."""
+    """An array of `size` records, aligned so that JAX can use it on a CPU without a copy."""
     shape = (size, *like.shape[1:])
     count = math.prod(shape) * like.dtype.itemsize
     if like.dtype.hasobject or not count:
@@ -132,7 +132,7 @@ def _empty(size: int, like: np.ndarray) -> np.ndarray:
 
 
 def num_batches(blocks: Blocks, units: int, batch_size: int) -> int:
-    """T, batches of a window: the same on all workers, whichever units they read."""
+    """T, batches per window: the same on all workers, whichever units they read."""
     return -(-units * blocks.unit_size // batch_size)
 
 
@@ -144,7 +144,7 @@ def permutation(seeds: tuple[int, ...], size: int) -> Int[np.ndarray, "n"]:
 
 
 def batches_of(loaded: Iterable, first_batch: int) -> Iterator[tuple[PyTree, Any]]:
-    """The batches of windows, as a loader delivers them, from a batch of the first window on."""
+    """The batches of windows from a loader, starting at a batch of the first window."""
     check_batches("readers", loaded)
     for records, places in loaded:
         for t in range(first_batch, len(places)):

@@ -1,4 +1,4 @@
-"""The batches of all epochs, which load ahead as far as the orders are known."""
+"""The batches of all epochs, loaded ahead as far as the orders are known."""
 
 import collections
 import contextlib
@@ -19,12 +19,12 @@ Load = Callable[[np.ndarray, int, int, int], Prefetch]
 
 
 class Sizes(NamedTuple):
-    """An epoch of one worker: its units, those read at once, and the batches that these make."""
+    """An epoch of one worker: its units, how many are read at once, and the batches they make."""
 
     num_units: int
     window: int
     batches: int = 1
-    last: int = 1  # batches of the last window, where it has fewer units
+    last: int = 1  # batches of the last window, if it has fewer units
 
     def steps(self, units: int) -> int:
         """Batches of so many units, from the beginning of a window to the end of the epoch."""
@@ -32,18 +32,18 @@ class Sizes(NamedTuple):
 
 
 class EpochBatches:
-    """The batches of one epoch. They load as far as its order is known; the others follow.
+    """The batches of one epoch, which are loaded as its order becomes known.
 
     Attributes:
-      step, steps: number of the next batch in its epoch, and of all.
-      opened: those before this one have a loader.
+      step, steps: number of the next batch in its epoch, and the number of all.
+      opened: batches before this one have a loader.
       loads: number of the next batch in the run.
     """
 
     def __init__(
         self, load: Load, sizes: Sizes, epoch: int, loads: int, unit: int = 0, skip: int = 0
     ):
-        """Begins with batch `skip` of the window that begins at `unit`."""
+        """Starts with batch `skip` of the window that starts at `unit`."""
         self._load, self._sizes, self.epoch, self.loads = load, sizes, epoch, loads
         self._unit, self._first = unit, -(-unit // sizes.window) * sizes.batches
         self.step, self.steps = (
@@ -51,11 +51,11 @@ class EpochBatches:
             self._first + sizes.steps(sizes.num_units - unit),
         )
         self.opened = self.step
-        self._loaders: collections.deque[tuple[int, Prefetch]] = collections.deque()  # and its end
+        self._loaders: collections.deque[tuple[int, Prefetch]] = collections.deque()  # by ends
 
     @property
     def unit(self) -> int:
-        """Where the window of the next batch begins; at the end the number of units."""
+        """The first unit in the window of the next batch; at the end the number of units."""
         return self._unit_of(self.step)
 
     @property
@@ -68,7 +68,7 @@ class EpochBatches:
         return self._sizes.num_units if step == self.steps else whole
 
     def open(self, orders: np.ndarray, num_final: int) -> None:
-        """Begins to load what has not begun, of the first `num_final` units of each order."""
+        """Starts loading the first `num_final` units of each order, as far as not yet started."""
         windows = (num_final - self._unit) // self._sizes.window
         whole = num_final >= self._sizes.num_units
         stop = self.steps if whole else self._first + windows * self._sizes.batches
@@ -85,7 +85,7 @@ class EpochBatches:
         return self._loaders[0][1] if self._loaders else None
 
     def wait(self) -> Prefetch:
-        """The loader, which has the next batch; raises what `next` would raise."""
+        """The loader, once it has the next batch; raises what `next` would raise."""
         loader = cast(Prefetch, self.loader())
         try:
             loader.wait()
@@ -124,8 +124,8 @@ class Reader(Iterator, contextlib.AbstractContextManager):
         self._load, self._sizes, self._num_epochs, self._ahead = load, sizes, num_epochs, ahead
         self._batches = EpochBatches(load, sizes, epoch, loads, unit, skip)
         self._following: EpochBatches | None = None
-        self._order: Any = None  # a copy of this epoch's order on its way to the host,
-        self._early: Any = None  # and of what is known of the next one
+        self._order: Any = None  # a copy of this epoch's order on its way to the host
+        self._early: Any = None  # a copy of the known part of the next order, likewise
         self._due = True  # the order is still to be loaded
 
     def newest_state(self) -> State:
@@ -133,19 +133,19 @@ class Reader(Iterator, contextlib.AbstractContextManager):
         raise NotImplementedError
 
     def end_epoch(self) -> None:
-        """Is called once between two epochs."""
+        """Called once between two epochs."""
 
     def check_step(self) -> None:
         """Raises ValueError if the next batch may not be asked for yet."""
 
     @property
     def epoch(self) -> int:
-        """The epoch of the last batch, or before the first one that of it."""
+        """The epoch of the last batch; before the first batch, its epoch."""
         return self._batches.epoch
 
     @property
     def loads(self) -> int:
-        """Batches that were given, counted from the beginning of the run."""
+        """Batches returned since the beginning of the run."""
         return self._batches.loads
 
     @property
@@ -177,7 +177,7 @@ class Reader(Iterator, contextlib.AbstractContextManager):
         return loader is None or loader.ready()
 
     def close(self) -> None:
-        """Ends the threads that load."""
+        """Ends the loading threads."""
         for batches in (self._batches, self._following):
             if batches is not None:
                 batches.close()
@@ -186,7 +186,7 @@ class Reader(Iterator, contextlib.AbstractContextManager):
         self.close()
 
     def _next_batches(self) -> EpochBatches:
-        """Those of the epoch after the present one."""
+        """The batches of the epoch after the present one."""
         now = self._batches
         loads = now.loads + now.steps - now.step
         return self._following or EpochBatches(self._load, self._sizes, now.epoch + 1, loads)
@@ -195,7 +195,7 @@ class Reader(Iterator, contextlib.AbstractContextManager):
         if self._due and self._order is None:
             state = self.newest_state()
             self._order = _copies(state.current, *epoch_of(state))
-        # With two loads begun, wait for the order only when the device has the first to do.
+        # Once two loads have started, wait for the order only while the device is busy.
         if self._due and (self._batches.step or self._batches.opened < 2):
             order, *epochs = map(np.asarray, self._order)
             self.check_order(*epochs)
@@ -204,10 +204,10 @@ class Reader(Iterator, contextlib.AbstractContextManager):
         self._look_ahead()
 
     def check_order(self, *epochs_of_workers: np.ndarray) -> None:
-        """Raises ValueError if the orders, which were `found` in an epoch, are not in this one."""
+        """Raises ValueError if the epoch in the orders' states is not this one."""
 
     def _look_ahead(self):
-        """Copies what is known of the next epoch, and loads it a step later: no wait for either."""
+        """Copies the known part of the next order, and loads it a step later, without waiting."""
         now, units = self._batches, self._sizes.num_units
         if self._early is None:
             if now.step >= now.steps - 1 - self._ahead:
@@ -236,5 +236,5 @@ def of_process(x: Any) -> Any:
 
 
 def epoch_of(state: State) -> list[np.ndarray]:
-    """The epoch in which the orders are; of an order of one's own that counts none, nothing."""
+    """The epoch that the orders are in; empty for a custom order that does not count epochs."""
     return [state.epoch] if hasattr(state, "epoch") else []

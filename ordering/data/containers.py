@@ -1,7 +1,7 @@
-"""Containers of other libraries, and the line of code that makes arrays of each.
+"""Containers of other libraries, and the line of code that converts each to arrays.
 
-NumPy would convert most of them without a word: missing values to NaN or None, uint64 beside int64
-to float64, mappings to their keys. So they are refused, and the user writes the conversion.
+NumPy would convert most of them silently: missing values to NaN or None, uint64 beside int64 to
+float64, mappings to their keys. So they are refused, and the user writes the conversion.
 """
 
 import collections
@@ -16,7 +16,7 @@ ARRAY = "{x}.to_numpy()"
 PANDAS = "{{name: column.to_numpy() for name, column in {x}.items()}}"
 POLARS = "{{column.name: column.to_numpy() for column in {x}}}"
 ARROW = "{{name: {x}[name].to_numpy(zero_copy_only=False) for name in {x}.schema.names}}"
-# By package and class, also of a base class. Of several that fit the most special counts.
+# By package and class or base class. If several match, the most derived class counts.
 LINES = {
     ("dask", "Array"): "{x}.compute()",
     ("dask", "DataFrame"): "{x}.compute()",
@@ -56,24 +56,24 @@ LINES = {
 }
 TENSORS = {("tensorflow", "Tensor"), ("torch", "Tensor")}
 DROPPED = {"pandas": ".dropna()", "polars": ".drop_nulls()", "pyarrow": ".drop_null()"}
-COLUMNS = {  # a table as the dict of its columns, as they are
+COLUMNS = {  # a table as the dict of its columns, not converted
     "pandas": "dict({x}.items())",
     "polars": "{{column.name: column for column in {x}}}",
     "pyarrow": "{{name: {x}[name] for name in {x}.schema.names}}",
 }
 ROWS = {"pandas": "{x}.tolist()", "polars": "{x}.to_list()", "pyarrow": "{x}.to_pylist()"}
-TREES = (dict, collections.OrderedDict, collections.defaultdict)  # of which JAX makes trees
+TREES = (dict, collections.OrderedDict, collections.defaultdict)  # trees for JAX
 
 
 def refuse(name: str, what: str, line: str, more: str = "") -> NoReturn:
-    """Raises the ValueError of everything that is to be converted by the user."""
+    """Raises the ValueError for everything that the user has to convert."""
     raise ValueError(f"{name} is {what}: write {line} in its place{more}.")
 
 
 def check_container(name: str, x: Any) -> None:
-    """Raises ValueError, with the line to write, for a container that is no array and no tree.
+    """Raises ValueError, with the line to write, for a container that is not an array or a tree.
 
-    `name` is how the user's program calls it, such as "source['x']".
+    `name` is the expression in the user's program, such as "source['x']".
     """
     if type(x) in (np.ndarray, str, bytes, bool, int, float, dict, tuple, list):
         return
@@ -110,13 +110,16 @@ def _refuse_container(name: str, x: Any, package: str, kind: str) -> NoReturn:
 
 
 def is_tensor(x: Any) -> bool:
-    """Whether it is an array of TensorFlow or PyTorch, which NumPy takes without a copy."""
+    """Whether it is an array of TensorFlow or PyTorch, which NumPy reads without a copy."""
     return any(kind in TENSORS for kind in _kinds(x))
 
 
 def as_numpy(name: str, x: Any) -> np.ndarray:
-    """A NumPy array, a JAX array or a tensor as an array of NumPy; ValueError for one that has no
-    such, as of random keys, objects, records and texts of variable width."""
+    """A NumPy array, a JAX array or a tensor as a NumPy array.
+
+    Raises ValueError if there is none, as for random keys, objects, records and texts of variable
+    width.
+    """
     check_container(name, x)
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         refuse(name, "an array of random keys", f"jax.random.key_data({name})")
@@ -172,7 +175,7 @@ def _check_objects(name: str, array: np.ndarray) -> None:
 
 
 def refuse_source(name: str, x: Any) -> NoReturn:
-    """Raises the ValueError for what is neither a tree of arrays nor has `len(x)` and `x[i]`."""
+    """Raises the ValueError for an object that is not a tree of arrays and lacks len(x) or x[i]."""
     kind = type(x).__name__
     if isinstance(x, Iterable) and not isinstance(x, str | bytes | type):
         refuse(
@@ -182,12 +185,12 @@ def refuse_source(name: str, x: Any) -> NoReturn:
     raise ValueError(
         f"{name} is a {kind}, and an order needs {name}[i]: pass arrays, a tuple or dict of them, "
         "or an object with __len__ and __getitem__, as tfds.data_source in place of tfds.load. "
-        "Of files that can only be read in sequence, order blocks (ordering.blocks)."
+        "If files can only be read in sequence, order blocks of them (ordering.blocks)."
     )
 
 
 def _kinds(x: Any) -> list[tuple[str, str]]:
-    """The packages and names of an object's classes, the most special one first."""
+    """The packages and names of an object's classes, the most derived one first."""
     return [(kind.__module__.partition(".")[0], kind.__name__) for kind in type(x).__mro__]
 
 
@@ -204,7 +207,7 @@ def _is_table(package: str, x: Any) -> bool:
 
 def _columns(package: str, x: Any) -> list:
     """The columns of a frame or table, or the one column that it is."""
-    x = getattr(x, "obj", getattr(x, "df", x))  # of a group-by
+    x = getattr(x, "obj", getattr(x, "df", x))  # the frame of a group-by
     if hasattr(x, "collect"):
         return []
     if not _is_table(package, x):
@@ -215,9 +218,9 @@ def _columns(package: str, x: Any) -> list:
 
 
 def _missing(package: str, x: Any) -> bool:
-    """Whether a column lacks a value that an array would have as NaN, None or NaT.
+    """Whether a column lacks a value, which would become NaN, None or NaT in an array.
 
-    A NaN in an array of NumPy is a number as others.
+    A NaN that is already in a NumPy array counts as a number.
     """
     if package != "pandas":
         return any(map(_null_count, _columns(package, x)))
@@ -229,7 +232,7 @@ def _missing(package: str, x: Any) -> bool:
 
 
 def _inner_missing(package: str, x: Any) -> bool:
-    """Whether a list or struct in a column lacks a value: its array would be one of floats."""
+    """Whether a list or struct in a column lacks a value, which would make its array floating."""
     for column in _columns(package, x):
         if package == "pandas":  # only Arrow's types have lists
             column = getattr(getattr(column, "array", column), "__arrow_array__", lambda: None)()

@@ -97,7 +97,7 @@ def test_a_filter_sees_none_where_a_value_is_missing(tmp_path):
     with pytest.raises(TypeError) as error:
         split(files(path), unit_size=4, keep=lambda r: r["y"] > 0)
     assert error.value.__notes__ == [
-        "keep was asked for record 1, of all from 0. Missing values are None."
+        "keep was called for record 1, counted from 0. Missing values are None."
     ]
 
 

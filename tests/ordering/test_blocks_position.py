@@ -82,7 +82,7 @@ def test_a_batch_is_observed_once():
     with pytest.raises(ValueError, match="observe was called 0 times"):
         reads.observe(np.zeros((2, 2, 2)))
     next(reads), next(reads)  # as a step that adds gradients by itself
-    with pytest.raises(ValueError, match="called 0 times in a window of which 2 batches"):
+    with pytest.raises(ValueError, match="called 0 times in this window, and 2 of its batches"):
         reads.observe(np.zeros((2, 2, 2)))
     with pytest.raises(ValueError, match="advance was called inside a window"):
         reads.advance(reads.order_state)

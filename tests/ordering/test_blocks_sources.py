@@ -56,7 +56,7 @@ def test_a_path_that_exists_is_no_pattern(name, tmp_path, monkeypatch):
     [
         (
             "gs://bucket/x.npy",
-            "there is no file gs://bucket/x.npy: .* on a disk; copy those of a bucket, or mo",
+            "there is no file gs://bucket/x.npy: .* on a disk; copy the files of a bucket",
         ),
         (
             pathlib.PurePosixPath("gs://bucket/x.npy"),
