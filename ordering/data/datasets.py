@@ -32,17 +32,18 @@ def tf_dataset(
 ) -> "tf.data.Dataset":
     """The examples that an order names, one by one, as a `tf.data.Dataset`.
 
-    Element i is `source[indices[i]]`. It takes the place of a shuffled dataset, whose `map`,
-    `batch` and `prefetch` stay. Several threads read 64 examples at a time, in a fixed sequence.
+    Element i is `source[indices[i]]`. Use it in place of a shuffled dataset, and keep the `map`,
+    `batch` and `prefetch` after it. Several threads read 64 examples at a time, in a fixed order.
 
     Args:
       source: as in `as_source`; all examples have the same shapes.
-      indices: int[n] in [0, N): the order of one worker, `state.current`, or those of several as
-        from `step_indices`, whose second result is the size for `batch`. A run goes on from step t
-        by `indices[t * size :]`.
+      indices: int[n] in [0, N): the order of one worker, `state.current`, or the orders of several
+        from `step_indices`, whose second result is the size for `batch`. To resume a run at step t,
+        pass `indices[t * size :]`.
 
     Returns:
-      A `tf.data.Dataset` of one epoch. `shuffle` would break the order, and `repeat` repeats it.
+      A `tf.data.Dataset` of one epoch. Do not `shuffle` or `repeat` it, which changes or repeats
+      the order.
 
     Raises:
       ValueError: for a source or indices that do not fit.
@@ -78,10 +79,10 @@ def tf_dataset(
             leaves, other = jax.tree.flatten(_reads.wait_for(lambda: examples[part], settings))
             if other != structure or list(map(kind, leaves)) != kinds:
                 raise ValueError(
-                    "they have not the shapes of example 0: pad or cut them, or decode in map, "
-                    "as images that the source leaves encoded."
+                    "their shapes differ from those of example 0: pad or cut them, or let the "
+                    "source leave images encoded, and decode in map."
                 )
-        except Exception as error:  # of which TensorFlow keeps only the text
+        except Exception as error:  # TensorFlow keeps only its text
             raise RuntimeError(f"examples {part}: {describe_error(error)}") from error
         return [x.astype(x.dtype.newbyteorder("="), copy=False) for x in leaves]
 
@@ -111,25 +112,25 @@ def reordered(
 ) -> "tf.data.Dataset":
     """The examples of a finite `tf.data.Dataset` in another order, one by one.
 
-    Element i is element `indices[i]` of the dataset. It takes the place of
-    `dataset.shuffle(...).repeat()`; the `map`, `batch` and `prefetch` behind it stay.
+    Element i is element `indices[i]` of the dataset. Use it in place of
+    `dataset.shuffle(...).repeat()`, and keep the `map`, `batch` and `prefetch` after it.
 
-    The call reads the dataset and holds its examples as tensors, as `dataset.cache()` does: in the
-    memory of all of them, and while it reads in twice as much. So random maps belong behind it, and
-    large images are decoded behind it.
+    The call reads the dataset and keeps its examples as tensors in memory, as `dataset.cache()`
+    does; while it reads, it takes twice as much memory. So put random maps and the decoding of
+    large images after it.
 
     Args:
-      dataset: of N examples, whose cardinality is known: a tree (dict, tuple, NamedTuple) of dense
-        tensors, also of texts; all examples have the same shapes, and come in the same sequence
-        whenever they are read.
+      dataset: a dataset of N examples with a known cardinality. An example is a tree (dict, tuple,
+        NamedTuple) of dense tensors, also of texts. All examples have the same shapes, and every
+        read gives the same sequence.
       indices: as in `tf_dataset`: int[n] in [0, N).
 
     Returns:
       A `tf.data.Dataset` of one epoch, with the structure and the types of the examples.
 
     Raises:
-      ValueError: for a dataset that is not finite, empty, of unknown cardinality, of ragged or
-        sparse tensors or of several shapes, or that is shuffled; for indices that do not fit.
+      ValueError: for a dataset that is infinite, empty, shuffled, or of unknown cardinality, with
+        ragged or sparse tensors or several shapes; for indices that do not fit.
       ImportError: if TensorFlow is not installed.
 
     Examples:
@@ -166,12 +167,12 @@ def _check_finite(tf: Any, dataset: Any) -> int:
         if not isinstance(spec, tf.TensorSpec):
             raise ValueError(
                 f"dataset{jax.tree_util.keystr(path)} is a {type(spec).__name__}: make dense "
-                "tensors in a map in front, as x.to_tensor(shape=...) or tf.sparse.to_dense(x)."
+                "tensors in a map before, by x.to_tensor(shape=...) or tf.sparse.to_dense(x)."
             )
     size = int(dataset.cardinality())
     if size == tf.data.INFINITE_CARDINALITY:
         raise ValueError(
-            "dataset repeats for ever: leave out repeat(), as every epoch has an order of its own."
+            "dataset repeats for ever: leave out repeat(), as every epoch has its own order."
         )
     if size == tf.data.UNKNOWN_CARDINALITY:
         raise ValueError(
@@ -184,7 +185,7 @@ def _check_finite(tf: Any, dataset: Any) -> int:
 
 
 def _in_memory(tf: Any, dataset: Any, size: int) -> Any:
-    """The examples as one tree of tensors [N, ...]; ValueError if they come in another sequence."""
+    """The examples as one tree of tensors [N, ...]; ValueError if the sequence is not constant."""
     few = min(size, READ_AT_ONCE)
     try:
         examples = dataset.batch(size).get_single_element()
@@ -193,14 +194,14 @@ def _in_memory(tf: Any, dataset: Any, size: int) -> Any:
         if "different shapes" not in f"{error}":
             raise
         raise ValueError(
-            "dataset has examples of several shapes: pad or cut them in a map in front, and decode "
-            f"images behind it. {error.message}"
+            "dataset has examples of several shapes: pad or cut them in a map before, and decode "
+            f"images after it. {error.message}"
         ) from None
     as_bytes = lambda x: tf.io.serialize_tensor(x[:few]).numpy()  # noqa: E731
     if jax.tree.map(as_bytes, examples) != jax.tree.map(as_bytes, again):
         raise ValueError(
             "dataset gives other examples when it is read again: leave out shuffle and "
-            "shuffle_files, and put maps that draw random numbers behind reordered."
+            "shuffle_files, and put maps that draw random numbers after reordered."
         )
     return examples
 
@@ -208,8 +209,8 @@ def _in_memory(tf: Any, dataset: Any, size: int) -> Any:
 class _Reads:
     """The reads that TensorFlow's threads wait for. None may wait while Python exits.
 
-    An iterator that Python frees then waits for these threads, and they wait for Python. So a
-    thread of our own reads, which ends with the process also while a read hangs.
+    At exit Python frees iterators, which wait for these threads, which would wait for Python. So a
+    separate daemon thread reads, and ends with the process even while a read hangs.
     """
 
     def __init__(self):
@@ -218,7 +219,7 @@ class _Reads:
         atexit.register(self._close)
 
     def wait_for(self, read: Callable[[], Any], settings: Callable) -> Any:
-        """What `read` returns, in a thread with these settings of JAX."""
+        """The result of `read`, in a thread with these settings of JAX."""
         future = concurrent.futures.Future()
         with self._lock:
             self._begun += 1
@@ -249,7 +250,7 @@ def _run(future, read, settings):
     try:
         with settings():
             result = read()
-    except BaseException as error:  # raised where the read is waited for
+    except BaseException as error:  # raised again where the result is awaited
         _finish(future, future.set_exception, error)
     else:
         _finish(future, future.set_result, result)
@@ -268,16 +269,16 @@ def grain_dataset(
 ) -> "grain.MapDataset":
     """The examples that an order names, one by one, as a Grain `MapDataset`.
 
-    Element i is `source[indices[i]]`, as it is. It takes the place of a shuffled dataset, whose
-    `map`, `batch`, `to_iter_dataset` and `mp_prefetch` stay. Batch before `to_iter_dataset`: then
-    the batches do not depend on the number of processes.
+    Element i is `source[indices[i]]`, unchanged. Use it in place of a shuffled dataset, and keep
+    the `map`, `batch`, `to_iter_dataset` and `mp_prefetch` after it. Batch before
+    `to_iter_dataset`, so that batches do not depend on the number of processes.
 
     Args:
       source: as in `as_source`, such as a `MapDataset` or `tfds.data_source`.
       indices: as in `tf_dataset`.
 
     Returns:
-      A `grain.MapDataset` of one epoch. Leave `shuffle` and `repeat` out.
+      A `grain.MapDataset` of one epoch. Do not `shuffle` or `repeat` it.
 
     Raises:
       ValueError: for a source or indices that do not fit.
@@ -294,7 +295,7 @@ def grain_dataset(
       Grain's datasets, https://google-grain.readthedocs.io/en/latest/
     """
     examples = as_source(source)
-    places: Any = check_indices(indices, len(examples))  # an array is a source, too
+    places: Any = check_indices(indices, len(examples))  # an array is a source for Grain
     try:
         import grain
     except ImportError as error:

@@ -27,9 +27,10 @@ class Epochs(Reader):
     `wait()` returns when `next` would return at once, and raises what it would raise.
 
     Attributes:
-      order_state: state of the order after the last step, for a step that observes by itself.
-      observed: whether the last batch needs no `observe` any more.
-      epoch: of the last batch; loads: batches that were given since the run began.
+      order_state: state of the order after the last step, for a step that calls `order.observe`.
+      observed: whether the last batch needs no further `observe`.
+      epoch: the epoch of the last batch.
+      loads: the number of batches returned since the run began.
       epoch_ended: whether the last batch was the last of its epoch.
     """
 
@@ -43,10 +44,10 @@ class Epochs(Reader):
         )  # fmt: skip
         self.order_state, self._scope = state.order, scope
         self._order_of_all = base.compiled(order, scope)
-        self._observes = hasattr(state.order, "position")  # each step, or the next is refused
+        self._observes = hasattr(state.order, "position")  # then every step must be observed
         self.observed = True  # the last batch
         self._shift = min((int(np.min(of_process(x))) for x in epoch_of(state.order)), default=0)
-        self._shift -= epoch  # of an order that had been used before
+        self._shift -= epoch  # the order may have been used before
         self._again = bool(self.uses)  # the next batch was observed before the run was saved
         self._before = epoch, unit, loads  # the place of the last batch
 
@@ -54,11 +55,11 @@ class Epochs(Reader):
         """Observes the gradients of the last batch's units.
 
         Args:
-          rows: as `per_example_grads` or `sketched_grads` gave them, leaves [B, ...]; of several
+          rows: the rows from `per_example_grads` or `sketched_grads`, leaves [B, ...]; for several
             workers [W, B, ...].
 
         Raises:
-          ValueError: if the batch has been observed, or for other gradients than of its units.
+          ValueError: if the batch has been observed, or if the gradients do not fit its units.
         """
         if self._observes and self.observed:
             raise ValueError(
@@ -74,10 +75,10 @@ class Epochs(Reader):
             self.advance(self._order_of_all.observe(self.order_state, rows))
 
     def advance(self, order_state: State) -> None:
-        """Takes the state over from a step that observed the last batch by itself.
+        """Adopts the state from a step that observed the last batch itself.
 
         Args:
-          order_state: what `order.observe`, and `order.sync`, made of `order_state`.
+          order_state: the result of `order.observe`, and `order.sync`, for `order_state`.
 
         Raises:
           ValueError: for a state of another order.
@@ -85,30 +86,30 @@ class Epochs(Reader):
         expected = jax.tree.structure(self.order_state)
         if jax.tree.structure(order_state) != expected:
             raise ValueError(
-                f"advance got a {type(order_state).__name__}: pass what order.observe made of "
-                "reads.order_state."
+                f"advance got a {type(order_state).__name__}: pass the result of order.observe "
+                "for reads.order_state."
             )
         self.order_state, self.observed = order_state, True
 
     def sync(self) -> None:
-        """Exchanges what a coordinated order has put off; call it where workers communicate."""
+        """Exchanges data that a coordinated order has deferred; call it at syncs of the workers."""
         with jax.transfer_guard("allow"):
             self.order_state = self._order_of_all.sync(self.order_state)
 
     def state(self) -> ReadState:
-        """Where to go on: `read_epochs(..., state=)` of the same order reads on from there.
+        """The state to resume from: `read_epochs(..., state=)` of the same order continues there.
 
         A batch that has not been observed yet is read again. Keys are saved as their data.
 
         Returns:
-          A tree of arrays of its own: the order's state, epoch and units, and the run's counts.
+          A tree of new arrays: the order's state, epoch and units, and the run's counts.
         """
         return self.state_at(self.steps - (not self.observed), 0)
 
     def state_at(self, steps: int, uses: int) -> ReadState:
-        """`state` after so many steps, so many of which used the last batch, which comes again."""
+        """`state` after `steps` steps, of which `uses` used the last batch; it is read again."""
         epoch, unit, loads = self._before
-        if self.observed and not uses or self.epoch > epoch:  # whose order is gone
+        if self.observed and not uses or self.epoch > epoch:  # that epoch's order is gone
             epoch, unit, loads = self.epoch, self._batches.unit, self.loads
         with jax.transfer_guard("allow"):
             order = jax.tree.map(lambda x: jnp.copy(key_data(x)), self.order_state)
@@ -161,31 +162,32 @@ def read_epochs(
     timeout: float | None = None,
     sharding: jax.sharding.Sharding | PyTree | None = None,
 ) -> Epochs:
-    """Batches of one epoch after the other, in an order that the iterator keeps.
+    """Reads batches, epoch after epoch, in an order that the iterator keeps.
 
-    Call `reads.observe(rows)` after every step, with the gradients of its units. An order that
-    looks at no gradients needs no call. Between two epochs the next order becomes the current one;
-    `ahead` steps before, its steps that are already decided begin to load.
+    Call `reads.observe(rows)` after every step, with the gradients of its units. An order that uses
+    no gradients needs no call. Between two epochs the next order becomes the current one. Loading
+    of its known part starts `ahead` steps before the end of the epoch.
 
     Args:
-      source: as in `as_source`; or a function `(indices, first_step, epoch) -> batches`: a pipeline
-        of your own that reads the examples `indices`, int64[n], from `first_step` of that epoch on,
-        and gives an iterable of one batch per step, of W B S examples. A thread reads it and copies
+      source: as in `as_source`; or your own pipeline, a function `(indices, first_step, epoch) ->
+        batches`. It reads the examples `indices`, int64[n], from `first_step` of that epoch on, and
+        returns an iterable with one batch of W B S examples per step. A thread reads it and copies
         to the device (`prefetch_to_device`).
-      order: of which `units_per_step` units, B, make a worker's batch.
-      key: one key, of the first order.
+      order: an order; its `units_per_step` units, B, make a worker's batch.
+      key: one key, for the first order.
       like, workers, axis_name: as in `init_workers`.
       unit_size: S >= 1, consecutive examples per unit. Worker w owns the units w M to w M + M - 1.
       num_epochs: number of epochs of the whole run; None for no end.
-      state: where to go on, as `Epochs.state` gave it, or in the dicts and lists that a checkpoint
-        makes of it. The order may have another units_per_step.
-      ahead: >= 1, steps before an epoch's end at which the next one begins to load.
+      state: where to continue: the result of `Epochs.state`, or the dicts and lists that a
+        checkpoint makes of it. The order may have another units_per_step.
+      ahead: >= 1, how many steps before an epoch's end the next one starts loading.
       depth, timeout: as in `prefetch_to_device`.
-      sharding: as there; None for the default device, and with a mesh for its workers' devices.
+      sharding: as in `prefetch_to_device`. None for the default device, or with a mesh for the
+        devices of its workers.
 
     Returns:
-      An `Epochs` iterator. Batches of several workers have leaves [W, B S, ...]; in several
-      processes each reads the rows of its own workers.
+      An `Epochs` iterator. Batches of several workers have leaves [W, B S, ...]; each process reads
+      only the rows of its own workers.
 
     Raises:
       ValueError: for a source, an order or a state that do not fit each other; from `next`, if the
@@ -223,7 +225,7 @@ def read_epochs(
             check_place(place, num_units, scope.workers or 1, window)
         read = reading(source, order, scope, num_units, unit_size)
         if not callable(source):
-            steps = {window, num_units % window or window}  # of an epoch's last step, too
+            steps = {window, num_units % window or window}  # the last is an epoch's last step
             lead = () if scope.workers is None else (scope.workers,)
             check_steps(source, [(*lead, n * unit_size) for n in steps], sharding)
         if scope.mesh is not None and sharding is None and not callable(source):
@@ -237,7 +239,7 @@ def read_epochs(
 
 
 def on_devices(batches: Iterable, sharding: Any, **options: Any) -> Prefetch:
-    """`prefetch_to_device`, also over the devices of several processes."""
+    """`prefetch_to_device`, also for devices of several processes."""
     if getattr(sharding, "is_fully_addressable", True):
         return prefetch_to_device(batches, sharding=sharding, **options)
     return prefetch_to_device(map(functools.partial(_of_processes, sharding), batches), **options)

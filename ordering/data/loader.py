@@ -27,7 +27,7 @@ PLACES = jax.Device | jax.sharding.Sharding | Format | jax.memory.Space
 
 
 class LoadError(RuntimeError):
-    """A load that failed or came too late; `load` is its number, from which a run can resume."""
+    """A load failed or came too late; a run can resume from its number, `load`."""
 
     def __init__(self, load: int, why: str):
         super().__init__(f"load {load} {why}")
@@ -35,7 +35,7 @@ class LoadError(RuntimeError):
 
 
 def describe_error(error: BaseException) -> str:
-    """The type and the text of an error, also of one that cannot tell its text."""
+    """The type and the text of an error, also if its text cannot be read."""
     try:
         text = str(error)
     except Exception:
@@ -47,7 +47,7 @@ class Prefetch(Iterator, contextlib.AbstractContextManager):
     """What `prefetch_to_device` returns: an iterator of batches on the device, as a context.
 
     Attributes:
-      close: a function without arguments, which ends the thread.
+      close: a function without arguments that ends the thread.
     """
 
     def __init__(self, shared: "_Shared", thread: threading.Thread, first_load: int, timeout: Any):
@@ -66,7 +66,7 @@ class Prefetch(Iterator, contextlib.AbstractContextManager):
 
     def wait(self) -> None:
         """Waits until `next` returns at once; raises what it would raise."""
-        # The batch stays in the queue, so that Ctrl-C while this waits loses none.
+        # The batch stays in the queue, so that Ctrl-C during the wait loses none.
         while not self._shared.items:
             try:
                 self._shared.arrivals.get(timeout=self._timeout)
@@ -76,7 +76,7 @@ class Prefetch(Iterator, contextlib.AbstractContextManager):
                     f"did not come within {self._timeout:g} s: the input hangs. Call next again to "
                     "wait longer, or resume the run from this load.",
                 ) from None
-        item = self._shared.items[0]  # the end stays the end
+        item = self._shared.items[0]  # stays in the queue if it is the end
         if item is None:
             raise StopIteration
         if not isinstance(item, tuple):
@@ -107,8 +107,8 @@ def prefetch_to_device(
 ) -> Prefetch:
     """Loads batches and copies them to the device on a thread, during the steps before them.
 
-    The queue holds `depth` finished batches. The thread holds one more, which it loads or for
-    which it awaits a place. Loading starts at the call.
+    The queue holds `depth` finished batches. The thread holds one more, which it is loading or
+    which waits for a place in the queue. Loading starts at the call.
 
     Args:
       batches: an iterable of trees of arrays, such as a dataset of tf.data or a Grain loader;
@@ -123,7 +123,7 @@ def prefetch_to_device(
       the device; `close()` ends the thread.
 
     Raises:
-      ValueError: for batches that are no iterable, or a depth, timeout or first_load out of range.
+      ValueError: if batches is not iterable, or a depth, timeout or first_load is out of range.
       LoadError: from `next`, with the number of the load that failed or hangs.
 
     Examples:
@@ -141,7 +141,7 @@ def prefetch_to_device(
     wrong = [s for s in jax.tree.leaves(sharding) if not isinstance(s, PLACES)]
     if wrong:
         raise ValueError(
-            f"sharding is {wrong[0]!r}: pass a device, as jax.devices()[0], a jax.sharding."
+            f"sharding is {wrong[0]!r}: pass a device, such as jax.devices()[0], a jax.sharding."
             "Sharding, or a tree of them."
         )
     arrivals, slots = queue.SimpleQueue(), queue.SimpleQueue()
@@ -176,10 +176,10 @@ def carried_settings() -> Callable[[], contextlib.AbstractContextManager]:
 
 @contextlib.contextmanager
 def spreading(threads: int) -> Iterator[Callable]:
-    """Threads, for whose end Python does not wait, until the context ends.
+    """Threads that live until the context ends; Python does not wait for them at exit.
 
-    It gives `spread(function, jobs)`, which has them call the function with each job, and returns
-    a function that waits until all is done, and raises what a call raised.
+    The context's value is `spread(function, jobs)`. The threads then call the function with each
+    job. `spread` returns a function that waits until all are done, and raises the error of a call.
     """
     calls, settings = queue.SimpleQueue(), carried_settings()
 
@@ -190,13 +190,13 @@ def spreading(threads: int) -> Iterator[Callable]:
         try:
             function(job)
             done.put(None)
-        except BaseException as error:  # raised where the end is waited for
+        except BaseException as error:  # raised again where the end is awaited
             done.put(error)
         return True
 
     def work():
         with settings():
-            while call_one():  # whose names must not keep a job until the next one
+            while call_one():  # a function, so that no name keeps a job until the next one
                 pass
 
     def spread(function: Callable[[Any], None], jobs: Sequence) -> Callable[[], None]:
@@ -245,8 +245,10 @@ def on_device(batch: PyTree, sharding: PyTree = None) -> PyTree[jax.Array]:
 
 
 def check_steps(source: Source, shapes: Iterable[tuple[int, ...]], sharding: PyTree) -> None:
-    """Raises ValueError if a sharding cannot hold batches of a source, whose leaves begin with
-    these axes, as (W, n): those of a whole step, and of the last one of an epoch."""
+    """Raises ValueError if a sharding cannot hold batches of a source.
+
+    `shapes` are the leading axes, such as (W, n), of a whole step and of an epoch's last step.
+    """
     if sharding is not None:
         first = source[:1]
         for axes in shapes:
@@ -257,7 +259,7 @@ def check_steps(source: Source, shapes: Iterable[tuple[int, ...]], sharding: PyT
 def check_sharding(batch: PyTree, sharding: PyTree) -> None:
     """Raises ValueError, which names the leaf, for arrays that a sharding cannot hold.
 
-    The leaves of the batch only need a shape. JAX says the rest, as of another structure.
+    The leaves of the batch only need a shape. JAX checks the rest, such as the structure.
     """
     is_none = lambda x: x is None  # noqa: E731
     try:
@@ -283,17 +285,17 @@ def check_sharding(batch: PyTree, sharding: PyTree) -> None:
             place.shard_shape(shape)
         except ValueError:
             raise ValueError(
-                f"{name} has the shape {shape}, which sharding={spec} cannot cut over "
+                f"{name} has the shape {shape}, which sharding={spec} cannot split over "
                 f"{dict(place.mesh.shape)}: let all batches, also the last of an epoch, hold a "
-                "multiple of the devices. Leave examples out, or pad the source and give the "
+                "multiple of the devices. Leave out examples, or pad the source and give the "
                 "padding no weight in the loss (docs/use/input.md)."
             ) from None
 
 
 def representable(batch: PyTree) -> PyTree:
-    """The batch in the types that it has on the device; ValueError where those do not hold it.
+    """The batch in the types that it has on the device; ValueError if these cannot represent it.
 
-    JAX would cut integers to 32 bits while its x64 mode is off, and make large floats infinite.
+    Without its x64 mode JAX would truncate integers to 32 bits, and make large floats infinite.
     """
     return jax.tree_util.tree_map_with_path(_representable, batch)
 
@@ -313,7 +315,7 @@ def _representable(path, value):
         array = array.astype(object)
     dtype = array.dtype.newbyteorder("=")
     numbers = any(jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool_))
-    if dtype.kind == "m" or not numbers:  # to NumPy a time span is a number, too
+    if dtype.kind == "m" or not numbers:  # for NumPy a time span is a number, too
         example = f", as {array.flat[0]!r:.60}" if array.size else ""
         advice = ADVICE.get(dtype.kind, "leave texts and other objects out of the batches")
         raise ValueError(f"{name} is of {dtype}{example}, which JAX does not have: {advice}.")
@@ -324,8 +326,8 @@ def _representable(path, value):
         changed = cast != array if target.kind in "iu" else np.isinf(cast) & ~np.isinf(array)
         if changed.any():
             raise ValueError(
-                f"{name} has {array[changed][0]}, and JAX makes {target} of {dtype}, which does "
-                "not hold it: leave it out of the batches, scale or split it, or set "
+                f"{name} has {array[changed][0]}, and JAX converts {dtype} to {target}, which "
+                "cannot hold it: leave it out of the batches, scale or split it, or set "
                 "JAX_ENABLE_X64=1."
             )
         array = cast
@@ -334,7 +336,7 @@ def _representable(path, value):
 
 
 class _Shared(NamedTuple):
-    """What the loader shares with its thread, which must not keep the loader alive."""
+    """State that the loader shares with its thread, which must not keep the loader alive."""
 
     items: collections.deque  # (batch,) of each batch, then None (the end) or an exception
     arrivals: queue.SimpleQueue  # wakes the consumer, for each item
@@ -353,7 +355,7 @@ def _work(batches, sharding, shared, settings):
 
 
 def _load_one(batches, sharding, shared) -> bool:
-    """Whether there may be another batch; the names here must not keep one until then."""
+    """Whether there may be another batch. A function, so that no name keeps a batch."""
     shared.slots.get()
     if shared.closed.is_set():
         return False
@@ -361,7 +363,7 @@ def _load_one(batches, sharding, shared) -> bool:
         item = (jax.block_until_ready(on_device(next(batches), sharding)),)
     except StopIteration:
         item = None
-    except BaseException as error:  # raised where the batch is asked for
+    except BaseException as error:  # raised again by `next`
         item = error
     if shared.closed.is_set():
         return False  # the consumer has been given the end
@@ -372,6 +374,6 @@ def _load_one(batches, sharding, shared) -> bool:
 def _stop(shared, thread):
     shared.closed.set()
     shared.slots.put(None)
-    if thread is not threading.current_thread():  # which may be the one that collects garbage
+    if thread is not threading.current_thread():  # garbage collection may run in the thread
         thread.join(timeout=1)
     shared.put(None)  # the end, for a consumer that still waits

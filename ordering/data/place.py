@@ -1,4 +1,4 @@
-"""A place in the data with the state of an order there, as checkpoints keep it."""
+"""A position in the data with the state of an order there, for checkpoints."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -15,29 +15,29 @@ Count = int | Int[np.ndarray, ""] | Int[jax.Array, ""]
 
 
 class ReadState(NamedTuple):
-    """A place in the data and the order's state there; see `Epochs.state`."""
+    """A position in the data and the order's state there; see `Epochs.state`."""
 
-    order: State  # of all workers
+    order: State  # the states of all workers
     epoch: Count = 0
-    units: Count = 0  # of this epoch, that all workers together have read
-    loads: Count = 0  # batches that were read since the run began
-    steps: Count = 0  # as many, or with echoing the uses of all batches
-    uses: Count = 0  # of the batch after these units, which is used again; 0: none is
+    units: Count = 0  # units of this epoch that all workers together have read
+    loads: Count = 0  # batches read since the run began
+    steps: Count = 0  # equal to loads; with echoing, the uses of all batches
+    uses: Count = 0  # uses so far of the next batch, which is used again; 0 if it is not
 
 
 def check_state(state: State) -> None:
-    """Raises ValueError unless a state has what a reader looks at."""
+    """Raises ValueError unless a state has the fields that a reader needs."""
     missing = [name for name in ("current", "next", "left") if not hasattr(state, name)]
     if missing:
         raise ValueError(
             f"the order's state, a {type(state).__name__}, has no {' and no '.join(missing)}: give "
-            "it all that ordering.Ordering names; where nothing of the next order is known, a copy "
-            "of current as next and zero as left."
+            "it all fields that ordering.Ordering requires. If the next order is not known yet, "
+            "let next be a copy of current, and left zero."
         )
 
 
 def check_place(place: ReadState, num_units: int, workers: int, window: int) -> None:
-    """Raises ValueError for a place that is none of the order's, or from which no step begins."""
+    """Raises ValueError for a position outside of the order, or one where no step begins."""
     unit, rest = divmod(int(place.units), workers)
     if rest or not 0 <= unit <= num_units:
         raise ValueError(
@@ -49,13 +49,13 @@ def check_place(place: ReadState, num_units: int, workers: int, window: int) -> 
     if hasattr(place.order, "position") and not aligned:
         raise ValueError(
             f"{unit} of {num_units} units were read, which leaves no whole steps of {window} units "
-            "for the order to observe: go on with another units_per_step until the epoch ends."
+            "for the order to observe: use another units_per_step until the epoch ends."
         )
 
 
 def restored(like: Any, saved: PyTree) -> Any:
-    """`saved` in the structure, types and places of `like`; ValueError if it has other arrays."""
-    advice = "pass what Epochs.state gave of an order with the same arguments, units and workers."
+    """`saved` with the structure, types and devices of `like`; ValueError if arrays differ."""
+    advice = "pass Epochs.state() of an order with the same arguments, units and workers."
 
     def pick(path, leaf):
         value = saved
@@ -82,7 +82,7 @@ def restored(like: Any, saved: PyTree) -> Any:
 
 
 def part_of(tree, name):
-    """An item or field, by its name or place, of a tree or of what a checkpoint made of it."""
+    """An item or field, by name or index, of a tree or of the form a checkpoint gave it."""
     if isinstance(tree, Mapping):
         return tree[name] if name in tree else tree[str(name)]
     if isinstance(name, str) and hasattr(tree, name):
@@ -91,12 +91,12 @@ def part_of(tree, name):
 
 
 def key_data(x: Any) -> Any:
-    """The uint32 data of typed keys; other arrays as they are."""
+    """The uint32 data of typed keys; other arrays unchanged."""
     return jax.random.key_data(x) if isinstance(x, jax.Array) and mesh.is_key(x) else x
 
 
 def _placed(x, like):
-    """A copy of an array, typed as `like` and where it is."""
+    """A copy of an array, with the type and the device of `like`."""
     if not isinstance(like, jax.Array):
         return np.asarray(x)
     if mesh.is_key(like):

@@ -22,7 +22,7 @@ def reading(
     workers, window = scope.workers or 1, order.units_per_step
     total = order.total if order.is_global and order.total else workers * num_units
     here = workers_of_process(scope)
-    first = 0 if order.is_global else num_units * here[:, None]  # of each worker's own units
+    first = 0 if order.is_global else num_units * here[:, None]  # each worker's first unit
 
     def pipeline(orders, first_step, epoch):
         orders = np.atleast_2d(orders) + first
@@ -41,8 +41,8 @@ def reading(
     if not 0 <= len(examples) - total * unit_size < workers * window * unit_size:
         raise ValueError(
             f"the source has {len(examples)} examples, and the orders name {total} units of "
-            f"{unit_size}: make orders for all of them, pass a source of the examples of all "
-            "workers, or another unit_size; leave out of the source what is not to be read."
+            f"{unit_size}: make orders for all examples, pass a source with the examples of all "
+            "workers, or change unit_size. Leave out of the source what is not to be read."
         )
 
     def batches(orders, first_step, epoch):
@@ -71,7 +71,7 @@ def workers_of_process(scope: Scope) -> np.ndarray:
 
 
 def _in_full(batches: Iterable, sizes: Sequence[int]) -> Iterator:
-    """The batches; ValueError for others than one per step, which would lose examples."""
+    """The batches; raises ValueError unless there is one per step with all of its examples."""
     batches, more = iter(batches), object()
     for number, size in enumerate(sizes):
         batch = next(batches, more)

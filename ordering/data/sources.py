@@ -12,7 +12,7 @@ from ordering import base
 from ordering.data import containers
 from syncopate import plans
 
-MOST = 2**48  # examples; Grain calls a data set that repeats without end 2^63 - 1 long
+MOST = 2**48  # examples; in Grain an endlessly repeated data set has the length 2^63 - 1
 
 
 class Source:
@@ -41,7 +41,7 @@ class Source:
         return stacked(_read(self._data, numbers), self._like, numbers)
 
     def example(self, i: int) -> PyTree:
-        """Example i, as the data have it: lists of several lengths stay what they are."""
+        """Example i, unchanged: lists of several lengths stay lists."""
         if self._like is None:
             return jax.tree.map(lambda x: x[i], self._data)
         (example,) = _read(self._data, [int(i)])
@@ -53,26 +53,26 @@ class Source:
 
 
 def as_source(source: PyTree[ArrayLike] | Sequence | Source, *, name: str = "source") -> Source:
-    """Data as a `Source`, which every reader of `ordering.data` and `ordering.blocks` makes of it.
+    """Data as a `Source`; every reader of `ordering.data` and `ordering.blocks` calls this.
 
-    Nothing is converted without a word. Other containers are refused, and the message has the line
-    of code to write; missing values are refused, too.
+    Nothing is converted silently. Other containers are refused, and the message has the line of
+    code to write; missing values are refused, too.
 
     Args:
       source: a tree (dict, tuple, NamedTuple) of arrays [N, ...] of NumPy or JAX; or an object with
-        `len(source)` and `source[i]`, and `source.__getitems__(list)` if it has it: lists of
-        examples, data sets of Grain, PyTorch and Hugging Face (one split, without a format or in
-        "numpy", "torch" or "jax"), `tfds.data_source`. Examples are trees of arrays, numbers and
-        texts; a list of numbers or texts is one array. Their types are those of example 0.
-      name: what messages call it.
+        `len(source)` and `source[i]`, such as a list of examples, `tfds.data_source`, or a data set
+        of Grain, PyTorch or Hugging Face (one split, without a format or in "numpy", "torch" or
+        "jax"). If it has `__getitems__(list)`, this is used. Examples are trees of arrays, numbers
+        and texts; a list of numbers or texts is one array. All have the types of example 0.
+      name: its name in messages.
 
     Returns:
       A `Source`: `len(source)`, and `source[indices]` for a batch.
 
     Raises:
       ValueError: for another container, with the line that converts it; for an empty source, or
-        arrays of unequal lengths; from `source[indices]`, for an example whose types or keys are
-        not those of example 0, for missing values, and for a batch of several shapes.
+        arrays of unequal lengths. From `source[indices]`, for an example whose types or keys differ
+        from those of example 0, for missing values, and for a batch of several shapes.
 
     Examples:
       >>> import numpy as np
@@ -135,13 +135,13 @@ def _check_size(name: str, size: int) -> None:
         raise ValueError(f"{name} is empty: pass at least one example.")
     if size > MOST:
         raise ValueError(
-            f"{name} has {size} examples, as a data set that repeats for ever: leave out repeat(), "
-            "as every epoch has an order of its own."
+            f"{name} has {size} examples, like a data set that repeats for ever: leave out "
+            "repeat(), as every epoch has its own order."
         )
 
 
 def check_indices(indices: ArrayLike | Sequence, num_examples: int) -> Int[np.ndarray, "n"]:
-    """int64[n], indices of a source's examples; raises ValueError for anything else."""
+    """int64[n], indices of a source's examples; raises ValueError for other values."""
     indices = whole_numbers("indices", indices, (1,), "step_indices(...)[0]")
     wrong = indices[(indices < 0) | (indices >= num_examples)]
     if wrong.size:
@@ -153,7 +153,7 @@ def check_indices(indices: ArrayLike | Sequence, num_examples: int) -> Int[np.nd
 
 
 def never_ends(read: Callable[[], Any]) -> Any:
-    """What `read` returns. StopIteration becomes another error: it would end the epoch unseen."""
+    """The result of `read`; a StopIteration, which would silently end the epoch, is replaced."""
     try:
         return read()
     except StopIteration as error:
@@ -170,14 +170,14 @@ def _read(source: Any, numbers: list[int]) -> list:
     return rows
 
 
-# What a list may hold that becomes one array. None, a missing value, has an error of its own.
+# What may be in a list that becomes one array. None, a missing value, has its own error.
 PLAIN = (bool, int, float, complex, str, bytes, np.generic, type(None))
 ADVICE = (
     "lists become arrays of numbers or of texts, of one type and of equal lengths, with no missing "
     "values. Pad or convert it in the source, or leave it out."
 )
 PYTHONS = {kind: np.asarray(kind()).dtype for kind in (bool, int, float, complex)}
-TEXTS = np.dtype(object)  # NumPy's text types drop trailing zero bytes, as of an encoded image
+TEXTS = np.dtype(object)  # NumPy's text types drop trailing zero bytes, e.g. of encoded images
 PYTHONS |= {str: TEXTS, bytes: TEXTS}
 
 
@@ -189,8 +189,7 @@ class Like(NamedTuple):
     dtypes: list[np.dtype]
 
     def leaves(self, number: int, example: PyTree, ragged: bool = False) -> list:
-        """The leaves of an example as arrays, or scalars; ValueError if they are not like the
-        first's."""
+        """The leaves of an example as arrays, or scalars; ValueError unless like example 0's."""
         name = f"example {number}"
         try:
             values = self.structure.flatten_up_to(example)
@@ -202,7 +201,7 @@ class Like(NamedTuple):
             ) from None
         arrays = []
         for path, value, dtype in zip(self.paths, values, self.dtypes, strict=True):
-            kind = type(value)  # those that need no more than a look at their type come first
+            kind = type(value)  # first the cases that need only the type
             if kind is np.ndarray or issubclass(kind, np.generic):
                 is_like = value.dtype == dtype and dtype != TEXTS
             else:
@@ -224,7 +223,7 @@ class Like(NamedTuple):
 
 
 def like_of(example: PyTree, name: str = "source") -> Like:
-    """What all examples of a source have to be like; ValueError for what no batch can hold."""
+    """The structure and types for all examples; ValueError if no batch can hold them."""
     with_paths, structure = jax.tree_util.tree_flatten_with_path(example, is_leaf=_is_leaf)
     if not with_paths:
         raise ValueError(f"{name}[0] is {example!r}, without arrays: give examples with values.")
@@ -238,7 +237,7 @@ def stacked(
 ) -> PyTree[np.ndarray]:
     """One tree of arrays [n, ...] from n examples, like the first one of the source.
 
-    `numbers` are theirs, for messages. Without `like` they are to be like the first of these.
+    `numbers` are the examples' numbers, for messages. Without `like`, the first example sets it.
     """
     numbers = range(len(examples)) if numbers is None else numbers
     like = like_of(examples[0]) if like is None else like
@@ -248,12 +247,12 @@ def stacked(
 
 
 def _stack(path: str, column: Sequence, dtype: np.dtype) -> np.ndarray:
-    """One array of the arrays or scalars of one type."""
+    """One array from arrays or scalars of one type."""
     shapes = {getattr(x, "shape", ()) for x in column}
     if len(shapes) > 1:
         raise ValueError(
             f"the examples' {path or 'arrays'} have the shapes {sorted(shapes)[:9]} in one batch, "
-            "which needs one shape: pad or cut them in the source."
+            "which must have one shape: pad or cut them in the source."
         )
     if shapes and shapes != {()}:
         return np.stack(column)
@@ -274,7 +273,7 @@ def _named(dtype: np.dtype) -> str:
 
 
 def _is_leaf(value: Any) -> bool:
-    """Whether it is to become one array, or to be refused; JAX makes a tree of some of these."""
+    """Whether it becomes one array, or is refused; for JAX some of these are trees."""
     if isinstance(value, list):
         return _is_column(value)
     return value is None or not isinstance(value, dict | tuple) and _is_container(value)
@@ -289,7 +288,7 @@ def _is_container(value: Any) -> bool:
 
 
 def _is_column(value: list) -> bool:
-    """Whether a list is to become one array; JAX would treat it as a tree of many."""
+    """Whether a list becomes one array; for JAX it would be a tree of many."""
     kinds = set(map(type, value))
     plain = all(issubclass(kind, PLAIN) or kind is list for kind in kinds)
     return plain and (list not in kinds or all(_is_column(v) for v in value if type(v) is list))
@@ -331,7 +330,7 @@ def _objects(value: Any) -> np.ndarray:
 
 
 def _of_list(name: str, value: Any) -> np.ndarray:
-    """One array of a list of numbers or of texts, or of lists of them of equal lengths."""
+    """One array from a list of numbers or texts, or from lists of equal lengths of these."""
     try:
         array = np.array(value)
     except ValueError:  # several lengths
@@ -354,7 +353,7 @@ def _of_list(name: str, value: Any) -> np.ndarray:
 def whole_numbers(
     name: str, value: object, ndims: Sequence[int] = (1, 2), example: str = "state.current"
 ) -> Int[np.ndarray, "..."]:
-    """int64 with so many axes; ValueError for anything else, such as an order's whole state."""
+    """int64 with `axes` axes; ValueError otherwise, for example for an order's whole state."""
     array, kind = plans.as_array(value)
     if array.ndim not in ndims or (array.size and array.dtype.kind not in "iu"):
         axes = " or ".join(map(str, ndims))
@@ -378,8 +377,8 @@ def step_indices(
     u S + S - 1. If B does not divide M, the last step has the M mod B units that are left.
 
     Args:
-      orders: int[M] or int[W, M], a permutation of 0 .. M - 1 for every worker; with `num_units`,
-        a slice [.., m] of such orders that starts at a step.
+      orders: int[M] or int[W, M], a permutation of 0 .. M - 1 for every worker. With `num_units`, a
+        slice [.., m] of such orders that starts at a step.
       units_per_step: B in [1, M], units per worker and step.
       unit_size: S >= 1, consecutive examples per unit.
       num_units: M, if `orders` is a slice.
@@ -414,7 +413,7 @@ def step_indices(
         )
     check_units_of(orders if total is None else orders.reshape(-1), total or per_worker)
     if total is None:
-        np.add(orders, per_worker * np.arange(workers)[:, None], out=orders)  # our own copy
+        np.add(orders, per_worker * np.arange(workers)[:, None], out=orders)  # orders is a copy
     whole, units = length - length % units_per_step, np.empty(orders.size, np.int64)
     steps = orders[:, :whole].reshape(workers, -1, units_per_step).swapaxes(0, 1)
     units[: workers * whole].reshape(steps.shape)[:] = steps
@@ -430,14 +429,14 @@ def check_units_of(orders: np.ndarray, most: int) -> None:
     if outside or any(_repeats(units, most) for units in np.atleast_2d(orders)):
         raise ValueError(
             f"orders of shape {orders.shape} name a unit twice, or outside 0 .. {most - 1}: pass "
-            "each worker's order of its own units, of a slice also num_units; or the orders of one "
-            "epoch over the units of all workers, and their total."
+            "each worker's order of its own units, for a slice also num_units; or the orders of "
+            "one epoch over the units of all workers, and their total."
         )
 
 
 def _repeats(units: np.ndarray, most: int) -> bool:
     """Whether a unit of 0 .. most - 1 occurs twice."""
-    if 64 * len(units) < most:  # to sort a few is cheaper than a mark for everyone
+    if 64 * len(units) < most:  # sorting a few units is cheaper than marking all
         return bool((np.diff(np.sort(units)) == 0).any())
     seen = np.zeros(most, bool)
     seen[units] = True

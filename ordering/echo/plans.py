@@ -24,8 +24,8 @@ class EchoPlan(plans.Plan):
     Two plans are equal if they load in the same steps.
 
     Args:
-      fresh: bool[T]; fresh[0] is True, as the first step has no batch to use again.
-      rule: how the plan was made, for people.
+      fresh: bool[T]; fresh[0] is True, since the first step has no batch to use again.
+      rule: a description.
 
     Raises:
       ValueError: if there is no step, or the first is not fresh.
@@ -89,15 +89,14 @@ class EchoPlan(plans.Plan):
     def first_load(self, step: int) -> int:
         """The number of the first load that a run needs if it resumes at a step.
 
-        At the end it is the last one: a run without more steps needs none, but one by `adaptive`,
-        of whose decisions this is the plan, may use it again.
+        At the end of the plan it is the last load. A run by `adaptive` may use that load again.
         """
         plans.check_whole("step", step, 0)
         before = int(self.loads_before(step))
         return before - (step == self.total_steps or not self.decide(step))
 
     def decide(self, step: int, **_: object) -> bool:
-        """Whether a step loads; other policies use the other arguments."""
+        """Whether a step loads; only other policies use the other arguments."""
         return bool(self.fresh[step])
 
     def again(self, step: int, uses: int) -> bool:
@@ -125,7 +124,7 @@ class EchoPlan(plans.Plan):
 
 
 class Factor(NamedTuple):
-    """Every batch is used as often, for as long as there are loads; see `fixed`."""
+    """Every batch is used equally often, as long as there are loads; see `fixed`."""
 
     factor: int
 
@@ -227,8 +226,8 @@ def error_diffusion(p: optax.Schedule | float | np.ndarray, *, total_steps: int)
 
     a <- a + p(t); fresh_t = (a >= 1); a <- a - fresh_t; a starts so that the first step loads.
 
-    The number of loads in any stretch of steps differs from the sum of p by less than 1. If a load
-    takes R steps and p <= 1 / R, no step waits, whereas random loads can follow too closely.
+    The number of loads in any range of steps differs from the sum of p by less than 1. If a load
+    takes R steps and p <= 1 / R, no step waits; random loads may follow each other too closely.
 
     Args:
       p: a rate in (0, 1], loads per step; a schedule of rates; or float[T].
@@ -250,7 +249,7 @@ def error_diffusion(p: optax.Schedule | float | np.ndarray, *, total_steps: int)
     acc = 1.0 - rates[0]
     for t, rate in enumerate(rates.tolist()):
         acc += rate
-        # Ten tenths add up to a little less than one.
+        # In floating point ten tenths add up to slightly less than one.
         fresh[t] = acc >= 1 - 1e-9
         acc -= fresh[t]
     return EchoPlan(fresh, f"error diffusion, p = {schedules.describe_schedule(p)}")
@@ -301,7 +300,7 @@ def adaptive(
     fresh_t = ready_t, or uses of the batch = e_max, where the step waits for its batch.
 
     It needs no p, and does not stall if loading times vary. Record its decisions,
-    `[batches.fresh for _ in batches]`: an `EchoPlan` of them replays the run exactly.
+    `[batches.fresh for _ in batches]`, to replay the run exactly by an `EchoPlan` of them.
 
     Args:
       max_factor: e_max >= 1, the most uses of a batch.
@@ -312,7 +311,7 @@ def adaptive(
       A `Measured` for `repeat`.
 
     Raises:
-      ValueError: for values out of range, or decisions that are not those of a run's first steps.
+      ValueError: for values out of range, or `decided` that cannot be a run's first decisions.
 
     Examples:
       >>> import numpy as np

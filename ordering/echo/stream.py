@@ -24,12 +24,12 @@ def ready_everywhere(ready: bool) -> bool:
 
 
 class Repeated(Iterator):
-    """One batch per step; see `repeat`. After an error, as of a late batch, `next` goes on.
+    """One batch per step; see `repeat`. After an error, such as a late batch, call `next` again.
 
     Attributes:
       step: number of the last step, -1 before the first.
-      load: number of the load that brought its batch.
-      fresh: whether it was the first with this load.
+      load: number of the load of its batch.
+      fresh: whether it was the first step with this load.
     """
 
     def __init__(self, loads: Any, plan: Any, steps: int, count: int, uses: int, again: bool,
@@ -59,7 +59,7 @@ class Repeated(Iterator):
         return self._batch
 
     def _fetch(self, step, load, *, may_end):
-        if self._failed:  # a generator that failed would now end
+        if self._failed:  # a generator that has failed would now end
             raise self._failed
         try:
             return on_device(next(self._source))
@@ -88,12 +88,12 @@ class Repeated(Iterator):
         return self._reads().order_state
 
     def observe(self, rows: PyTree) -> None:
-        """Observes the gradients of a fresh batch; those of one that is used again are ignored."""
+        """Observes the gradients of a fresh batch; those of a repeated batch are ignored."""
         if self.fresh:
             self._reads().observe(rows)
 
     def advance(self, order_state: State) -> None:
-        """Takes the state over from a step that observed a fresh batch by itself."""
+        """Adopts the state from a step that observed a fresh batch itself."""
         self._reads().advance(order_state)
 
     def sync(self) -> None:
@@ -101,9 +101,9 @@ class Repeated(Iterator):
         self._reads().sync()
 
     def state(self) -> ReadState:
-        """Where to go on, also between two uses of a batch, which is then read again.
+        """The state to resume from, also between two uses of a batch, which is then read again.
 
-        `repeat(read_epochs(..., state=), plan)` goes on from there.
+        `repeat(read_epochs(..., state=), plan)` continues there.
         """
         reads, uses = self._reads(), self._uses
         if not reads.observed:
@@ -114,8 +114,8 @@ class Repeated(Iterator):
     def _reads(self) -> Epochs:
         if not isinstance(self._loads, Epochs):
             raise ValueError(
-                f"the loads are a {type(self._loads).__name__}, which keeps no order: pass those "
-                "of ordering.data.read_epochs."
+                f"the loads are a {type(self._loads).__name__}, which keeps no order: pass the "
+                "result of ordering.data.read_epochs."
             )
         return self._loads
 
@@ -132,27 +132,27 @@ def repeat(
     A batch is placed on the device once, when it is loaded. An echoed step moves nothing from the
     host and does not read `loads`.
 
-    `adaptive` asks whether a batch is ready when `next` is called. Wait for the step before
-    (`jax.block_until_ready`), as a host that runs ahead of the device finds fewer batches ready.
+    `adaptive` checks whether a batch is ready when `next` is called. Wait for the previous step
+    first (`jax.block_until_ready`): a host that runs ahead of the device finds fewer batches ready.
 
     Args:
-      loads: `read_epochs`, which knows where its state was saved; or an iterable of batches, trees
-        of arrays, for `adaptive` `prefetch_to_device`.
-      plan: of `ordering.echo`; without total_steps the run ends with the loads.
-      first_step: of an iterable, the step at which to resume: it starts at load
-        `plan.first_load(first_step)`. `adaptive` must know the decisions before it.
+      loads: `read_epochs`, which resumes from its own state; or an iterable of batches, trees of
+        arrays. `adaptive` needs `read_epochs` or `prefetch_to_device`.
+      plan: a plan or policy of `ordering.echo`; without total_steps the run ends with the loads.
+      first_step: the step at which to resume, for an iterable, which must start at load
+        `plan.first_load(first_step)`. `adaptive` must have the decisions before it.
       stop_with_loads: ends the run when `loads` ends, as after an epoch, instead of raising.
 
     Returns:
-      A `Repeated` iterator of batches. Its `step`, `load` and `fresh` tell of the last one; both
+      A `Repeated` iterator of batches. Its `step`, `load` and `fresh` describe the last batch; both
       numbers count from the start of the run. `observe`, `advance` and `state` are those of
-      `read_epochs`, which sees each batch once.
+      `read_epochs`, which gets each batch once.
 
     Raises:
       ValueError: for values out of range; from `next`, for an empty source, or if a step donated a
         batch that is used again.
       LoadError: from `next`, with the number of a load that fails, is late or is missing; after a
-        late one `next` may be called again.
+        late load, `next` may be called again.
 
     Examples:
       >>> import numpy as np
@@ -172,7 +172,7 @@ def repeat(
     """
     if not isinstance(plan, EchoPlan | Factor | Measured):
         raise ValueError(
-            f"plan is a {type(plan).__name__}: make one, such as ordering.echo.fixed(4) or "
+            f"plan is a {type(plan).__name__}: pass a plan, such as ordering.echo.fixed(4) or "
             "ordering.echo.adaptive(max_factor=4)."
         )
     check_batches("loads", loads)
@@ -184,7 +184,7 @@ def repeat(
     if isinstance(loads, Epochs):
         if first_step:
             raise ValueError(
-                f"first_step is {first_step}, and read_epochs goes on where its state was saved: "
+                f"first_step is {first_step}, but read_epochs resumes from its own state: "
                 "leave first_step out."
             )
         again = loads.uses > 0

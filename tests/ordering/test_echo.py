@@ -171,5 +171,5 @@ def test_what_has_no_order_is_refused():
     reads = ordering.data.read_epochs(
         np.arange(4), ordering.baselines.shuffle_once(4), jax.random.key(0)
     )
-    with pytest.raises(ValueError, match="first_step is 2, and read_epochs goes on where"):
+    with pytest.raises(ValueError, match="first_step is 2, but read_epochs resumes"):
         echo.repeat(reads, echo.fixed(2), first_step=2)

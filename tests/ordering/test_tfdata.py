@@ -190,7 +190,7 @@ FAILING = {
     "shapes of others": (
         64 * RAGGED[:1] + RAGGED[2:],
         range(65),
-        "not the shapes of example 0: pad",
+        "differ from those of example 0: pad",
     ),
     "types": (64 * [1] + [2.5], range(65), "is of float64, and that of example 0 of int64"),
 }
@@ -273,7 +273,7 @@ REFUSED = {
     "shapes": (lambda: tf.data.Dataset.range(3).map(tf.range), "of several shapes: pad or cut"),
     "shuffled": (lambda: tf.data.Dataset.range(99).shuffle(99), "when it is read again: leave out"),
     "random": (lambda: tf.data.Dataset.range(3).map(lambda i: tf.random.uniform([3])),
-               "put maps that draw random numbers behind"),
+               "put maps that draw random numbers after"),
     "batches": (lambda: tf.data.Dataset.range(6).batch(3), "index 2 is out of .* 2 examples"),
 }  # fmt: skip
 
