@@ -1,10 +1,10 @@
 """Coordinated pair balance for short rows: each worker gathers all rows and computes all signs.
 
-Rows of k numbers, such as sketches, are sent whole: k numbers for a pair, and nothing else. No sign
+Rows of k numbers, such as sketches, are sent whole: k numbers per pair, and nothing else. No sign
 is needed before the epoch ends, so pairs can wait until the workers communicate anyway.
 
-Teams of W' workers gather and sign their own pairs side by side, each with a running sum of its
-own. After every gather the sums become their mean, each team's share of the sum over all.
+Teams of W' workers gather and sign their own pairs in parallel, each with its own running sum.
+After every gather, each team's sum is replaced by the mean of the teams' sums.
 """
 
 import functools
@@ -22,15 +22,15 @@ from ordering.kernel import balance_blocks
 from syncopate import mesh, plans
 
 WHEN = ("step", "sync")
-WINDOW = 16  # pairs per worker in one gather of those that waited
-GATHERED = 2**20  # numbers in one, 4 MB, where many have waited
+WINDOW = 16  # pairs per worker in one gather of waiting pairs
+GATHERED = 2**20  # numbers in one gather, 4 MB, if many pairs have waited
 
 
 class GatheredState(NamedTuple):
     """State of one worker.
 
-    position, left, epoch and, between two calls, running_sum are equal on all workers, and rule in
-    a team.
+    position, left, epoch and, between two calls, running_sum are equal on all workers. rule is
+    equal within a team.
     """
 
     current: Int[Array, "M"]
@@ -62,7 +62,7 @@ def gathered_pairs(
     def init(key, params):
         size = trees.tree_size(params)
         key_of_rule = jax.random.fold_in(shared_key(key, axis_name), 1)
-        if size_of_teams() < mesh.axis_size(axis_name):  # teams draw numbers of their own
+        if size_of_teams() < mesh.axis_size(axis_name):  # each team draws its own numbers
             team = jax.lax.axis_index(axis_name) // size_of_teams()
             key_of_rule = jax.random.fold_in(key_of_rule, team)
         coins = rule.init(key_of_rule)
@@ -136,7 +136,7 @@ def gathered_pairs(
         )
 
     def sync(state):
-        """Signs all pairs that wait, in windows of a fixed size."""
+        """Signs all waiting pairs, in windows of a fixed size."""
         if not waits:
             return state
         observed = jnp.minimum(state.position // 2, pairs)
@@ -153,8 +153,8 @@ def gathered_pairs(
         workers = mesh.axis_size(axis_name)
         small = min(WINDOW, pairs)
         large = min(GATHERED // (workers * state.waiting.shape[-1]), pairs)
-        # Whole large windows first: many pairs wait at the end of an epoch without syncs. Teams
-        # share their sums after every window, whose size is a part of what they compute.
+        # Large windows first: without syncs, many pairs wait at the end of an epoch. Not for teams,
+        # which share their sums after every window, so that its size affects the signs.
         if large >= 4 * small and size_of_teams() == workers:
             state = jax.lax.while_loop(
                 lambda state: state.left + large <= observed,
@@ -178,7 +178,7 @@ def gathered_pairs(
 def in_teams(function: Callable, local: Array, shared: tuple, size: int, axis_name: str) -> PyTree:
     """`function([W', *own.shape] of the worker's team, *shared)`; `shared` is equal in a team.
 
-    Where workers are simulated it runs once for a team, not once for each of its workers.
+    With simulated workers it runs once per team, not once for each worker.
     """
     workers = mesh.axis_size(axis_name)
     if size == workers:

@@ -20,7 +20,7 @@ class GlobalState(NamedTuple):
 
     pairs: PyTree  # state of the pair order, whose units are numbers in [0, total)
     everyone: Int[Array, "W M"]  # the current orders of all workers
-    waiting: PyTree  # int32[total - W M], the units that this epoch leaves out; () for none
+    waiting: PyTree  # int32[total - W M], the units that this epoch leaves out; () if none
 
     @property
     def current(self) -> Int[Array, "M"]:
@@ -61,31 +61,30 @@ def global_order(
     signed: the k-th pair (a, b) of worker w takes the places p = k W + w and W M - 1 - p, with a at
     the front if its sign is +. Worker q mod W gets the unit in place q, as its unit q // W.
 
-    If workers average gradients in every step, each step visits the same units as with fixed
-    shards: the next W B of the common order. With local steps all workers draw from the same
-    distribution, which removes the error that fixed shards cause.
+    If workers average gradients in every step, each step visits the next W B units of the common
+    order, as with fixed shards. With local steps, all workers draw from the same distribution,
+    which removes the error that fixed shards cause.
 
-    If there are more than W M units, those left over change from epoch to epoch: first the last
-    ones wait, then the first ones, and so on.
+    If there are more than W M units, each epoch leaves out others: first the last ones, then the
+    first ones, and so on.
 
-    Every worker keeps the orders of all, 4 bytes per unit. At the end of an epoch the workers
-    exchange their signs, one bit per pair, and nothing else. All workers must be able to read all
-    data.
+    Every worker keeps the orders of all workers, 4 bytes per unit. At the end of an epoch the
+    workers only exchange their signs, one bit per pair. All workers must be able to read all data.
 
     Args:
-      order: `cd_grab` or `pair_balance` for `num_units`; with the latter each worker balances its
-        own pairs.
+      order: `cd_grab` or `pair_balance` for `num_units`; with `pair_balance` each worker balances
+        its own pairs.
       num_units: M >= 1, units per worker and epoch.
       total: number of units of the data, from W M to 2 W M; W M by default.
-      axis_name: as of `cd_grab`.
+      axis_name: as in `cd_grab`.
 
     Returns:
       An `Ordering` with `GlobalState`, whose `current` holds units in [0, total). The first is
       a random order of the first W M units, from worker 0's key.
 
     Raises:
-      ValueError: at construction for num_units out of range; from `init`, outside of the
-        axis, for an order that does not sign pairs, or if total is out of range.
+      ValueError: at construction for num_units out of range. From `init`, outside of the axis, for
+        an order that does not sign pairs, or if total is out of range.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -98,7 +97,7 @@ def global_order(
 
     References:
       Cooper et al., Coordinating Distributed Example Orders for Provably Accelerated Training,
-      2023, https://arxiv.org/abs/2302.00845, whose units stay where they are.
+      2023, https://arxiv.org/abs/2302.00845, where units stay with their workers.
     """
     if axis_name is None:
         make = lambda axis: global_order(order, num_units, total=total, axis_name=axis)  # noqa: E731
@@ -161,7 +160,7 @@ def global_order(
         if given != here:
             raise ValueError(
                 f"next_epoch got a state in which {given[0]} workers share {given[1]} units; here "
-                f"{here[0]} share {here[1]}. Pass a state of this order, or of ordering.resize."
+                f"{here[0]} share {here[1]}. Pass a state of this order, or from ordering.resize."
             )
 
     of_all = base.Ordering(
@@ -183,9 +182,9 @@ def global_reshuffling(
     Args:
       num_units: M >= 1, units per worker and epoch.
       units_per_step: B in [1, M], the units of a worker's step.
-      total: number of units of the data, at least W M, which is the default; each epoch leaves
-        random ones out.
-      axis_name: as of `cd_grab`.
+      total: number of units of the data, at least W M, which is the default; each epoch leaves out
+        random ones.
+      axis_name: as in `cd_grab`.
 
     Returns:
       An `Ordering` whose `current` holds units in [0, total); `observe` ignores the gradients. All
@@ -240,12 +239,12 @@ def _following(state: GlobalState) -> PyTree:
         return state.waiting
     count = state.waiting.shape[-1]
     visited = math.prod(state.everyone.shape[-2:])
-    # Of the total, visited + count, which int32 holds: the sum of a unit and count may be more.
+    # The total is visited + count, which int32 holds; the sum of a unit and count may overflow.
     return jnp.where(state.waiting >= visited, state.waiting - visited, state.waiting + count)
 
 
 def _swapped(units, state: GlobalState):
-    """`units` with those that wait now in place of those that the next epoch leaves out."""
+    """`units`, where units that wait now replace those that the next epoch leaves out."""
     if isinstance(state.waiting, tuple):
         return units
     count = state.waiting.shape[-1]

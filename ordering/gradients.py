@@ -1,10 +1,10 @@
-"""What a training step needs of a loss: losses, the mean gradient, and the rows for an order.
+"""Losses, the mean gradient, and the rows for an order, from a loss function.
 
 A loss is a function `(params, *batch) -> losses` with one loss per example, or the mean loss of the
-batch; one that draws random numbers has a parameter `key`, too. The functions here turn it into
-`(params, *batch, key=None) -> (losses[B], mean gradient, rows)`: a row is the gradient of a unit,
-an example or a group of examples that is visited together. With `has_aux`, as in
-`jax.value_and_grad`, the loss returns `(losses, aux)`, and so does the function instead of losses.
+batch. If it draws random numbers, it also has a parameter `key`. The functions here turn it into
+`(params, *batch, key=None) -> (losses[B], mean gradient, rows)`. A row is the gradient of a unit:
+an example, or a group of examples that is visited together. With `has_aux`, as in
+`jax.value_and_grad`, the loss returns `(losses, aux)`, and the function returns this for losses.
 """
 
 import contextlib
@@ -36,33 +36,34 @@ def per_example_grads(
 ) -> Callable:
     """One unit and one gradient per example.
 
-    Gradients are computed side by side, by vmap, in memory for B gradients and the activations of
-    B examples; or in turn, where memory is short or a single example keeps the device busy: with
-    the activations of one example, and with `to_sketch` only two gradients at a time.
+    By default vmap computes all gradients at once, which takes memory for B gradients and the
+    activations of B examples. With `in_turn` they are computed one by one, with the activations of
+    one example, and with `to_sketch` only two gradients at a time. Use it if memory is short or one
+    example keeps the device busy.
 
-    The mean gradient is that of the mean loss, also by rules of `jax.custom_vjp` that are not
-    linear, such as clipping: the row of unit i is B times the gradient of its part in the mean,
-    loss_i / B. A rule gets what belongs to one example; one of parameters alone gets the sum over
-    all examples for the mean gradient, at the cost of a second backward pass.
+    The mean gradient is that of the mean loss. With nonlinear rules of `jax.custom_vjp`, such as
+    clipping, the row of unit i is B times the gradient of its part in the mean, loss_i / B. A rule
+    gets the cotangent of one example. A rule of parameters alone gets, for the mean gradient, the
+    sum over all examples, at the cost of a second backward pass.
 
     Args:
       loss: `(params, *batch) -> losses[n]` that treats examples separately (no BatchNorm;
-        `check_separable` checks this). It is called with `key=` where the step is given a key: then
-        it needs a parameter of this name.
-      has_aux: whether the loss returns auxiliary data too. They are those of batches of one
-        example, stacked: of what is [n, ...] for a batch of n, [B, 1, ...].
+        `check_separable` checks this). If the step is given a key, the loss is called with `key=`
+        and needs a parameter of this name.
+      has_aux: whether the loss returns auxiliary data too. They are stacked from batches of one
+        example: an array [n, ...] for a batch of n becomes [B, 1, ...].
       to_sketch: from `make_sketch`; rows are then sketches, float32[B, k].
       in_turn: whether to compute one gradient after another, by `jax.lax.scan`.
 
     Returns:
       `(params, *batch, key=None) -> (losses float32[B], mean gradient, rows)` for any number of
-      trees with leaves [B, ...], such as x and y: the mean gradient is a tree like params, and the
+      trees with leaves [B, ...], such as x and y. The mean gradient is a tree like params, and the
       rows are the gradients of the B units, leaves [B, ...]. The key is split, one for each unit.
 
     Raises:
       ValueError: while tracing, for a batch without a common leading axis or split over an explicit
-        axis of a mesh, for a key that the loss does not take or lacks, for other losses, or for a
-        primitive that JAX cannot compute side by side, as `jax.lax.ragged_dot`.
+        axis of a mesh. Also if the loss lacks a parameter for the key or the step a key, for losses
+        of another shape, or for a primitive without a rule for vmap, such as `jax.lax.ragged_dot`.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -83,7 +84,7 @@ def per_example_grads(
         first = jax.tree.map(lambda x: x[0], (batch, keys))
         program, of_one = _traced(of_alone, params, example_of(first[0]), first[1])
         has_rule = any(e.primitive.name == RULE or holds(e, RULE) for e in program.jaxpr.eqns)
-        seed = size if has_rule else 1  # a rule need not be linear: it gets what it gets of a mean
+        seed = size if has_rule else 1  # a nonlinear rule gets the cotangent it has in a mean
 
         def part(params, unit):
             example, example_key = unit
@@ -115,9 +116,9 @@ def per_example_grads(
             mean = jax.tree.map(trees.mean_of, tree)
             rows = _sketches(tree, to_sketch) if to_sketch else tree
         if has_rule and has_rule_of_parameters(program, params):
-            # The rule gets the sum over all examples, and must not be used of each alone.
+            # The rule gets the sum over all examples, and must not be applied to each alone.
             total = lambda p: jnp.sum(jax.vmap(functools.partial(part, p))(units)[0])  # noqa: E731
-            with refuse_vmap("use jax.custom_vjp of what belongs to an example alone"):
+            with refuse_vmap("use jax.custom_vjp only on values that belong to an example"):
                 mean = jax.grad(total)(params)
         losses = losses.astype(jnp.float32)
         return (losses, aux) if has_aux else losses, mean, rows
@@ -126,7 +127,7 @@ def per_example_grads(
 
 
 def _sketches(rows, to_sketch):
-    if trees.check_gradients(rows) == 1:  # without vmap, read in blocks in the layout that it has
+    if trees.check_gradients(rows) == 1:  # without vmap, which would change the layout
         sketch = to_sketch(jax.tree.map(lambda g: g[0], rows))
         sketches = jax.tree.map(lambda x: x[None], sketch)
     else:
@@ -136,7 +137,7 @@ def _sketches(rows, to_sketch):
 
 
 def _traced(function, *args):
-    """The program of a function for arguments like these, and the function made of it."""
+    """The jaxpr of a function for arguments like these, and a function that evaluates it."""
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
 
     def run(*args):
@@ -148,7 +149,7 @@ def _traced(function, *args):
 
 @contextlib.contextmanager
 def refuse_vmap(act: str) -> Iterator[None]:
-    """Raises ValueError, with how to `act`, for a primitive that has no rule for vmap."""
+    """Raises ValueError, with the advice `act`, for a primitive without a rule for vmap."""
     try:
         yield
     except NotImplementedError as error:
@@ -158,7 +159,7 @@ def refuse_vmap(act: str) -> Iterator[None]:
 
 
 def example_of(unit: PyTree) -> PyTree:
-    """The batch that has this example alone."""
+    """The batch with only this example."""
     return jax.tree.map(lambda x: x[None], unit)
 
 
@@ -180,9 +181,9 @@ def loss_alone(loss: Callable, has_aux: bool) -> Callable:
 
 
 def checked_loss(loss: Callable, has_aux: bool) -> Callable:
-    """`(params, batch, key) -> (losses, aux or None)` for a tuple of trees, what a loss takes.
+    """`(params, batch, key) -> (losses, aux or None)`, where the batch is a tuple of trees.
 
-    Raises ValueError for a loss that takes something else, or has other results.
+    Raises ValueError for a loss with other arguments or results.
     """
     if not _takes(loss, inspect.Signature.bind_partial, "params", "batch"):
         name = getattr(loss, "__name__", f"a {type(loss).__name__}")
@@ -220,13 +221,13 @@ def _takes(function, binds, *args, **kwargs):
         binds(inspect.signature(function), *args, **kwargs)
     except TypeError:
         return False
-    except ValueError:  # a built-in function does not tell
+    except ValueError:  # a built-in function has no signature
         pass
     return True
 
 
 def _check_takes(loss, count, keyed):
-    """Raises ValueError unless a loss takes params and so many trees, and a key if there is one."""
+    """Raises ValueError unless a loss takes params, `count` trees, and a key if `keyed`."""
     named = {"key": None} if keyed else {}
     args = ["params", *(["batch"] if count == 1 else [f"batch[{i}]" for i in range(count)])]
     if not _takes(loss, inspect.Signature.bind, *args, **named):
@@ -263,8 +264,8 @@ def size_of(batch: tuple) -> int:
     for path, leaf in jax.tree_util.tree_leaves_with_path(_alone(batch)):
         if is_key(leaf) and not jnp.ndim(leaf):
             raise ValueError(
-                f"batch{jax.tree_util.keystr(path)} is a key, and keys are no examples: pass it as "
-                "key=, or one for each example."
+                f"batch{jax.tree_util.keystr(path)} is a key, and keys are not examples: pass it "
+                "as key=, or pass one for each example."
             )
     act = "For a single example add the axis, as x[None]."
     return trees.leading_size(_alone(batch), "the batch", act)
@@ -275,7 +276,7 @@ def _alone(batch):
 
 
 def check_params(params: PyTree) -> None:
-    """Raises ValueError unless all leaves are floating arrays, of which a loss has a gradient."""
+    """Raises ValueError unless all leaves are floating arrays, which have gradients."""
     for leaf in jax.tree.leaves(params):
         trees.check_real(leaf if hasattr(leaf, "dtype") else np.asarray(leaf), jnp.floating)
 
@@ -319,12 +320,12 @@ def microbatch_grads(loss: Callable, *, has_aux: bool = False) -> Callable:
 
 
 def group_loss(loss: Callable, *, has_aux: bool = False) -> Callable:
-    """A loss of groups, the mean over the examples of each: every group is a unit.
+    """A loss of groups, the mean over the examples of each group, which is then a unit.
 
     Args:
       loss: `(params, *batch) -> losses[n]`, or their mean; it may mix the examples of a group. With
         a key, as for `per_example_grads`.
-      has_aux: whether the loss returns auxiliary data too, as the result then does, stacked.
+      has_aux: whether the loss returns auxiliary data too; the result then returns them stacked.
 
     Returns:
       `(params, *batch, key=None) -> losses[B]` for leaves [B, n, ...]: B groups per step,
@@ -357,9 +358,9 @@ def check_separable(
 ) -> None:
     """Raises ValueError for a loss that mixes the examples of a batch (BatchNorm, contrastive).
 
-    A loss that draws random numbers by the shape of the batch, such as a mask for dropout, cannot
-    be checked, which is said; check it without the draws, as in evaluation. `per_example_grads`
-    gives every example a key and calls it with one example: there it is right.
+    A loss that draws random numbers with the shape of the batch, such as a mask for dropout, cannot
+    be checked; the error says so. Check it without the draws, as in evaluation. It is right in
+    `per_example_grads`, which calls it with one example and a key at a time.
 
     Args:
       loss: `(params, *batch) -> losses[n]`, or with a key.
@@ -378,7 +379,7 @@ def check_separable(
       ValueError: the loss of example 1 is 2 in a batch of 2 and 1 alone: ...
     """
     check_params(params)
-    size, batch = size_of(batch), jax.device_get(batch)  # what NumPy cuts need not be compiled
+    size, batch = size_of(batch), jax.device_get(batch)  # slices of NumPy are not compiled
     of_batch = jax.jit(lambda batch: checked_loss(loss, False)(params, batch, key)[0])
     together = np.asarray(of_batch(batch), np.float64)
     if together.shape != (size,):
@@ -404,14 +405,14 @@ def _near(one, other):
 
 
 def _mixes(of_batch, batch, by_place):
-    """Why losses differ, and what to do: equal examples differ `by_place` where a mask is drawn."""
+    """Why losses differ, and what to do; if a mask is drawn, equal examples differ `by_place`."""
     program = jax.make_jaxpr(of_batch)(batch).jaxpr
     if by_place and any(holds(e, name) for e in program.eqns for name in DRAWS):
         return (
-            "the loss draws random numbers by the shape of the batch, as a mask for dropout, so "
-            "that examples cannot be compared. ordering.per_example_grads gives each example a key "
-            "of its own: pass key= there, and check the loss without draws here; or draw from keys "
-            "that are a part of the batch, one for each example."
+            "the loss draws random numbers with the shape of the batch, such as a mask for "
+            "dropout, so that examples cannot be compared. ordering.per_example_grads gives each "
+            "example its own key: pass key= there, and check the loss without draws here; or draw "
+            "from keys that are a part of the batch, one for each example."
         )
     return (
         "the model mixes the examples, as BatchNorm does. Use ordering.microbatch_grads or "

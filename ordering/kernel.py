@@ -2,10 +2,10 @@
 
     for i in 1..n:  s_i = sign(<r, z_i>);  r += s_i z_i
 
-On a CPU this is a plain scan. On accelerators, and where every product is a sum over devices, the
-vectors are processed in blocks Z, float32[n, D]: the signs need only b = Z r and G = Z Z^T (sign
+On a CPU this is a plain scan. On accelerators, and if every product is a sum over devices, the
+vectors are processed in blocks Z, float32[n, D]. The signs need only b = Z r and G = Z Z^T (sign
 b_i, then b += s_i G_i), and at the end r += s^T Z. Two passes over Z replace n dependent passes,
-with the same signs. In a loop of XLA each operation of a sign would be a kernel of its own: on TPUs
+with the same signs. In a loop of XLA, every operation of a sign would start a kernel, so on TPUs
 and GPUs the whole loop is one Pallas kernel. A vector whose product with r is not finite gets a
 plus and is not added, so that the running sum stays finite.
 """
@@ -24,15 +24,15 @@ from ordering.signs import SignRule, State
 from syncopate import mesh, unstable
 from syncopate.unstable import pallas as pl
 
-BLOCK = 64  # vectors: enough for a matrix unit, and for few sums over devices
-UNROLL = 8  # signs per turn of the scan where each turn starts kernels
-OPERATIONS = 10  # of a greedy sign, for each of n numbers, as XLA counts them in the scan
+BLOCK = 64  # vectors, enough to fill a matrix unit and to need few sums over devices
+UNROLL = 8  # signs per iteration of the scan, where each iteration starts kernels
+OPERATIONS = 10  # of a greedy sign for each of n numbers, as XLA counts them in the scan
 Signs = tuple[State, Float32[Array, "n"]]
 Signed = tuple[State, PyTree, Float32[Array, "n"], Bool[Array, "n"]]
 
 
 def block_size_of(axes: tuple[str, ...] = ()) -> int:
-    """Vectors per block: 1 on a CPU, but `BLOCK` where products are summed over devices.
+    """Vectors per block: 1 on a CPU, but `BLOCK` if products are summed over devices.
 
     Axes of `jax.vmap` do not count, since a sum over them sends nothing.
     """
@@ -62,10 +62,11 @@ def balance_blocks(
     """Signs vectors one after the other, with the same signs for every block size.
 
     Args:
-      total: the running sum r; tree: leaves [n, ...].
+      total: the running sum r.
+      tree: leaves [n, ...].
       derive: `element -> z_i`, by default the element itself. It runs inside the loop, so that pair
         differences and centred gradients are not written to memory.
-      valid: which vectors count; the others get a plus, are not added, and the rule ignores them.
+      valid: which vectors count. The others get a plus, are not added, and the rule ignores them.
       axes: names of the axes over which the vectors are sharded; products are summed over them.
       block_size: vectors per block; 1 is the plain scan. By default `block_size_of(axes)`.
 

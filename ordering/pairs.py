@@ -1,8 +1,8 @@
 """PairBalance, for one worker or coordinated over all (CD-GraB): signs of pair differences.
 
-Between workers one all-to-all moves n gradients of D entries from each of W workers, so that every
-device holds D / W entries of all n W gradients; a psum over inner products of these parts gives
-those of the whole. It sends as much as the first half of an all-reduce.
+Between workers, one all-to-all moves n gradients of D entries from each of W workers. Every device
+then holds D / W entries of all n W gradients, and a psum completes the inner products of these
+parts. It sends as much as the first half of an all-reduce.
 """
 
 from functools import partial
@@ -21,7 +21,7 @@ from syncopate import mesh
 
 
 class PairBalanceState(NamedTuple):
-    """State of one worker. Coordinated, each device has one slice of running_sum and pending."""
+    """State of one worker. If coordinated, each device has a slice of running_sum and pending."""
 
     current: Int[Array, "M"]
     next: Int[Array, "M"]
@@ -44,8 +44,8 @@ def pair_balance(
 ) -> Ordering:
     """PairBalance for one worker: GraB on differences of gradients, which need no mean.
 
-    For the k-th pair (a, b) of the current order, with r = 0 at the start of every epoch:
-    s = sign(<r, g_a - g_b>);  r += s (g_a - g_b);  next[k], next[M - 1 - k] = a, b if s is +,
+    For the k-th pair (a, b) of the current order, with r = 0 at the start of every epoch,
+    s = sign(<r, g_a - g_b>) and r += s (g_a - g_b). Then next[k], next[M - 1 - k] = a, b if s is +,
     else b, a. It works from the first epoch on.
 
     If M is odd, the last unit is not compared and lands in the middle of the next order. If an
@@ -94,22 +94,23 @@ def cd_grab(
 ) -> Ordering:
     """CD-GraB: PairBalance with one running sum for all workers.
 
-    For the k-th pair (a, b) of every worker, one worker after the other: s = sign(<r, g_a - g_b>)
-    with the common r;  r += s (g_a - g_b);  the pair is placed in the worker's own next order. This
-    equals `pair_balance` on the interleaved units of all workers. Units stay with their workers.
+    For the k-th pair (a, b) of every worker, one worker after the other, s = sign(<r, g_a - g_b>)
+    with the common r, and r += s (g_a - g_b). The pair is placed in the worker's own next order.
+    This equals `pair_balance` on the interleaved units of all workers. Units stay with their
+    workers.
 
     Call it under a named axis (`jax.vmap`, `jax.shard_map` or `local_opt.map_workers`). Workers
     exchange their gradients in slices of D / W entries, so that r and the pending gradients are
     sharded over them. With an even B they send pair differences, with an odd B the gradients.
 
-    Short ones, such as those of `ordering.sketched_grads`, are better gathered: with `gathers`
-    workers send each other their sketches of k numbers, and each computes all signs. With "sync"
-    the pairs wait in the state, float32[M // 2, k], until workers communicate anyway, for the same
-    orders.
+    It is better to gather short rows, such as those of `ordering.sketched_grads`. With `gathers`,
+    workers send each other their sketches of k numbers, and each computes all signs. With "sync",
+    the pairs wait in the state, float32[M // 2, k], until workers communicate anyway; the orders
+    are the same.
 
-    With hundreds of workers so many signs take time. `team_size` splits the workers into teams of
-    W' consecutive ones, which sign only their own pairs, each with its own sum; after every gather
-    all teams continue with the mean of their sums. The herding bound grows
+    With hundreds of workers, computing all signs takes time. `team_size` splits the workers into
+    teams of W' consecutive workers, which sign only their own pairs, each with its own sum. After
+    every gather, all teams continue with the mean of their sums. The herding bound grows
     (docs/results/orders.md). Randomised rules draw the same numbers on all workers of a team.
 
     Args:
@@ -117,18 +118,18 @@ def cd_grab(
       units_per_step: B in [1, M], as in `pair_balance`.
       axis_name: the workers' axis; None for the only named axis in scope.
       rule: the sign rule; None for the sign that makes the sum smaller, as in the equation.
-      gathers: None to exchange slices of gradients; "step" to gather whole ones in every step;
+      gathers: None to exchange slices of gradients; "step" to gather whole rows in every step;
         "sync" to gather them where `Ordering.sync` is called, and at the end of the epoch.
       team_size: W' >= 1, a divisor of W, with `gathers`; None for one team of all workers. "sync"
-        gathers 16 pairs of each worker at a time, so that teams meet that often.
+        gathers 16 pairs of each worker at a time, after which teams average their sums.
 
     Returns:
       An `Ordering` with `PairBalanceState`, or with `GatheredState` if `gathers` is given.
 
     Raises:
-      ValueError: at construction if team_size is given without gathers; while tracing if the axis
-        is not in scope or team_size does not divide it, or if the mesh has other axes, over which
-        devices of a worker might disagree (docs/use/meshes.md).
+      ValueError: at construction if team_size is given without gathers. While tracing, if the axis
+        is not in scope or team_size does not divide it. Also if the mesh has other axes, over which
+        devices of a worker might differ (docs/use/meshes.md).
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -152,8 +153,8 @@ def cd_grab(
         return gathered_pairs(num_units, units_per_step, rule, axis_name, gathers, team_size)
     if team_size is not None:
         raise ValueError(
-            f"team_size is {team_size!r} without gathers: slices of gradients are exchanged by all "
-            'workers. Pass gathers="step" or "sync", for sketches, or leave team_size out.'
+            f"team_size is {team_size!r} without gathers, where all workers exchange slices of "
+            'gradients: pass gathers="step" or "sync", for sketches, or leave team_size out.'
         )
     return _pair_balance(num_units, units_per_step, rule, axis_name, coordinated=True)
 
@@ -185,7 +186,7 @@ def _pair_balance(num_units, units_per_step, rule, axis_name, *, coordinated) ->
             base.check_equal(axis_name)
         if not coordinated or not simulated(axis_name):
             return observe_held(state, gradients, mesh.names_of(axis_name))
-        # One device simulates all workers: it signs whole gradients once, not a slice for each.
+        # One device simulates all workers, so it signs whole gradients once, not slices.
         workers, count = mesh.axis_size(axis_name), trees.check_gradients(gradients)
         entries, size = trees.tree_size(gradients) // count, state.running_sum.shape[0]
         like = jax.ShapeDtypeStruct((1, slice_size(entries, workers)), jnp.float32)
@@ -226,8 +227,8 @@ def _pair_balance(num_units, units_per_step, rule, axis_name, *, coordinated) ->
         return state._replace(next=base.place_pairs(state, pair, valid, sign > 0))
 
     def complete_pairs(state, tree, num_pairs, workers):
-        """(pending, what `derive` takes of every complete pair, one worker after the other)."""
-        if coordinated:  # differences are half as many, but pairs of two steps need the gradients
+        """(pending, the inputs of `derive` for all complete pairs, worker after worker)."""
+        if coordinated:  # differences are half as many; pairs of two steps need the gradients
             tree = exchange(tree if splits_pairs else trees.differences(tree), axis_name)
         what = "slices of gradients" if coordinated else "gradients"
         base.check_shapes(tree, state.running_sum, what)
@@ -261,7 +262,8 @@ def _pair_balance(num_units, units_per_step, rule, axis_name, *, coordinated) ->
 def slice_size(entries: int, workers: int) -> int:
     """How many of a gradient's D entries one of W devices holds after an exchange: D / W, or more.
 
-    Rounded up, from 128 on to a multiple of 128: a TPU compiles other gathers to an all-reduce.
+    From 128 on it is rounded up to a multiple of 128, since a TPU turns other gathers into an
+    all-reduce.
     """
     size = -(-entries // workers)
     return size if size < LANES else -(-size // LANES) * LANES
@@ -284,8 +286,8 @@ def exchange(gradients: PyTree, axis_name: str) -> Array:
     """From n units on each worker, this device's slice of all n W gradients: [n W, `slice_size`].
 
     Unit 1 of every worker comes first, then unit 2 of every worker, and so on, as `cd_grab` signs
-    them. Inner products with these are partial: a psum over the axis completes them. Where workers
-    are simulated, the one device holds the whole gradients, [n W, D].
+    them. Inner products of slices are partial; a psum over the axis completes them. With simulated
+    workers, the one device holds the whole gradients, [n W, D].
     """
     workers, leaves = mesh.axis_size(axis_name), jax.tree.leaves(gradients)
     count = len(leaves[0])
@@ -296,7 +298,7 @@ def exchange(gradients: PyTree, axis_name: str) -> Array:
     entries = sum(leaf.shape[1] for leaf in leaves)
     size = slice_size(entries, workers)
     zeros = jnp.zeros((count, size * workers - entries), jnp.result_type(*leaves))
-    if count == 1:  # no matrix of one row, which a TPU would pad to eight
+    if count == 1:  # avoids a matrix of one row, which a TPU would pad to eight
         parts = jnp.concatenate([leaf[0] for leaf in (*leaves, zeros)]).reshape(workers, size)
     else:
         parts = jnp.concatenate([*leaves, zeros], axis=1)

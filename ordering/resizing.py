@@ -1,4 +1,4 @@
-"""Resizes the state of an order from W workers to another number, also in the middle of an epoch.
+"""Converts the state of an order for another number of workers, also in the middle of an epoch.
 
 Runs on the host, in NumPy, on states with leaves [W, ...].
 """
@@ -27,26 +27,29 @@ def resize(
 
     Each step of all workers keeps its W B units: worker 0 of the W' gets the first B' = W B / W' of
     them, worker 1 the next B', and so on. Orders that use no gradients draw their next order for W'
-    workers. Between epochs the others lose nothing but greedy herding its gradients, which the next
-    epoch brings again. In the middle of an epoch they drop what they have observed of it, repeat
-    the current order in the next epoch and observe it from the start; there, global pairs keep
-    their order. Greedy herding already observes the rest of this epoch. The mean of `grab` and the
-    counters of a sign rule are kept in any case: those of the workers whose units one takes over.
-    The keys are those of `fresh`.
+    workers.
+
+    Between epochs, other orders lose nothing, except that greedy herding loses its gradients, which
+    it observes again in the next epoch. In the middle of an epoch they drop their observations and
+    repeat the current order in the next epoch, which they observe from the start; pairs of a global
+    order keep their order there. Greedy herding also observes the rest of this epoch.
+
+    The mean of `grab` and the counters of a sign rule are always kept, from the workers whose units
+    a new worker takes over. The keys are those of `fresh`.
 
     Args:
       state: leaves [W, ...].
-      fresh: a first state of `order` for W' workers with M' = W M / W' units each, whose keys and
-        shapes are used.
+      fresh: a first state of `order` for W' workers with M' = W M / W' units each, which supplies
+        keys and shapes.
       order: the order for W' workers.
       units: int[W, M] with increasing rows, the units that each worker owns, which `current`
         indexes; None if `current` holds units of all workers (`global_order`).
-      units_per_step: B, of the W workers.
+      units_per_step: B of the W workers.
       visited: how many units of this epoch each of the W' workers has visited; 0 between epochs.
-      axis_name: the workers' axis, by which `order` was made.
+      axis_name: the workers' axis with which `order` was made.
 
     Returns:
-      (state, units) for W' workers, units int32[W', M'].
+      (state, units) for W' workers, where units is int32[W', M'].
 
     Raises:
       ValueError: if the arguments do not fit each other; in the middle of an epoch, for the state
@@ -75,7 +78,7 @@ def resize(
         current = np.take_along_axis(units, current, axis=1)
     if len(np.unique(current)) < current.size:
         raise ValueError(
-            "some units belong to several workers: pass as units which ones each worker owns, each "
+            "some units belong to several workers: pass units= with the units of each worker, each "
             "once, or None for the state of a global order."
         )
     current = redistributed(current, len(fresh.current), units_per_step)
@@ -140,9 +143,9 @@ def begun(fresh: State, state: State, current: Int[np.ndarray, "W2 M2"], visited
 
 
 def _kept(leaf, workers: int, fresh=None):
-    """A leaf [W, ...] for W' workers: that of the worker whose units each takes first.
+    """A leaf [W, ...] for W' workers: each gets that of the worker whose units it takes first.
 
-    Keys are those of `fresh`, as workers that share no sum draw numbers of their own.
+    Keys are those of `fresh`, since workers without a common sum draw different numbers.
     """
     if fresh is not None and mesh.is_key(fresh):
         return fresh
@@ -151,7 +154,7 @@ def _kept(leaf, workers: int, fresh=None):
 
 
 def _shared(leaf: np.ndarray, workers: int) -> np.ndarray:
-    """Means [W, ...] over equally many units for W' workers, by the units that each takes over."""
+    """Means [W, ...] over equally many units, for W' workers by the units that each takes over."""
     old = np.asarray(leaf)
     ends = lambda count: np.arange(count + 1) * (len(old) * workers // count)  # noqa: E731
     (low, high), (first, last) = ((ends(n)[:-1], ends(n)[1:]) for n in (workers, len(old)))
@@ -178,8 +181,8 @@ def _(fresh, state, current, visited):
     position = np.full(workers, current.shape[1] if visited else 0, np.int32)
     if jax.tree.structure(state.rule) != jax.tree.structure(fresh.rule):
         raise ValueError(
-            "state and fresh are of orders with other sign rules: pass states of one order, with "
-            "the same rule."
+            "state and fresh are of orders with different sign rules: pass states of one order, "
+            "with the same rule."
         )
     rule = jax.tree.map(lambda x, new: _kept(x, workers, new), state.rule, fresh.rule)
     fresh = fresh._replace(

@@ -1,4 +1,4 @@
-"""Random reshuffling, and what all orders that use no gradients have in common."""
+"""Random reshuffling, and the common part of all orders that use no gradients."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -62,7 +62,7 @@ def shuffled(
 ) -> Ordering:  # fmt: skip
     """The ordering whose next order is `draw(key, epoch, current)`, from `first(key)` if given.
 
-    `fields` are others of the `Ordering`.
+    `fields` are further fields of the `Ordering`.
     """
     num_units, fields["units_per_step"] = base.check_units(num_units, fields["units_per_step"])
 

@@ -1,7 +1,7 @@
 """Sign rules: which end of the next order a vector goes to.
 
-A rule sees the products <r, c> and |c|^2 of the running sum r and the vector c, and a random
-number. So a whole block of vectors can be signed from one Gram matrix.
+A rule depends on the products <r, c> and |c|^2 of the running sum r and the vector c, and on a
+random number. So a whole block of vectors can be signed from one Gram matrix.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ class SignRule(NamedTuple):
 
 
 def rule_of(rule: SignRule | None) -> SignRule:
-    """The sign rule of an order, `greedy()` for None; raises ValueError for what is no rule."""
+    """The sign rule of an order, `greedy()` for None; raises ValueError if it is not a rule."""
     if rule is not None and not isinstance(rule, SignRule):
         raise ValueError(
             f"rule is {rule!r}: pass a SignRule, as rule=ordering.baselines.self_balancing_walk() "

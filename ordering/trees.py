@@ -1,4 +1,4 @@
-"""Trees of gradients of units, which orders use only through inner products.
+"""Trees of the gradients of units, which orders use only through inner products.
 
 The gradients g_1 .. g_n of a step's n units are a tree with leaves [n, ...], in the sequence in
 which the units were visited. All arithmetic is float32, whatever the gradients are.
@@ -22,7 +22,7 @@ STACK = (
 
 
 def check_gradients(tree: PyTree, what: str = "gradients of units", act: str = STACK) -> int:
-    """n of a tree of real leaves [n, ...]; raises ValueError, which ends with `act`, of others."""
+    """n, for a tree of real leaves [n, ...]; else raises ValueError with the advice `act`."""
     size = leading_size(tree, what, act)
     for leaf in jax.tree.leaves(tree):
         check_real(leaf)
@@ -30,8 +30,8 @@ def check_gradients(tree: PyTree, what: str = "gradients of units", act: str = S
 
 
 def check_sketches(tree: PyTree) -> None:
-    """Raises ValueError unless a `to_sketch` has made numbers of the gradients of units."""
-    act = "Let it return float32[k] for a gradient, as what ordering.make_sketch returns does."
+    """Raises ValueError unless the results of `to_sketch` are sketches."""
+    act = "Let it return float32[k] for a gradient, like the result of ordering.make_sketch."
     check_gradients(tree, "what to_sketch returns", act)
 
 

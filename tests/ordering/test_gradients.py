@@ -345,7 +345,7 @@ DRAWS = {
 @pytest.mark.parametrize("loss,given", DRAWS.values(), ids=DRAWS)
 def test_a_mask_by_the_shape_of_the_batch_is_no_batch_norm(loss, given):
     w, x = jnp.ones(40), np.random.default_rng(0).normal(size=(3, 40)).astype(np.float32)
-    with pytest.raises(ValueError, match="draws random numbers by the shape .* pass key= "):
+    with pytest.raises(ValueError, match="draws random numbers with the shape .* pass key= "):
         ordering.check_separable(loss, w, x, **given)
 
 
