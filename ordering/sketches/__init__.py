@@ -1,1 +1,1 @@
-"""Sketches of the gradients of single units: `backward` computes them, `linear` defines them."""
+"""Sketches of the gradients of single units, which `linear` defines and `backward` computes."""

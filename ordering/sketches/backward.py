@@ -1,10 +1,10 @@
-"""Sketches of the gradients of single units, out of the ordinary backward pass.
+"""Sketches of the gradients of single units, from the ordinary backward pass.
 
-The loss is interpreted (interpret.py). Every unit gets a sketch of zeros s[k] that it does not
-depend on. Where a parameter w meets data, y = x w (rules.py), the backward pass hands s the
-cotangents P_f^T (x^T dy) Q_f = (x P_f)^T (dy Q_f), with fixed random signed sums P_f and Q_f: the
-gradient with respect to s is then the sum over all parameters of the sketches of this unit's
-gradient, and the gradients themselves are never formed.
+The loss is interpreted (interpret.py). Every unit gets a vector of zeros s[k], on which its loss
+does not depend. Where a parameter w meets data, y = x w (rules.py), the backward pass assigns to s
+the cotangents P_f^T (x^T dy) Q_f = (x P_f)^T (dy Q_f). P_f and Q_f are fixed sums with random
+signs. So the gradient with respect to s is the sketch of this unit's gradient, summed over all
+parameters. The gradients themselves are never formed.
 """
 
 import functools
@@ -40,8 +40,8 @@ from ordering.trees import as_float32, tree_size
 from syncopate.mesh import automatic, varying
 from syncopate.plans import check_whole
 
-LEAST = 4  # p q, of a gradient of rank one: with fewer, transforms take longer
-TABLE = 16  # groups for tables, at least
+LEAST = 4  # p q for a gradient of rank one: with fewer, transforms take longer
+TABLE = 16  # the least number of groups for tables
 IN_TURN = "use per_example_grads(loss, to_sketch=make_sketch(key), in_turn=True)"
 EXACT = 4  # gradients of up to EXACT k numbers are formed, which costs less than projecting
 
@@ -49,7 +49,7 @@ EXACT = 4  # gradients of up to EXACT k numbers are formed, which costs less tha
 def sketched_grads(
     loss: Callable, key: Key[Array, ""], *, size: int = SIZE, has_aux: bool = False
 ) -> Callable:
-    """A sketch of every unit's gradient, out of one ordinary backward pass.
+    """A sketch of every unit's gradient, from one ordinary backward pass.
 
     s_i = sum over parameters of [P_f^T G_i Q_f / m^(1/2)] for f = 1 .. m
 
@@ -59,32 +59,32 @@ def sketched_grads(
     and inner products by 0.031 to 0.038 |G_i| |G_j| (`python -m benchmarks.sketch_errors`), as by
     `make_sketch`. Gradients of low rank of very large matrices have up to six times the variance.
 
-    The loss may come from any library: products, convolutions and look-ups are found in its
-    program. The gradients of parameters that are used in another way are formed for every unit;
-    `sketch_plan` lists them, and of large ones that must be copied a UserWarning tells.
+    The loss may use any library: products, convolutions and look-ups are found in its jaxpr. If a
+    parameter is used in another way, its gradients are formed for every unit. `sketch_plan` lists
+    these parameters, and a UserWarning names large ones that must be copied.
 
     A number that all units share, such as a penalty on the parameters, costs one gradient for all
-    of them; it cancels in the differences of pairs, and in GraB, which takes off the mean. Rules
-    of `jax.custom_vjp` are treated as by `per_example_grads`.
+    of them. It cancels in the differences of pairs, and in GraB, which subtracts the mean. Rules of
+    `jax.custom_vjp` are treated as in `per_example_grads`.
 
     The mean gradient has the precision and the types of the loss. Sketches are float32, and their
-    products have the precision of the product that they sketch: where that is JAX's default, an
-    accelerator rounds the factors to bfloat16 or TF32, which is less than the sketch is off by.
+    products have the precision of the product that they sketch. If that is JAX's default, an
+    accelerator rounds the factors to bfloat16 or TF32; the sketch's own error is larger.
 
     Args:
-      loss: `(params, *batch) -> losses[n]`, or with a key, that treats units separately, or their
-        mean; as for `per_example_grads`.
+      loss: `(params, *batch) -> losses[n]` that treats units separately, or their mean, also with
+        a key; as for `per_example_grads`.
       key: typed, for the random signs; give all workers the same key.
-      size: k, as of `make_sketch`. For models of at most k parameters, rows are the gradients
+      size: k, as in `make_sketch`. For models of at most k parameters, rows are the gradients
         themselves, padded with zeros.
-      has_aux: whether the loss returns auxiliary data too, stacked as by `per_example_grads`.
+      has_aux: whether the loss returns auxiliary data too, stacked as in `per_example_grads`.
 
     Returns:
       `(params, *batch, key=None, scale=None) -> (losses float32[B], mean gradient, sketches
-      float32[B, k])` for batches with leaves [B, ...]; with `has_aux` (losses, aux) in place of
-      losses. Build the order's state with `order.init(key, jnp.zeros(k))`. With a `scale`,
-      from `second_moment_scale(..., leaves=sketch_plan(...))`, they are sketches of the
-      gradients times the scale, at the same cost.
+      float32[B, k])` for batches with leaves [B, ...]; with `has_aux`, (losses, aux) in place of
+      losses. Build the order's state with `order.init(key, jnp.zeros(k))`. With a `scale`, from
+      `second_moment_scale(..., leaves=sketch_plan(...))`, the gradients are multiplied by it before
+      they are sketched, at the same cost.
 
     Raises:
       ValueError: if size is below 1; while tracing, as `per_example_grads`.
@@ -146,7 +146,7 @@ def sketch_plan(
     key: Key[Array, ""] | None = None,
     size: int = SIZE,
 ) -> list[SketchLeaf]:
-    """How `sketched_grads` treats every parameter. Nothing is computed.
+    """How `sketched_grads` treats every parameter; computes no gradients.
 
     Args:
       loss, params, batch, key: as for `sketched_grads` and the function it returns; shapes are
@@ -173,8 +173,9 @@ def sketch_plan(
 
 
 def _analyse(of_one, params, rest, size):
-    """For a loss of one example, the rest being (example, key): its plan, and
-    `(params, maps, numbers, zeros, rest) -> (loss, aux)`.
+    """The plan of a loss of one example, and `(params, maps, numbers, zeros, rest) -> (loss, aux)`.
+
+    `rest` is (example, key).
     """
 
     def of_unit(params, rest):
@@ -213,14 +214,14 @@ def _warn_of_copies(leaves, units):
         warnings.warn(
             f"sketched_grads copies {names} for each of {units} units: the copies have {ratio:.3g} "
             "times as many numbers as all parameters, and a step takes longer accordingly. Use "
-            "them in products, convolutions or look-ups with data, or pass in what is made of "
-            "them by jax.lax.stop_gradient; ordering.sketch_plan lists all uses.",
+            "them in products, convolutions or look-ups with data, or wrap values computed from "
+            "them in jax.lax.stop_gradient; ordering.sketch_plan lists all uses.",
             stacklevel=3,
         )
 
 
 class Plan(NamedTuple):
-    """How every parameter is treated, and what numbers all units share."""
+    """How every parameter is treated, and which numbers all units share."""
 
     leaves: list[SketchLeaf]
     names: list[tuple[int, ...]]  # of the numbers, as of `interpret.Shared`
@@ -229,7 +230,7 @@ class Plan(NamedTuple):
 
 
 def plan_of(closed: core.ClosedJaxpr, params: PyTree, rest: int, size: int) -> Plan:
-    """The plan from a walk that computes nothing but what is made of parameters alone."""
+    """The plan, from a walk that only computes values of parameters alone."""
     each = jax.tree_util.tree_leaves_with_path(params)
     uses, other, shared = [[] for _ in each], [[] for _ in each], {}
 
@@ -289,7 +290,7 @@ def leaf_of(
     sides = {frozenset(numbers_of(side) for side in (use.rows, use.cols)) for use, _ in uses}
     if count <= EXACT * size or LINEAR in kinds or len(sides) > 1:
         return SketchLeaf(name, shape, "formed", kinds, stack)
-    first = next((use for use, _ in uses if use.kind == LOOK_UP), uses[0][0])  # whose rows are few
+    first = next((use for use, _ in uses if use.kind == LOOK_UP), uses[0][0])  # it has few rows
     rows, cols = (numbers_of(side) for side in (first.rows, first.cols))
     lengths = (math.prod(shape[i] for i in side) for side in (rows, cols))
     table, rank = first.kind == LOOK_UP, max(1, sum(use.rank for use, _ in uses))
@@ -305,8 +306,8 @@ def _sizes(lengths: Iterable[int], rank: int, size: int, least: int) -> tuple[in
     """(m, p, q), m p q <= k: groups in which no two entries share a sum, fewer for high ranks.
 
     For a high rank one group is enough, since the errors of its many terms average out. A table of
-    tokens gets some groups whatever its rank may be: at first it is one, since all positions learn
-    how frequent the tokens are.
+    tokens always gets some groups: at first its gradient has rank one, since all positions learn
+    the frequencies of the tokens.
     """
     rows, cols = lengths
     most = max(min(least, size), size // (LEAST * rank))
@@ -319,9 +320,9 @@ def _sizes(lengths: Iterable[int], rank: int, size: int, least: int) -> tuple[in
 
 
 def gradients_of_numbers(plan: Plan, params: PyTree, units: int) -> list[dict[int, Array]]:
-    """For each number that all units share its gradient with respect to the leaves in it.
+    """For each number that all units share, its gradient with respect to the leaves in it.
 
-    Taken of a unit's part in the mean, for rules that are not linear.
+    It is the gradient of a unit's part in the mean, which matters for nonlinear rules.
     """
     leaves = jax.tree.leaves(params)
 
@@ -334,9 +335,9 @@ def gradients_of_numbers(plan: Plan, params: PyTree, units: int) -> list[dict[in
 
 
 class Zeros(NamedTuple):
-    """What units do not depend on: the gradients with respect to it are their sketches."""
+    """Zeros that the losses do not depend on; gradients with respect to them are the sketches."""
 
-    sketch: Array  # float32[k] of one unit
+    sketch: Array  # float32[k] for one unit
     small: list[Array | None]  # float32[n] for gradients that are `SketchLeaf.small`, or None
     numbers: Array  # float32[m], for the numbers that all units share
 
@@ -355,7 +356,7 @@ def zeros_of(plan: Plan, units: int, size: int) -> Zeros:
 def with_numbers(
     plan: Plan, maps: list[Map], sums: Zeros, gradients: list[dict[int, Array]]
 ) -> Zeros:
-    """The sketches, with the gradients of what all units share: a unit has its part of each."""
+    """The sketches, plus each unit's part in the gradients of the numbers that all units share."""
     small, sketch = [*sums.small], sums.sketch
     for of_unit, of_number in zip(sums.numbers.T, gradients, strict=True):
         for i, gradient in of_number.items():
@@ -369,7 +370,7 @@ def with_numbers(
 
 
 def row_of(leaf: SketchLeaf, of: Map, gradient: Array, size: int) -> Float32[Array, "k"]:
-    """The sketch of a gradient that is there: the sum over all slices that a scan loops over."""
+    """The sketch of a gradient that was formed: the sum over all slices that a scan loops over."""
     if not leaf.stack:
         return _row_of_slice(leaf, size, gradient, of)
     slices = gradient.reshape(-1, *leaf.shape[leaf.stack :])
@@ -395,7 +396,7 @@ def _row_of_slice(leaf, size, gradient, of):
 
 
 def added_up(maps: list[Map], sums: Zeros) -> Float32[Array, "B k"]:
-    """All of the units' sketches."""
+    """The sketches of all units."""
     kept = [(of, g) for of, g in zip(maps, sums.small, strict=True) if g is not None and g.size]
     if not kept:
         return sums.sketch
@@ -404,8 +405,8 @@ def added_up(maps: list[Map], sums: Zeros) -> Float32[Array, "B k"]:
     fold_all = functools.partial(fold_small, seed=kept[0][0].seed, size=size)
     if not automatic():
         return sums.sketch + jax.vmap(fold_all)(jnp.concatenate(small, 1))
-    # The compiler may split these gradients over devices, and would move parts of them to put them
-    # together. A product with the matrix of `fold_all` only adds up.
+    # The compiler may split these gradients over devices, and would move parts to concatenate them.
+    # A product with the matrix of `fold_all` only needs sums.
     ends = list(itertools.accumulate(g.shape[1] for g in small))
     fold_back = jax.linear_transpose(fold_all, jnp.zeros(ends[-1]))
     markers = jnp.ones(size), jnp.arange(size, dtype=jnp.float32)
@@ -420,9 +421,9 @@ def added_up(maps: list[Map], sums: Zeros) -> Float32[Array, "B k"]:
 
 
 def fold_small(flat: Array, seed: Array, size: int) -> Float32[Array, "k"]:
-    """The sums begin anywhere: the largest of a table's, those of frequent rows, come first.
+    """Folds a flat gradient, starting at a random sum: a table's largest entries come first.
 
-    Their number is odd, or a channel of one parameter would meet its own in others.
+    The number of sums is odd; otherwise equal channels of several parameters would share sums.
     """
     odd = size - (size + 1) % 2
     return jnp.roll(jnp.pad(linear.fold(flat, seed, odd), (0, size - odd)), seed % size)
@@ -430,7 +431,7 @@ def fold_small(flat: Array, seed: Array, size: int) -> Float32[Array, "k"]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _tap(sketch_of_cotangent: Callable, y, s, data):
-    # s is zero; y must not be shared by units whose cotangents differ.
+    # s is zero; it keeps units with different cotangents from sharing y.
     return y + s[0].astype(y.dtype)
 
 
@@ -441,7 +442,7 @@ _tap.defvjp(
 
 
 def copied(plan: list[SketchLeaf], maps: list[Map], zeros: Zeros, leaf: int, value: Array) -> Array:
-    """A parameter as seen by this unit alone, so that its gradient can be sketched."""
+    """This unit's copy of a parameter, so that its gradient can be sketched."""
     rule = functools.partial(_row_of_slice, plan[leaf], zeros.sketch.size)
     return _tap(rule, jax.lax.stop_gradient(value), zeros.of(leaf), (maps[leaf],))
 
@@ -462,7 +463,7 @@ def use_of(leaves: list[SketchLeaf], maps: list[Map], zeros: Zeros, use: Use, pa
 
 
 def _of_factors(use: Use, leaf: SketchLeaf, size, dy, left, right, *data):
-    """The sketch of x^T dy, float32[k], without this product."""
+    """The sketch of x^T dy, float32[k], without forming this product."""
     groups, p, q = leaf.sizes
     swapped = numbers_of(use.rows) != leaf.rows
     if swapped:

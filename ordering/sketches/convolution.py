@@ -1,10 +1,10 @@
-"""Convolutions of single examples side by side, without the grouped ones that vmap makes of them.
+"""Convolutions of a batch of examples and kernels without the grouped ones that vmap would make.
 
 Under vmap of data and kernel, as in gradients of single examples, JAX makes every example a group
-of features. Where the examples are split over an automatic axis of a mesh, XLA's partitioner
-returns wrong numbers for these (docs/contributing/upstream.md). Slices and products over a batch
-are right wherever the examples are. They are used only where the compiler may split the examples: a
-large kernel takes up to twice as long.
+of features. If the examples are split over an automatic axis of a mesh, XLA's partitioner returns
+wrong numbers for these (docs/contributing/upstream.md). Slices and products over a batch are right
+in either case. They are used only if the compiler may split the examples, because a large kernel
+takes up to twice as long.
 """
 
 import itertools
@@ -21,11 +21,11 @@ from jaxtyping import Array, PyTree
 from syncopate.mesh import automatic, varying
 
 CONVOLUTION = "conv_general_dilated"
-UNROLLED = 64  # slices, at most, that are not taken in a loop
+UNROLLED = 64  # slices; more than these are taken in a loop
 
 
 def bind(equation: core.JaxprEqn, values: Sequence, **changed: Any) -> list:
-    """The results of an equation's primitive for other values, and other parameters."""
+    """The results of an equation's primitive for other values and parameters."""
     params = equation.primitive.get_bind_params(equation.params | changed)
     with equation.ctx.manager:
         results = equation.primitive.bind(*values, **params)
@@ -33,7 +33,7 @@ def bind(equation: core.JaxprEqn, values: Sequence, **changed: Any) -> list:
 
 
 def bind_split(equation: core.JaxprEqn, values: Sequence) -> list:
-    """As `bind`, for what may come under a vmap over examples that the compiler may split."""
+    """Like `bind`, also under a vmap over examples that the compiler may split."""
     if not may_be_split():
         return bind(equation, values)
     if equation.primitive.name == CONVOLUTION:
@@ -45,7 +45,7 @@ def bind_split(equation: core.JaxprEqn, values: Sequence) -> list:
 
 
 def split_safe(function: Callable) -> Callable:
-    """The function, whose convolutions are right under such a vmap."""
+    """The function, with convolutions that are right under such a vmap."""
 
     def run(*args):
         if not may_be_split():
@@ -58,9 +58,9 @@ def split_safe(function: Callable) -> Callable:
 
 
 def may_be_split() -> bool:
-    """Whether the compiler may split a batch over devices: not where all axes are manual.
+    """Whether the compiler may split a batch over devices; it cannot if all axes are manual.
 
-    A program cannot tell how its arguments will be split, unless there is one device.
+    While tracing it is unknown how arguments will be split, unless there is only one device.
     """
     if jax.sharding.get_abstract_mesh().axis_names:
         return bool(automatic())
@@ -164,7 +164,7 @@ def _padded(x, padding, dilation):
 
 
 def _slice(v, start, count, step):
-    """Of the last axes: `count` entries from `start` on, each `step` after the one before it."""
+    """Slices the last axes: `count` entries from `start` on, at distances of `step`."""
     lengths = [(n - 1) * s + 1 for n, s in zip(count, step, strict=True)]
     v = jax.lax.dynamic_slice(v, (0, 0, 0, 0, *start), (*v.shape[:4], *lengths))
     return v[(..., *(slice(None, None, s) for s in step))] if max(step, default=1) > 1 else v

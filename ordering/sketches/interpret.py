@@ -1,15 +1,15 @@
 """A jaxpr interpreter that knows which values are parameters, and which all examples share.
 
-The loss of one example is evaluated equation by equation, as jax's tutorial on custom interpreters
-does it: `equation.primitive.bind` with the equation's own parameters. Its values are of three
-kinds. A `Param` is a parameter, or one whose dimensions were moved; `Shared` is made of parameters
-and constants alone; all others are plain arrays, which belong to the example. Where a parameter
-meets an array of the example in a linear primitive, a rule of `rules.py` describes the use, and the
-handler computes it. A number that all examples share, such as a penalty, goes to the handler, too;
-parameters that are used in another way are reported to it.
+The loss of one example is evaluated equation by equation, as in JAX's tutorial on custom
+interpreters, by `equation.primitive.bind` with the equation's own parameters. There are three kinds
+of values. A `Param` is a parameter, possibly with moved dimensions. A `Shared` value is computed
+only from parameters and constants. All others are plain arrays, which belong to the example. Where
+a parameter meets an array of the example in a linear primitive, a rule of `rules.py` describes the
+use, and the handler computes it. The handler also gets numbers that all examples share, such as a
+penalty, and is told about other uses of parameters.
 
-Values have names by their place in the program, not by the identity of tracers, so that every walk
-of a program gives the same names, whatever it does with bodies of `jax.checkpoint` and scans.
+Values are named by their place in the program, not by the identity of tracers. So every walk of a
+program gives the same names, also in the bodies of `jax.checkpoint` and scans.
 """
 
 import math
@@ -32,31 +32,32 @@ class Param(NamedTuple):
 
     value: Any
     leaf: int  # its index among the leaves
-    # For every dimension of the value the leaf's in it, (number, size); those of size 1 in none.
+    # For every dimension of the value, the leaf's dimensions in it, (number, size), except size 1.
     dims: tuple[tuple[tuple[int, int], ...], ...]
-    stack: int  # leading dimensions of the leaf that scans have gone into
+    stack: int  # how many leading dimensions of the leaf the scans so far loop over
     place: Any  # uint32[], slices of the leaf before this one
-    copy: Any = None  # the example's copy of the value, where the parameter is copied
+    copy: Any = None  # the example's copy of the value, if the parameter is copied
 
 
 class Shared(NamedTuple):
-    """What all examples share: it is made of parameters and constants alone."""
+    """A value that all examples share: it is computed only from parameters and constants."""
 
     value: Any
-    copy: Any  # the value made of the example's copies of parameters, or None
-    leaves: dict[int, str]  # for every parameter in it the primitive that has used it
-    name: tuple[int, ...] = ()  # the equation's place, those around it first, and the result's
+    copy: Any  # the value computed from the example's copies of parameters, or None
+    leaves: dict[int, str]  # {parameter in it: the primitive that has used this}
+    name: tuple[int, ...] = ()  # the places of the outer equations, this one, and the result
 
 
 class Handler(NamedTuple):
-    """What happens where an example meets parameters. Without `evaluates` no array of an example is
-    computed: all of them are None.
+    """What to do where an example meets parameters.
+
+    Without `evaluates`, arrays of the example are not computed, but replaced by None.
     """
 
     rules: Mapping[str, Callable] = {}  # (equation, values, handler) -> results, None if not linear
     use: Callable[..., Any] = lambda use, param, data: use.apply(param.value, *data)
     other: Callable[[int, str], None] = lambda leaf, primitive: None  # another use of a parameter
-    number: Callable[[Shared], Any] | None = None  # that all examples share; not in loops
+    number: Callable[[Shared], Any] | None = None  # a number that all share; not in loops
     rule: Callable[[], None] = lambda: None  # a `jax.custom_vjp` of parameters alone
     evaluates: bool = True
 
@@ -66,13 +67,13 @@ def interpret(
 ) -> list:
     """The example's (loss, *others) of a program of the leaves of (params, rest).
 
-    `copies` are the example's, {number of the leaf: array}.
+    `copies` are the example's copies of parameters, {number of the leaf: array}.
     """
     copies = copies or {}
 
     def entering(i, value):
         dims = tuple(((axis, n),) if n > 1 else () for axis, n in enumerate(value.shape))
-        # What is empty has no gradient.
+        # Empty parameters have no gradient.
         return Param(value, i, dims, 0, jnp.uint32(0), copies.get(i)) if value.size else value
 
     leaves = [entering(i, leaf) for i, leaf in enumerate(jax.tree.leaves(params))]
@@ -81,7 +82,7 @@ def interpret(
 
 
 def has_rule_of_parameters(closed: core.ClosedJaxpr, params: PyTree) -> bool:
-    """Whether a `jax.custom_vjp` is used of parameters alone, without data."""
+    """Whether a `jax.custom_vjp` is applied to parameters alone, without data."""
     calls = []
     handler = Handler(rule=lambda: calls.append(True), evaluates=False)
 
@@ -94,7 +95,7 @@ def has_rule_of_parameters(closed: core.ClosedJaxpr, params: PyTree) -> bool:
 
 
 def _walk(jaxpr, consts, args, handler, path):
-    """Evaluates a jaxpr on values of all kinds; results are of all kinds, too."""
+    """Evaluates a jaxpr on values of all kinds; its results may be of all kinds, too."""
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*map(constant, consts), *args), strict=True))
 
     def read(atom):
@@ -151,7 +152,7 @@ def bind_of_example(equation: core.JaxprEqn, values: Sequence, handler: Handler)
 
 
 def _shared(equation, values, handler, path):
-    """The results of what examples share; of copies of parameters, too."""
+    """The results of an equation for shared values, also for copies of parameters."""
     name, leaves, values = equation.primitive.name, {}, [*values]
     for v in values:
         leaves |= {v.leaf: name} if isinstance(v, Param) else v.leaves
@@ -171,7 +172,7 @@ def _shared(equation, values, handler, path):
 
 
 def _seen(value, name, handler):
-    """A value as the example sees it where the primitive `name` mixes it with its arrays."""
+    """The example's array for a value that the primitive `name` mixes with its other arrays."""
     if of_example(value):
         return value
     if is_constant(value):
@@ -185,7 +186,7 @@ def _seen(value, name, handler):
 
 @jax.custom_vjp
 def as_copy(value, copy):
-    """The example's copy; its gradient is also that of what all examples share."""
+    """The example's copy; its gradient includes that of the shared value."""
     return copy
 
 
@@ -193,7 +194,7 @@ as_copy.defvjp(lambda value, copy: (copy, None), lambda _, gradient: (gradient, 
 
 
 def _moved(equation, values):
-    """A parameter of another dtype or shape. Dimensions may be swapped, merged and split again."""
+    """A parameter with another dtype or shape. Dimensions may be swapped, merged and split."""
     param, *sizes = values
     result: Any = equation.outvars[0].aval
     if equation.primitive.name == "transpose":
@@ -207,7 +208,7 @@ def _moved(equation, values):
 
 
 def _regrouped(param: Param, shape):
-    """The leaf's dimensions in those of a new shape; None if one would be split."""
+    """The leaf's dimensions within each one of a new shape; None if one would be split."""
     left, dims = [dim for group in param.dims for dim in group], []
     for size in shape:
         group = []
@@ -241,7 +242,7 @@ def _remat(equation, values, handler, path):
 
 
 def _arrays(values):
-    """(value, copy) of all values; what else is in them is no array."""
+    """(value, copy) of all values, which are their only arrays."""
     return [(v, None) if of_example(v) else (v.value, v.copy) for v in values]
 
 
@@ -281,9 +282,9 @@ def _scan(equation, values, handler, path):
 
 
 def _parts_of_scan(equation, values):
-    """What is constant in a scan, carried, and stacked."""
+    """The constants of a scan, its carry, and its stacked arrays."""
     inner = equation.params["jaxpr"].jaxpr
-    # Of a stacked array the body has one axis less; versions of JAX count the others differently.
+    # In the body stacked arrays have one axis less; versions of JAX count the others differently.
     is_stacked = [
         len(outer.aval.shape) > len(each.aval.shape)
         for outer, each in zip(
@@ -300,7 +301,7 @@ def _is_number(value):
 
 
 def _is_stacked(value):
-    """Whether the leading axis of a value is the next one of a leaf for a scan to go into."""
+    """Whether the leading axis of a value is the leaf's next dimension, so that a scan may loop."""
     return isinstance(value, Param) and [n for n, _ in value.dims[0]] == [value.stack]
 
 
@@ -312,7 +313,7 @@ def _slice(value, length, place):
     return value._replace(dims=value.dims[1:], stack=value.stack + 1, place=place)
 
 
-# Primitives that hold a program, and those that a parameter goes through.
+# Primitives that contain a jaxpr, and those whose result is still a parameter.
 PROGRAMS = {"jit": _jit, "remat2": _remat, "scan": _scan}
 MOVES = (
     "broadcast_in_dim", "convert_element_type", "copy", "name", "reshape", "squeeze", "transpose"

@@ -1,7 +1,7 @@
 """Sketches: k numbers that replace a gradient where only inner products are needed.
 
-The linear maps with random signs: of gradients that are there, and of the factors of gradients in
-the backward pass, with the signs of every parameter.
+These are linear maps with random signs for every parameter, of gradients that were formed and of
+the factors of gradients in the backward pass.
 """
 
 import functools
@@ -23,7 +23,7 @@ from syncopate import mesh, plans
 
 SIZE = 1024
 MOST = 2**31 - 1  # numbers of a sketch
-BLOCK = 8192  # entries of a leaf that are added up at once: they stay in a cache
+BLOCK = 8192  # entries of a leaf that are summed at once, so that they stay in a cache
 TILE = 8  # rows of numbers that a TPU keeps together
 SMALL = 4096  # leaves up to this size are folded together
 
@@ -35,17 +35,18 @@ def make_sketch(
 
     E[S g . S h] = g . h, with a variance of about 2 |g|^2 |h|^2 / k.
 
-    Entries get random signs and are added up in k sums; a gradient of at most k entries is kept as
-    it is. The gradient is read once, and nothing as large as it is written.
+    Entries get random signs and are summed into k sums; a gradient of at most k entries is kept
+    unchanged. The gradient is read once, and no array of its size is written.
 
     Args:
       key: typed; one key gives all workers the same map.
-      size: k >= 1. By Johnson and Lindenstrauss 4 ln N / (e^2 / 2 - e^3 / 3) keep the norms of N
-        given vectors, as the prefix sums of an epoch, up to a factor of (1 +- e)^(1/2), with high
-        probability: 1024 for N = 10^4 and e = 0.3. docs/results/orders.md has measurements.
-      specs: for a worker that is several devices (docs/use/meshes.md): how one gradient is split
-        over them, a `jax.P` per leaf or one for all, without the workers' axis. Each sketches its
-        part with signs of its own, so that another split gives another map.
+      size: k >= 1. By Johnson and Lindenstrauss, k = 4 ln N / (e^2 / 2 - e^3 / 3) keeps the norms
+        of N given vectors, such as the prefix sums of an epoch, within a factor of (1 +- e)^(1/2)
+        with high probability: 1024 for N = 10^4 and e = 0.3. docs/results/orders.md has
+        measurements.
+      specs: for a worker that spans several devices (docs/use/meshes.md), how one gradient is split
+        over them: a `jax.P` per leaf or one for all, without the workers' axis. Each device
+        sketches its part with different signs, so another split gives another map.
 
     Returns:
       `tree -> float32[k]`, for trees of floating leaves.
@@ -78,7 +79,7 @@ def make_sketch(
         return mesh.over_shards(axes, added, (of,), P())(tree)
 
     def added(tree):
-        """The sum of the sketches of all parts; whole gradients of few entries side by side."""
+        """The sum of the sketches of all parts; gradients of few entries are concatenated."""
         tree = parts(tree, specs, axes)
         count, mine = jax.lax.axis_size(axes), jax.lax.axis_index(axes)
         sketch = mapped(tree, jax.random.fold_in(jax.random.clone(key), mine), count)
@@ -106,8 +107,8 @@ def make_sketch(
 def parts(tree: PyTree, specs: PyTree, axes: tuple[str, ...]) -> PyTree:
     """This device's parts of a worker's arrays, so that no entry is on two devices.
 
-    A shard is kept as it is; a leaf that is replicated over some of the worker's `axes` becomes a
-    flat part, ceil(size / devices) entries.
+    A shard is unchanged; a leaf that is replicated over some of the worker's `axes` becomes a flat
+    part of ceil(size / devices) entries.
     """
 
     def part(leaf, spec):
@@ -125,11 +126,10 @@ def parts(tree: PyTree, specs: PyTree, axes: tuple[str, ...]) -> PyTree:
 def fold(leaf: Array, seed: UInt32[Array, ""], size: int) -> Float32[Array, "k"]:
     """float32[k] of one array: entry (b, n), the n-th of block b, has the sign t_b r_(n + b).
 
-    Blocks of whole slices are added up first, then the block in sums of every k-th entry, with
-    signs of its own. Entries that meet have products of signs that are uncorrelated from pair to
-    pair.
+    First blocks of whole slices are summed, then every k-th entry of the resulting block, with
+    other signs. The products of the signs of two entries in a sum are uncorrelated between pairs.
     """
-    block = max(BLOCK, size)  # else no sum would begin in some of the k places
+    block = max(BLOCK, size)  # else some of the k places would have no entries
     slices = leaf.reshape(-1, *_slice_shape(leaf.shape, block))
     in_block = _slices_in_block(len(slices), math.prod(slices.shape[1:]), block)
     if len(slices) >= 2 * in_block:
@@ -137,14 +137,14 @@ def fold(leaf: Array, seed: UInt32[Array, ""], size: int) -> Float32[Array, "k"]
     flat = slices.reshape(-1)
     flat = flat * hash_signs(seed ^ jnp.uint32(0x5BD1E995), jnp.arange(flat.size))
     sums = jnp.sum(jnp.pad(flat, (0, -flat.size % size)).reshape(-1, size), axis=0)
-    # Small arrays begin anywhere, or all would share the first sums.
+    # Small arrays start at random places, or all would share the first sums.
     return jnp.roll(sums, seed % size) if flat.size < size else sums
 
 
 def _slice_shape(shape, block) -> tuple[int, ...]:
-    """As many of the last axes as fit a block, and at least one; of a vector, a vector unit's.
+    """As many of the last axes as fit a block, at least one; for a vector, a vector unit's size.
 
-    Axes that are not merged need no other layout: a TPU keeps the last two in tiles of 8 x 128.
+    Without merging axes the layout stays: a TPU keeps the last two in tiles of 8 x 128.
     """
     if len(shape) < 2 or math.prod(shape) == shape[-1]:
         return (LANES if math.prod(shape) % LANES == 0 else 1,)
@@ -153,7 +153,7 @@ def _slice_shape(shape, block) -> tuple[int, ...]:
 
 
 def _slices_in_block(length: int, width: int, block: int) -> int:
-    """Tiles of a block's numbers; up to twice as many where nothing is left over then."""
+    """How many tiles make a block; up to twice as many if they then divide evenly."""
     least = TILE * math.ceil(block / width / TILE)
     whole = (n for n in range(least, 2 * least, TILE) if length % n == 0)
     return min(length, next(whole, least))
@@ -165,7 +165,7 @@ def _add_blocks(slices, seed, in_block):
     blocks, rest = divmod(len(slices), in_block)
 
     def one_by_one(slices):
-        """A CPU adds block after block to a sum in its cache, and slides along the signs."""
+        """For CPUs: adds block after block to a sum in the cache, and slides along the signs."""
         flat, size = slices.reshape(-1), math.prod(shape)
         signs = hash_signs(seed, jnp.arange(size + blocks))
         of_blocks = hash_signs(~seed, jnp.arange(blocks))
@@ -178,7 +178,7 @@ def _add_blocks(slices, seed, in_block):
         return jax.lax.fori_loop(0, blocks, add, start).reshape(shape)
 
     def at_once(slices):
-        """An accelerator computes the signs while it reads."""
+        """For accelerators: computes the signs while reading."""
         b = jnp.arange(blocks, dtype=jnp.uint32)
         cut = slices[: blocks * in_block].reshape(blocks, *shape)
         of_blocks = hash_signs(~seed, b).reshape(-1, *[1] * len(shape))
@@ -207,15 +207,16 @@ def grouped_sums(
 ) -> Float32[Array, "T p m"]:
     """float32[T, p, m] of x [T, K]: in each of m groups, p sums of its entries with random signs.
 
-    The products of what a group has of x_t and of y_t, added up over t, sketch x^T y (TensorSketch,
-    with Hadamard's transform in place of Fourier's): entries are added up with signs in p m sums,
-    and x_ta y_tb goes to place (a xor b) in the transform over m. Entry n is in sum n mod p and has
-    place n / p mod m: the first entries, the most frequent ones in a table of tokens, do not meet.
+    The products of a group's sums of x_t and of y_t, summed over t, sketch x^T y. This is
+    TensorSketch with Hadamard's transform in place of Fourier's: entries are summed with signs into
+    p m sums, and x_ta y_tb goes to place (a xor b) of the transform over m. Entry n is in sum
+    n mod p and has place n / p mod m. So the first entries, the most frequent ones in a table of
+    tokens, do not share sums.
     """
     added = functools.partial(_added_up, sums=sums, groups=groups, precision=precision)
 
     def multiplied(x, signs):
-        """An accelerator would write x, signed in float32 and in another layout."""
+        """Without this, an accelerator would write the signed x in float32 and another layout."""
         table = table_of_sums(signs, sums, groups).astype(x.dtype)
         products = jnp.matmul(x, table, precision=precision, preferred_element_type=jnp.float32)
         return products.reshape(len(x), sums, groups)
@@ -224,14 +225,14 @@ def grouped_sums(
 
 
 def _added_up(x, signs, *, sums, groups, precision):
-    """Without products where there is one group, which a CPU does faster."""
+    """For CPUs: with one group it takes no products, which is faster."""
     x = trees.as_float32(x) * signs.reshape(1, -1)
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % (sums * groups))))
     x = jnp.sum(x.reshape(len(x), -1, groups, sums), 1)
     if groups <= 64:
         whole = hadamard(groups)
         return jnp.einsum("tap,ab->tpb", x, whole, precision=precision) if groups > 1 else x.mT
-    inner = 1 << (groups.bit_length() - 1) // 2  # two small products cost less than a large one
+    inner = 1 << (groups.bit_length() - 1) // 2  # two small products are cheaper than a large one
     parted = x.reshape(len(x), -1, inner, sums)
     both = hadamard(groups // inner), hadamard(inner)
     products = jnp.einsum("tabp,ac,bd->tpcd", parted, *both, precision=precision)
@@ -248,7 +249,7 @@ def table_of_sums(signs: Float32[Array, "..."], sums: int, groups: int) -> Float
 def sums_of_matrix(
     matrix: Float32[Array, "K N"], groups: int, p: int, q: int
 ) -> Float32[Array, "p q m"]:
-    """What `grouped_sums` of its factors x and y have for a signed matrix x^T y that is there."""
+    """For a given signed matrix x^T y, the sums that `grouped_sums` of x and y would give."""
     sums = _wrapped(_wrapped(matrix, p * groups).T, q * groups).T
     sums = sums.reshape(groups, p, groups, q)
     at = jnp.arange(groups)
@@ -272,7 +273,7 @@ def hadamard(size: int) -> Float32[np.ndarray, "n n"]:
 
 
 def hash_signs(seed: UInt32[Array, "..."], places: ArrayLike) -> Float32[Array, "..."]:
-    """float32 signs of these places, by a hash that any backend computes while it reads."""
+    """float32 signs for these places, by a hash that any backend computes while reading."""
     x = jnp.asarray(places).astype(jnp.uint32) * jnp.uint32(0x9E3779B1) ^ seed
     for shift, factor in ((16, 0x21F0AAAD), (15, 0xD35A2D97)):
         x = (x ^ (x >> shift)) * jnp.uint32(factor)
@@ -282,32 +283,33 @@ def hash_signs(seed: UInt32[Array, "..."], places: ArrayLike) -> Float32[Array, 
 class SketchLeaf(NamedTuple):
     """How the gradient of a parameter is sketched.
 
-    It is "sketched" (never formed), "formed" (for each unit, in the backward pass alone), "copied"
-    (the parameter is copied for each unit), or "shared" (used in numbers that all units share, as
-    penalties are, or not at all: formed once). Copies and formed gradients cost memory per unit.
+    It is "sketched" (never formed), "formed" (for each unit, only during the backward pass),
+    "copied" (the parameter is copied for each unit), or "shared" (formed once, as the parameter is
+    used only in numbers that all units share, such as penalties, or not at all). Copies and formed
+    gradients take memory per unit.
     """
 
     name: str  # its path
     shape: tuple[int, ...]
     how: str
-    why: str  # kinds of uses, or the names of primitives
-    stack: int = 0  # leading dimensions that scans loop over; rows and cols are the others
+    why: str  # the kinds of uses, or the names of primitives
+    stack: int = 0  # leading dimensions that scans loop over; rows and cols are the rest
     rows: tuple[int, ...] = ()
     cols: tuple[int, ...] = ()
     sizes: tuple[int, int, int] = (0, 0, 0)  # m groups of products of p sums of rows and q of cols
-    table: bool = False  # whether rows are looked up, so that a unit may have few of them
+    table: bool = False  # whether rows are looked up, so that a unit may use few of them
 
     @property
     def small(self) -> bool:
-        """Whether the gradients of units are kept to the end, and folded with other small ones."""
+        """Whether gradients of units are kept until the end, and folded with other small ones."""
         return self.how != "sketched" and not self.stack and math.prod(self.shape) <= SMALL
 
 
 class Map(NamedTuple):
     """The random signs of one parameter: one for each row, and one for each column.
 
-    Scaled, they are of the size of the scale; `scale` has that of parameters without rows and
-    columns, or of all slices of a stacked one, leaves [slices, ...].
+    With a scale they are multiplied by it. `scale` is for parameters without rows and columns, or
+    for all slices of a stacked parameter, leaves [slices, ...].
     """
 
     seed: UInt32[Array, ""]

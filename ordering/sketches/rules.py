@@ -1,8 +1,8 @@
 """The linear primitives in which a parameter meets an array of an example: y = w * x.
 
-Every rule binds the equation's own primitive with its parameters, so that modes, precisions and
-types are the user's, and JAX's own rules differentiate it. Beside y a `Use` says how the gradient
-of w is made of factors, rows of x and columns of dy, which are sketched in its place.
+Every rule binds the equation's own primitive with its parameters. So modes, precisions and types
+are the user's, and JAX's own rules differentiate it. Besides y, a `Use` describes how the gradient
+of w is a product of factors, rows of x and columns of dy, which are sketched in its place.
 """
 
 import math
@@ -28,15 +28,15 @@ from ordering.sketches.interpret import (
 from ordering.trees import as_float32
 
 PRODUCT, LOOK_UP, LINEAR = "product", "look-up", "linear"
-Dims = tuple[tuple[int, int], ...]  # of a leaf, (number, size)
+Dims = tuple[tuple[int, int], ...]  # dimensions of a leaf, (number, size)
 
 
 class Use(NamedTuple):
     """Where a parameter meets an example: y = apply(w, *data), linear in w.
 
-    Of products, convolutions and look-ups the gradient of w, as a matrix [K, N] of the leaf's rows
-    and columns, is sum_t x_t^T dy_t over `rank` pairs of factors. Of another linear primitive rows
-    are all dimensions, and there are no factors.
+    For products, convolutions and look-ups, the gradient of w is sum_t x_t^T dy_t over `rank` pairs
+    of factors, as a matrix [K, N] of the leaf's rows and columns. For other linear primitives, all
+    dimensions are rows, and there are no factors.
     """
 
     kind: str  # PRODUCT, "convolution", LOOK_UP or LINEAR
@@ -48,7 +48,7 @@ class Use(NamedTuple):
     # (signs of the rows, sums p, groups m, *data) -> float32[T, p, m], grouped sums of x
     sums: Any = None
     columns: Any = None  # (dy, *data) -> [T, N]
-    precision: Any = None  # of products that make sketches
+    precision: Any = None  # precision of the products that make sketches
 
 
 def _dot_general(equation, values, handler):
@@ -108,8 +108,8 @@ def _matmul(equation, side):
 def _rows_as_one(multiply):
     """`(x [T, K], w [K, N]) -> [T, N]`: on a CPU, under vmap of x, batch and rows are one axis.
 
-    A CPU takes a fifth longer for the step of a GPT with products of three axes; a TPU's compiler
-    does not join the gradient of a loss to a product of two, and writes it down.
+    On a CPU the step of a GPT takes a fifth longer with products of three axes. On a TPU products
+    of two axes are worse: the compiler does not fuse the gradient of a loss with them.
     """
 
     def as_one(x, w):
@@ -128,7 +128,7 @@ def _rows_as_one(multiply):
 
 
 def precision_of(equation: core.JaxprEqn) -> Any:
-    """The precision that a product has been given; the higher one of two."""
+    """The precision of a product; the higher one if its factors differ."""
     given = equation.params.get("precision")
     given = given if isinstance(given, tuple) else (given,)
     precisions = [p for p in given if isinstance(p, jax.lax.Precision)]
@@ -162,9 +162,9 @@ def _gather(equation, values, handler):
     clips = equation.params["mode"] == modes.CLIP
 
     def looked_up(table, indices):
-        """Rows of another table where a gradient goes to one: zeros for other places.
+        """Rows of another table where the gradient has a row to go to; zeros elsewhere.
 
-        A look-up that promises its places to be there clamps them, and its gradient drops them.
+        A look-up that promises indices in bounds clamps them, but its gradient drops them.
         """
         (rows_of,) = bind(
             equation, [table, indices], dimension_numbers=how._replace(offset_dims=(batch,)),
@@ -184,7 +184,7 @@ def _gather(equation, values, handler):
         if clips:
             return dy
         there = looked_up(jnp.ones((table_shape[0], 1)), indices)
-        return jnp.where(there > 0, dy, 0)  # a cotangent of what was filled in may be NaN
+        return jnp.where(there > 0, dy, 0)  # the cotangent of a filled-in value may be NaN
 
     use = Use(LOOK_UP, rows, cols, rank, apply, apply, sums, columns)
     data = indices.value if is_constant(indices) else indices
@@ -244,23 +244,23 @@ def _dims(param, axes) -> Dims:
 
 
 def _natural(x, dims):
-    """[T, K] with its columns in the order of the leaf; `dims` are in the order of the use."""
+    """[T, K], with columns in the leaf's order instead of the use's; `dims` are in the use's."""
     order = [1 + dims.index(dim) for dim in sorted(dims)]
     return x.reshape(-1, *(n for _, n in dims)).transpose(0, *order).reshape(x.shape)
 
 
 def _as_used(table, dims):
-    """[K, N] with its rows in the order of the use, of one in the order of the leaf."""
+    """[K, N], with rows in the order of the use instead of the leaf's."""
     order = [sorted(dims).index(dim) for dim in dims]
     natural = table.reshape(*(n for _, n in sorted(dims)), -1)
     return natural.transpose(*order, len(order)).reshape(table.shape)
 
 
 def _look_up(equation, values, handler):
-    """A gather from an array of the example, without the axes of size 1 that its slices go along.
+    """A gather from an array of the example, without the axes of size 1 along which it slices.
 
-    A batch of one example is such an axis. In the backward pass of a look-up of labels in logits, a
-    TPU's compiler uses a comparison, which is free; with such an axis, it uses a large scatter.
+    A batch of one example is such an axis. With it, a TPU's compiler uses a large scatter in the
+    backward pass of a look-up of labels in logits; without it, a comparison, which is free.
     """
     how, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
     shape = equation.invars[0].aval.shape

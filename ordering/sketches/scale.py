@@ -38,41 +38,41 @@ def second_moment_scale(
     power: float = 0.5,
     eps: float = 1e-3,
 ) -> PyTree:
-    """What to multiply gradients with so that an order balances what the optimizer applies.
+    """A scale for gradients, so that an order balances the updates that the optimizer applies.
 
     scale = 1 / ((v / mean(v))^power + eps)
 
     v is the second moment in an optax state (Adam and its relatives, RMSProp), and mean(v) its mean
-    over all parameters. Take the scale once per epoch or per sync, outside of the steps. It is one
-    before the first step, and where a moment is not finite.
+    over all parameters. Compute the scale once per epoch or per sync, outside of the steps. It is
+    one before the first step, and where a moment is not finite.
 
-    For the sketches of `sketched_grads` the moment of a matrix is factored as in Adafactor: v_rc
-    is about mean_c(v_rc) mean_r(v_rc) / mean_rc(v_rc), and the scale a product of rows and
-    columns. All rows of a look-up table get the same (docs/results/orders.md). For Muon and Lion,
-    which hold no second moment, keep one beside the optimizer by `optax.scale_by_rms`, which moves
-    nothing.
+    For the sketches of `sketched_grads`, the moment of a matrix is factored as in Adafactor: v_rc
+    is about mean_c(v_rc) mean_r(v_rc) / mean_rc(v_rc), so the scale is a product of rows and
+    columns. All rows of a look-up table get the same scale (docs/results/orders.md). Muon and Lion
+    have no second moment. For these, keep one beside the optimizer by `optax.scale_by_rms`, without
+    applying its updates.
 
     Args:
-      optimizer: of optax, also chained, masked or partitioned, that has one second moment `nu` for
-        every parameter and divides by its root. It is asked for a dozen updates of small arrays
-        whether it does.
+      optimizer: an optax optimizer, also chained, masked or partitioned, that has one second moment
+        `nu` for every parameter and divides by its root. A dozen updates of small arrays check
+        this.
       opt_state: its state.
       params: the parameters; shapes are enough.
       leaves: from `sketch_plan`; parameters that are "sketched" then get `Factors`.
-      axis_name: the workers' axis, for states that are the workers' own: v is then the mean over
-        them, and all get the same scale.
-      power: in (0, 1/2]: 1/2 for what the optimizer applies; 1/4 lies half way to the gradients,
-        for losses whose curvature is large where gradients are, and for sketches of parameters with
+      axis_name: the workers' axis, if each worker has its own state: v is then the mean over the
+        workers, and all get the same scale.
+      power: in (0, 1/2]. 1/2 balances the optimizer's updates; 1/4 is half way to the gradients. It
+        suits losses whose curvature is large where gradients are, and sketches of parameters with
         many small gradients, such as embeddings.
-      eps: in (0, 1]; the scale is at most 1 / eps, of factors each, so that entries that had no
-        gradient so far do not outweigh all others.
+      eps: in (0, 1]; the scale, or each of its factors, is at most 1 / eps, so that entries without
+        a gradient so far do not outweigh all others.
 
     Returns:
       A float32 tree like params, or with `Factors` in place of leaves.
 
     Raises:
       ValueError: if a parameter has no second moment, several, or one of another shape; for an
-        optimizer that divides by something else, as Adamax, AMSGrad and a centred RMSProp.
+        optimizer that divides by another value, such as Adamax, AMSGrad and a centred RMSProp.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -95,7 +95,7 @@ def second_moment_scale(
     moments = _moments(opt_state, params)
     if not isinstance(optimizer, optax.GradientTransformation):
         raise ValueError(
-            f"optimizer is {optimizer!r}: pass that of the state, as optax.adam(1e-3)."
+            f"optimizer is {optimizer!r}: pass the optimizer of the state, as optax.adam(1e-3)."
         )
     _check_divides(optimizer, jax.tree.structure(params), tuple(v.shape for v in moments))
     plan: Sequence[SketchLeaf | None] = [None] * len(moments)
@@ -132,7 +132,7 @@ def whole_scale(scale: PyTree, like: PyTree) -> PyTree:
 def scaled_maps(
     plan: list[SketchLeaf], maps: list[Map], params: PyTree, scale: PyTree
 ) -> list[Map]:
-    """The maps of gradients times a scale: signs of rows and columns are multiplied with it."""
+    """The maps for scaled gradients: the signs of rows and columns are multiplied by the scale."""
     wholes = jax.tree.leaves(whole_scale(scale, params))
     scales = jax.tree.structure(params).flatten_up_to(scale)
     return [_scaled_map(*each) for each in zip(plan, maps, scales, wholes, strict=True)]
@@ -180,12 +180,11 @@ def _moments(opt_state, params) -> list[Array]:
 
 @functools.lru_cache(64)
 def _check_divides(optimizer, structure, shapes) -> None:
-    """Raises ValueError unless updates are divided by the root of `nu`, as they themselves show.
+    """Raises ValueError unless updates are divided by the root of `nu`, which is tried out.
 
-    After a few steps on small arrays of this structure every entry of nu is made c^2 times as
-    large. An update that divides by its root is c times as small, up to one factor of a leaf, as
-    LAMB has. Adamax divides by nu, AMSGrad by the largest nu so far, a centred RMSProp by
-    nu - mu^2.
+    After a few steps on small arrays of this structure, every entry of nu is multiplied by c^2. An
+    update that divides by its root becomes c times smaller, up to one factor per leaf, as in LAMB.
+    Adamax divides by nu, AMSGrad by the largest nu so far, a centred RMSProp by nu - mu^2.
     """
     random, small = np.random.default_rng(0), [tuple(min(n, 2) for n in s) for s in shapes]
     factors = [np.linspace(2, 8, math.prod(s)).reshape(s) for s in small]
@@ -232,9 +231,9 @@ def _check_leaves(leaves, moments):
 
 
 def _means(v, leaf: SketchLeaf | None):
-    """The moment; of a sketched leaf its means over columns and over rows, of every slice.
+    """The moment; for a sketched leaf its means over columns and over rows, for every slice.
 
-    All rows of a look-up table have the table's mean.
+    All rows of a look-up table get the table's mean.
     """
     if leaf is None or leaf.how != "sketched":
         return v
@@ -259,6 +258,6 @@ def _inverse(moment, leaf, common, power, eps):
 
 
 def _over(v, common, power, eps):
-    """One where nothing is known."""
+    """The scale from a moment; one where the common mean is zero or not finite."""
     size = (v / jnp.where(common > 0, common, 1.0)) ** power
     return jnp.where(common > 0, 1 / (size + eps), 1.0)
