@@ -80,7 +80,7 @@ def take(tree: PyTree, words: Sequence[str] | None = None) -> Taken:
     for (first, *path), x in jax.tree_util.tree_leaves_with_path(state):
         index = int(jax.tree_util.keystr((first,), simple=True))
         inside = jax.tree_util.keystr(tuple(path), simple=True, separator=".")
-        name = f"{names[index]}.{inside}".removesuffix("value").removesuffix(".")
+        name = f"{names[index]}.{inside}".removesuffix(".value").removesuffix(".")
         arrays[name], word_of[name] = x, of_objects[index]
     graph = Graph(
         definition, jax.tree.structure(state), tuple(arrays), tuple(word_of.values()),
