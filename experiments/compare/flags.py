@@ -10,18 +10,21 @@ forecast  --dry_run and its assumptions
 The flags of the three decisions are defined by `arms.define_decisions`.
 """
 
+import functools
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 
 from absl import flags
 
 from experiments import distributed, entry
-from experiments.compare import recipes
+from experiments.compare import recipes, tiny
 from experiments.data import TASKS, base
 from experiments.data.base import COUNT, FROM_ZERO, Range, Recipe, Task
 from experiments.data.schedules import SCHEDULES
 from experiments.report.trackers import TRACKERS
+from experiments.trainer.config import sizes_of
 from syncopate.refusals import UserError
 
 KINDS = {bool: flags.DEFINE_bool, str: flags.DEFINE_string}
@@ -120,6 +123,8 @@ def _setting(define):
 
 
 def _run(define):
+    text = "a small network and set in place of the setting's, one seed and rate, some forty steps"
+    define(flags.DEFINE_bool, "tiny", False, text)
     reads = ["device", "thread", "tfdata"]
     define(flags.DEFINE_enum, "input", "device", "data that stay there, or are read", reads)
     text = "steps; 0: where a signal asks; about every minute if unset"
@@ -188,10 +193,15 @@ def setting_from_flags(values: flags.FlagValues) -> tuple[Task, Recipe]:
     processes.say(f"Preparing {values.task}: data", file=sys.stderr)
     chosen = given(values, choices())
     abstract = "dry_run" in values and values.dry_run  # its group of flags may not be defined
-    task, recipe = recipes.load(values.task, values.data_dir, abstract=abstract, **chosen)
+    small = "tiny" in values and values.tiny
+    load = functools.partial(recipes.load, values.task, values.data_dir, **chosen)
+    task, recipe = load(abstract=abstract or small)
     recipe = recipe._replace(**recipe_fields(values))
     base.check_recipe(recipe)
-    return task, recipe
+    if not small:
+        return task, recipe
+    sizes, place = sizes_of(task, recipe), (values.task, values.data_dir)
+    return tiny.load(*place, recipe, sizes, abstract=abstract, **chosen)
 
 
 def recipe_fields(values: flags.FlagValues) -> dict:
@@ -216,7 +226,15 @@ def settings(values: flags.FlagValues, recipe: Recipe) -> Mapping:
     shared = {k: v for k, v in recipe._asdict().items() if k != "learning_rates"}
     further = {name: values[name].value for name in ("input", "step_seconds") if name in values}
     shared |= fingerprints.jax_settings()
+    if values.tiny:
+        further["tiny"] = True
     return {"task": values.task, **given(values, choices()), **shared, **further}
+
+
+def folder_of(values: flags.FlagValues, name: str) -> str:
+    """The output folder: of the flag, or by the command and its setting."""
+    tiny = "_tiny" * values.tiny
+    return values.output_dir or os.path.join("results", f"{name}_{values.task}{tiny}")
 
 
 def check_used(values: flags.FlagValues, recipe: Recipe, arms: Iterable, *, study=None) -> None:

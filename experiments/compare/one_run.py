@@ -36,7 +36,7 @@ def run(values: absl_flags.FlagValues) -> None:
     data = fingerprints.data_hash(task)
     agreement.check(fingerprints.facts(values, data))
     config.sizes_of(task, recipe, deals=arm.rows[0].deals)  # before there is a folder
-    folder = values.output_dir or os.path.join("results", f"train_{values.task}")
+    folder = flags.folder_of(values, "train")
     settings = {**flags.settings(values, recipe), **arm.words, "data": data}
     settings |= {"seed": values.seed, "learning_rate": recipe.learning_rates[0]}
     with lock.held(folder):

@@ -22,7 +22,7 @@ import numpy as np
 from absl import flags as absl_flags
 
 from experiments import files, fingerprints, lock, progress
-from experiments.compare import flags
+from experiments.compare import flags, tiny
 from experiments.compare.arms import Arm, config_of, left_out, plans_of
 from experiments.compare.cost import dry_run, traffic
 from experiments.compare.study import Study, arms_of
@@ -56,7 +56,7 @@ def run(study: Study, values: absl_flags.FlagValues) -> None:
     if len(chosen.arms) == 1 and (base := next(iter(study.arms))) not in chosen.arms:
         processes.say(f"{base} is compared too, as the baseline of {values.arms[0]}.")
         chosen = chosen._replace(arms=arms_of(study, [base, *values.arms]))
-    folder = values.output_dir or os.path.join("results", f"{study.name}_{values.task}")
+    folder = flags.folder_of(values, study.name)
     with lock.held(folder):
         _carry_out(study, chosen, task, recipe, folder, values, data)
 
@@ -64,6 +64,8 @@ def run(study: Study, values: absl_flags.FlagValues) -> None:
 def resolved(study: Study, values: absl_flags.FlagValues) -> tuple[Task, Recipe, Study, Study]:
     """(task, recipe, the study for them, the same with the arms and speeds of the flags)."""
     study.default(values)
+    if values.tiny:
+        tiny.shrink_comparison(values)
     task, recipe = flags.setting_from_flags(values)
     study = study.fit(study, task, recipe, values)
     if study.criterion.scalar == statistics.LOSS and task.optimum is not None:

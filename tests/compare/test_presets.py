@@ -1,4 +1,4 @@
-"""Presets: their files, their cost, and that the tiny ones run."""
+"""Presets: their files, their plans, and that `--tiny` makes runs of them."""
 
 import functools
 import os
@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from experiments import cd_grab, echoing, qsr, slowrun
-from experiments.compare import flags, recipes, search, study
+from experiments.compare import flags, search, study, tiny
 from experiments.report import records
 from experiments.trainer import config
 from tests import commands
@@ -29,23 +29,17 @@ PUBLISHED = {
     "cd_grab_wikitext103_gpt2": (GPT2, 64),
     **{f"cd_grab_lenet_cifar10_w{w}": (62_006, 64) for w in (4, 8, 16, 32, 64, "64_lr")},
     "cd_grab_sst2_head": (2 * 769, None),
-    **{f"qsr_{net}_{b}{shape}": (number, b) for net, number in LARGE.items()
-       for b in (4096, 16384) for shape in ("", "_linear", "_step")},
-    **{f"echoing_cifar{c}_{net}": (at_ten + (c - 10) * (width + 1), None) for c in (10, 100)
-       for net, at_ten, width in (("resnet18", 11_173_962, 512),
-                                  ("mobilenet_v2", 2_236_682, 1280))},
-    "echoing_wikitext2_gpt2": (GPT2 + (33_278 - 50_257) * 128, None),
+    **{f"qsr_{net}_{b}": (number, b) for net, number in LARGE.items() for b in (4096, 16384)},
+    "echoing_cifar10_resnet18": (11_173_962, None),
     # 16 blocks of width 1024.
     "slowrun_fineweb": (
         (50_257 + 2048 + 2) * 1024 + 16 * (12 * 1024**2 + 13 * 1024), 2**19 // 2048
     ),
 }  # fmt: skip
 NAMES = sorted(PUBLISHED)
-FOLDERS = (FOLDER, FOLDER / "tiny")
-SLOW = (*LARGE, "mobilenet_v2")
 DATA_FOLDERS = {  # of tasks
     "hmda": "hmda", "wikitext2_small": "wikitext2", "m4_weekly": "m4", "sst2": "sst2",
-    "cifar10_small": "tfds", "cifar10": "tfds", "tinyshakespeare": "tinyshakespeare",
+    "cifar10": "tfds",
 }  # fmt: skip
 
 
@@ -65,80 +59,94 @@ def parsed(path, *more):
 
 
 @functools.cache
-def setting_of(path):
+def setting_of(path, *more):
     """The abstract task of a preset, and its recipe."""
-    return flags.setting_from_flags(parsed(path))
+    return flags.setting_from_flags(parsed(path, *more))
 
 
-def full(name):
-    return setting_of(FOLDER / f"{name}.flags")
-
-
-def test_every_preset_has_a_tiny_variant_and_a_line_in_the_readme():
-    for folder in FOLDERS:
-        assert sorted(path.stem for path in folder.glob("*.flags")) == NAMES
-    listed = re.findall(r"^\| `(\w+)`", (FOLDER / "README.md").read_text(), re.M)
+def test_every_preset_has_a_line_in_the_readme():
+    assert sorted(path.stem for path in FOLDER.rglob("*.flags")) == NAMES
+    listed = re.findall(r"^\| `(\w+)` +\|", (FOLDER / "README.md").read_text(), re.M)
     assert sorted(listed) == NAMES
 
 
-@pytest.mark.parametrize(
-    "folder,heads", [(FOLDER, ("Published", "Hardware", "Deviations")), (FOLDERS[1], ("Replaced",))]
-)
-def test_the_comments_have_expected_results(folder, heads):
-    for path in folder.glob("*.flags"):
+def test_the_comments_have_expected_results():
+    for path in FOLDER.glob("*.flags"):
         comment, body = path.read_text().split("\n\n")
+        heads = ("Published", "Hardware", "Deviations")
         assert all(re.search(rf"^# {head}: \S", comment, re.M) for head in heads), path
-        if folder.name == "tiny":
-            assert body.startswith(f"--flagfile={FOLDER / path.name}\n")
         assert not re.search("^--(data_dir|output_dir|overwrite|dry_run)", body, re.M), "the user's"
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[pytest.mark.slow] * any(net in n for net in SLOW)) for n in NAMES],
+    [pytest.param(n, marks=[pytest.mark.slow] * any(net in n for net in LARGE)) for n in NAMES],
 )
-def test_a_preset_has_the_published_network_and_batch_and_a_smaller_tiny_variant(name):
-    (task, recipe), (parameters, examples) = full(name), PUBLISHED[name]
+def test_a_preset_has_the_published_network_and_batch_and_tiny_makes_it_small(name):
+    path = FOLDER / f"{name}.flags"
+    (task, recipe), (parameters, examples) = setting_of(path), PUBLISHED[name]
     assert config.num_params(task.model) == parameters
     if examples:
         assert recipe.workers * recipe.units_per_step * recipe.unit_size == examples
-    values, tiny = (parsed(folder / f"{name}.flags") for folder in FOLDERS)
-    of = ENTRYPOINTS[entrypoint(name)].STUDY
-    arms = values.arms or [*of.arms]
-    assert set(tiny.arms) <= set(arms) == set(study.arms_of(of, arms))
-    assert tiny.seeds <= values.seeds
-    small_task, small = setting_of(FOLDER / "tiny" / f"{name}.flags")
-    assert small.workers <= recipe.workers
-    assert config.size_of(small_task.train) <= 20_000
+    arms = parsed(path).arms or [*ENTRYPOINTS[entrypoint(name)].STUDY.arms]
+    assert set(arms) == set(study.arms_of(ENTRYPOINTS[entrypoint(name)].STUDY, arms))
+    small_task, small = setting_of(path, "--tiny")
+    assert config.size_of(small_task.train) == 512
+    assert config.num_params(small_task.model) <= max(10**6, parameters)
+    assert small.workers * small.units_per_step * small.unit_size <= 64
+    sizes = config.sizes_of(small_task, small)
+    steps = config.total_steps_of(small, sizes)
+    assert steps <= 4 * max(10, sizes.loads_per_epoch)
+    shares = {(s.workers, s.schedule, s.optimizer, s.h_base, s.growth) for s in (recipe, small)}
+    assert len(shares) == 1 and small.warmup_steps <= steps / 4 and len(small.learning_rates) == 1
+
+
+@pytest.mark.parametrize("task,parameters", [
+    ("cifar100_resnet18", 11_173_962 + 90 * 513),
+    pytest.param("cifar10_mobilenet_v2", 2_236_682, marks=pytest.mark.slow),
+    pytest.param("cifar100_mobilenet_v2", 2_236_682 + 90 * 1281, marks=pytest.mark.slow),
+    ("wikitext2_gpt2", GPT2 + (33_278 - 50_257) * 128),
+])  # fmt: skip
+def test_a_flag_after_a_preset_gives_the_other_networks_of_echoing(task, parameters):
+    path = FOLDER / "echoing_cifar10_resnet18.flags"
+    other, _ = setting_of(path, f"--task={task}")
+    assert config.num_params(other.model) == parameters
+    assert f"{task}`" in (FOLDER / "README.md").read_text()
 
 
 @functools.cache
-def plan_of(name):
-    task, recipe = full(name)
+def plan_of(name, *more):
+    task, recipe = setting_of(FOLDER / f"{name}.flags", *more)
     return search.sync_plans({"qsr": qsr.STUDY.arms["qsr"]}, task, recipe)["qsr"]
 
 
 PUBLISHED_ROUNDS = {"qsr_vit_b_4096": 9711, "qsr_resnet152_4096": 24_792}
+EPOCHS = {"vit_b": 100, "resnet152": 60}  # of a step decay
+DECAYS = {net: {"cosine": (), "linear": ("--schedule=linear",),
+                "step": ("--schedule=step", f"--decay_every={epochs}")}
+          for net, epochs in EPOCHS.items()}  # fmt: skip
 
 
+@pytest.mark.parametrize("decay", ["cosine", "linear", "step"])
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("qsr")])
-def test_qsr_plans_of_other_batches_and_decays_are_near_the_published_ones(name):
+def test_qsr_plans_of_other_batches_and_decays_are_near_the_published_ones(name, decay):
     """A quarter of the steps at four times the batch; all decays reach the floor."""
-    (task, recipe), examples = full(name), PUBLISHED[name][1]
+    net, examples = name.removeprefix("qsr_").rsplit("_", 1)[0], PUBLISHED[name][1]
+    more = DECAYS[net][decay]
+    task, recipe = setting_of(FOLDER / f"{name}.flags", *more)
     sizes = config.sizes_of(task, recipe, deals="examples")
     assert sizes.loads_per_epoch == 1_281_167 // examples
     assert config.total_steps_of(recipe, sizes) / sizes.loads_per_epoch in (200, 300)  # epochs
-    plan, base = plan_of(name), plan_of(re.sub("(4096|16384).*", "4096", name))
+    plan, base = plan_of(name, *more), plan_of(f"qsr_{net}_4096")
     volume, volume_of_base = (p.rounds / p.total_steps for p in (plan, base))
-    shape = name.rsplit("_", 1)[1]
-    if shape.isdigit():
+    if decay == "cosine":
         assert plan.rounds == PUBLISHED_ROUNDS.get(name, plan.rounds)
         assert volume == pytest.approx(volume_of_base, rel=2e-3)
     else:
         assert volume_of_base / 2 < volume < 1.2 * volume_of_base
         assert plan.periods.max() > 4 * plan.periods.min()
-    if shape == "step":  # falls after as many steps as it did
-        first = (100 if "vit" in name else 60) * sizes.loads_per_epoch
+    if decay == "step":  # falls after as many steps as it did
+        first = EPOCHS[net] * sizes.loads_per_epoch
         rates = config.config_of(recipe, sizes, seed=0).rates
         assert rates[first - 1] == 1 and rates[first] == pytest.approx(0.1)
 
@@ -154,17 +162,24 @@ def run(path, *more, timeout):
     return done.stdout
 
 
+ARMS = {"cd_grab": "rr,cd_grab", "qsr": "parallel,qsr", "echoing": "none,diffusion,measured",
+        "slowrun": "rr+documents,cd_grab+sketch1024+shifted"}  # fmt: skip
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_a_tiny_variant_runs_to_its_end(name, tmp_path):
-    path = FOLDER / "tiny" / f"{name}.flags"
-    task = recipes.setting_of(parsed(path).task).task
-    folder = DATA / DATA_FOLDERS[task]
+def test_a_tiny_run_of_a_preset_ends(name, tmp_path):
+    path = FOLDER / f"{name}.flags"
+    small, _ = tiny.stand_in(parsed(path).task, **flags.given(parsed(path), flags.choices()))
+    folder = DATA / DATA_FOLDERS[small]
     if not folder.exists():
         pytest.skip(f"no data in ../shared/data/{folder.name}")
     if folder.name == "tfds":
         pytest.importorskip("tensorflow_datasets")
-    text = run(path, f"--data_dir={folder}", f"--output_dir={tmp_path}", timeout=300)
+    arms = f"--arms={ARMS[entrypoint(path)]}"
+    text = run(
+        path, "--tiny", arms, f"--data_dir={folder}", f"--output_dir={tmp_path}", timeout=300
+    )
     recorded = records.read(str(tmp_path / "metrics.jsonl"))
     assert recorded and not any(record.get("diverged") for record in recorded)
     assert (tmp_path / "table.md").read_text().strip() in text

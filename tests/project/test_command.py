@@ -85,10 +85,9 @@ def test_the_command_runs_beside_files_with_its_names(elsewhere):
     listed = ran(call, elsewhere, PYTHONPATH=str(ROOT))
     for name in ("cd_grab", "train", "qsr", "launch"):
         assert f"  {name} " in listed
-    # A preset that extends another one.
-    flags = ["--preset=tiny/cd_grab_hmda", "--dry_run", "--nocompile"]
+    flags = ["--preset=cd_grab_hmda", "--tiny", "--dry_run", "--nocompile"]
     text = ran([*call, "cd_grab", *flags], elsewhere, PYTHONPATH=str(ROOT))
-    assert "CD-GraB" in text and "16,384" in text
+    assert "CD-GraB" in text and re.search(r"training examples +\| 512 ", text)
 
 
 @pytest.mark.parametrize("module,extra", [
@@ -127,12 +126,12 @@ def test_an_unknown_experiment_or_preset_is_refused_with_the_known_ones():
         command.main(["cd_crab"])
     with pytest.raises(SystemExit, match=r"these\. Did you mean train\?"):
         command.main(["trian"])
-    with pytest.raises(SystemExit, match=r"\. Did you mean tiny/qsr_vit_b_4096"):
-        command.preset("tiny/qsr_vit_b_409")
-    with pytest.raises(SystemExit, match="'tiny/none' is not a preset: pass one of cd_grab_hmda, "):
-        command.with_presets(["--seeds=3", "--preset=tiny/none"])
-    whole, tiny = (command.preset(f"{at}qsr_vit_b_4096") for at in ("", "tiny/"))
-    assert tiny[: len(whole)] == whole and "--task=cifar10_vit" in tiny[len(whole) :]
+    with pytest.raises(SystemExit, match=r"\. Did you mean qsr_vit_b_4096"):
+        command.preset("qsr_vit_b_409")
+    with pytest.raises(SystemExit, match="'none' is not a preset: pass one of cd_grab_hmda, "):
+        command.with_presets(["--seeds=3", "--preset=none"])
+    whole, larger = (command.preset(f"qsr_vit_b_{batch}") for batch in (4096, 16384))
+    assert larger[: len(whole)] == whole and "--workers=64" in larger[len(whole) :]
     for given in (["--preset=qsr_vit_b_4096"], ["--preset", "qsr_vit_b_4096"]):
         assert command.with_presets([*given, "--seeds=3"]) == [*whole, "--seeds=3"]
 
@@ -203,7 +202,7 @@ runpy.run_module = lambda name, **options: print(name)
 command.main(["cd_grab", "--seeds=1"])
 import models
 from experiments import fingerprints
-assert "--task=cifar10_vit" in command.preset("tiny/qsr_vit_b_4096")
+assert "--task=imagenet_vit_b" in command.preset("qsr_vit_b_16384")
 assert sys.argv[1:] == ["--seeds=1"] and os.environ["PYTHONPATH"].startswith(sys.path[0])
 print(models.__file__, fingerprints.code_hash())
 """
