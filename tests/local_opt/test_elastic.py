@@ -138,7 +138,7 @@ def test_what_fails_in_a_sync_is_raised_as_it_is():
     ):  # fmt: skip
         with pytest.raises(ValueError, match=match):
             local_opt.elastic.ElasticSync(wrong)(1, jnp.copy(x))
-    with pytest.raises(ValueError, match=r"pass leaves \[8, ...\], as on a mesh"):
+    with pytest.raises(ValueError, match=r"\[8, ...\]"):
         local_opt.elastic.ElasticSync(lambda x: (x,))(1, x[:3])
 
 
@@ -262,7 +262,7 @@ def test_process_0_that_was_stopped_does_not_go_on_alone(monkeypatch):
     coordinator.barrier(members, {0: 20, 1: 20})
     coordinator.change({0: 7})
     members[0].pause = 12.0
-    with pytest.raises(RuntimeError, match="process 0 has stood still for 12.0 s before step 40"):
+    with pytest.raises(RuntimeError, match="process 0 .* 12.0 s .*step 40"):
         members[0].barrier(40)
 
 
@@ -491,7 +491,7 @@ def test_the_example_goes_on_without_the_process_that_it_kills(example):
 
 def test_processes_that_would_end_together_are_refused(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(ValueError, match="call jax.config.update.*, True. before"):
+    with pytest.raises(ValueError, match="jax.config.update"):
         local_opt.elastic.ElasticSync(lambda p, s: (p, s))
     with pytest.raises(ValueError, match="timeout is 0"):
         local_opt.elastic.ElasticSync(lambda p, s: (p, s), timeout=0)

@@ -105,11 +105,11 @@ def test_policies_match_no_parameter(names):
     params = made(**leaves) if made else leaves
     policies = {"mu": "mean", "nu": "mean"}
     rounds = local_opt.local_rounds(optax.sgd(0.1), sync_opt_state=policies)
-    with pytest.raises(ValueError, match=r"names \['mu', 'nu'\]"):
+    with pytest.raises(ValueError, match=r"\['mu', 'nu'\]"):
         rounds.init(params)
     inner = optax.sgd(0.1, momentum=0.9)
     rounds = local_opt.local_rounds(inner, sync_opt_state={"mu": "mean"})
-    with pytest.raises(ValueError, match=r"names \['mu'\].*its fields \['trace'\]"):
+    with pytest.raises(ValueError, match=r"\['mu'\].*\['trace'\]"):
         rounds.init(params)
 
 

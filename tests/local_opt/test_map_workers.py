@@ -166,7 +166,7 @@ def test_a_replicated_result_that_differs_is_refused_on_one_device_and_on_meshes
     run = local_opt.map_workers(
         function, WAYS[way]("worker"), in_specs=in_specs, out_specs="replicated"
     )
-    with pytest.raises(ValueError, match=f"{name} is 'replicated' in out_specs and differs"):
+    with pytest.raises(ValueError, match=f"{name} is 'replicated' in out_specs"):
         (jax.jit(run) if jit else run)(*args)
 
 
@@ -209,7 +209,7 @@ def test_what_is_not_proved_to_be_replicated_is_refused_on_a_mesh(name):
     for way in ("Auto", "Explicit"):
         over = WAYS[way]("worker")
         run = local_opt.map_workers(function, over, in_specs="worker", out_specs="replicated")
-        with pytest.raises(ValueError, match="result is 'replicated' .* not proved .* 'worker'"):
+        with pytest.raises(ValueError, match="result is 'replicated' .* 'worker'"):
             jax.jit(run)(ROWS[:4])
     run = local_opt.map_workers(function, W, in_specs="worker", out_specs="replicated")
     with contextlib.nullcontext() if alone is None else pytest.raises(alone):  # not a wrong number
@@ -624,7 +624,7 @@ def test_the_mesh_may_be_the_one_in_scope_where_a_step_is_called(way):
     )
     rows, key, run = jnp.arange(2.0 * W), jax.random.key(3), jax.jit(mapped)
     for call in (run, mapped, lambda *_: local_opt.replicate(key, keys="copy")):
-        with pytest.raises(ValueError, match=r"no mesh is in scope: enter one, .*jax.set_mesh"):
+        with pytest.raises(ValueError, match=r"mesh .*jax.set_mesh"):
             call(jnp.zeros(W), rows, key)
     if way == "vmap":
         return
@@ -638,5 +638,5 @@ def test_the_mesh_may_be_the_one_in_scope_where_a_step_is_called(way):
             np.testing.assert_allclose(drawn, alone, rtol=1e-6)
             assert float(mean) == 1
     with jax.set_mesh(mesh_of(AxisType.Auto, "dp", "model")):
-        with pytest.raises(ValueError, match="axes .*dp.* and the workers' is 'worker'"):
+        with pytest.raises(ValueError, match="dp.*'worker'"):
             run(x, rows, key)

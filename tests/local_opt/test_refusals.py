@@ -205,7 +205,7 @@ def test_an_axis_that_is_not_in_scope_is_named(name):
     mapped = local_opt.map_workers(synced, 2, in_specs="worker", out_specs="worker")
     vmapped = jax.vmap(synced, axis_name="worker")
     for call in (synced, mapped, vmapped, jax.jit(vmapped)):
-        with pytest.raises(ValueError, match="axis 'dp' is not in scope.* pass it as axis_name="):
+        with pytest.raises(ValueError, match="'dp' .*axis_name="):
             call(X)
 
 
@@ -220,9 +220,9 @@ def scoped(function, *names):
 def test_none_is_the_only_axis_in_scope(name):
     """Of several a wrong one would be averaged over in silence."""
     call = SYNCED[name](None)
-    with pytest.raises(ValueError, match="axis 'worker' is not in scope"):
+    with pytest.raises(ValueError, match="'worker'"):
         call(jnp.ones(()))
-    with pytest.raises(ValueError, match=r"there are the axes \['seed', 'worker'\]: pass the"):
+    with pytest.raises(ValueError, match=r"\['seed', 'worker'\]"):
         scoped(call, "worker", "seed")
     actual, wanted = scoped(call, "dp"), scoped(SYNCED[name]("dp"), "dp")
     jax.tree.map(np.testing.assert_array_equal, actual, wanted)

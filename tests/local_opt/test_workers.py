@@ -82,7 +82,7 @@ def test_processes_with_another_plan_are_named(plan, other, same, monkeypatch):
         plan.check_same()
 
     gathered(0, 2, 0)
-    with pytest.raises(ValueError, match=r"processes \[1, 3\] have another plan than process 0"):
+    with pytest.raises(ValueError, match=r"\[1, 3\] .*plan.* 0"):
         gathered(0, 1, 2, 1)
     here = f"here: {plan.rule}, hash {plan.digest()[:12]}"
     with pytest.raises(ValueError, match=rf"processes \[1\] .*{here}"):
@@ -216,7 +216,7 @@ def test_workers_that_meet_close_to_zero_agree_to_the_rounding_of_their_way():
     refused = [pair for pair in numbers if pair[1][0] != pair[1][1]]
     assert refused
     for b, x in refused[:3]:
-        with pytest.raises(ValueError, match="before=, the parameters before that step"):
+        with pytest.raises(ValueError, match="before="):
             local_opt.check_synced(x)
         with pytest.raises(ValueError, match="apart"):
             local_opt.check_synced(x, before=b, ulps=0)
@@ -241,7 +241,7 @@ def test_workers_that_were_not_moved_together_are_refused_whatever_was_before():
     before, after = after_step([[0.7, 0.1], [-0.7, 0.1]])
     with pytest.raises(ValueError, match="1e-06 apart|9.54e-07 apart|1.01e-06 apart"):
         local_opt.check_synced(after.at[1, 0].add(1e-6), before=before)
-    with pytest.raises(ValueError, match="before.* is real.*: pass a tree of the same leaves"):
+    with pytest.raises(ValueError, match="before.* is real"):
         local_opt.check_synced(after, before=before[:, 0])
 
 

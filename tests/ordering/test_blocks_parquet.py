@@ -76,9 +76,9 @@ def test_a_dropped_record_changes_no_type_of_the_others(name, groups, tmp_path):
             ]
             assert {x.dtype for x in columns} == {wanted.dtype}
             np.testing.assert_array_equal(np.concatenate(columns), wanted)
-    message = r"x.parquet, record 1: x has no value. Fill it in, or leave .* split\(keep=\)"
+    message = r"x.parquet, record 1: x .*keep="
     if "longer" in name:
-        message = "x.parquet, records 0 to 3: the lists of x have several lengths"
+        message = "x.parquet, records 0 to 3: .* x "
     with pytest.raises(ValueError, match=message):
         split(files(path), unit_size=4)[0]
     kept = [True, True, False, True]  # the hole stays: its number is that in the file
@@ -96,9 +96,7 @@ def test_a_filter_sees_none_where_a_value_is_missing(tmp_path):
     assert block["y"].dtype == np.int8 and block["y"].tolist() == [3, 1, 2]
     with pytest.raises(TypeError) as error:
         split(files(path), unit_size=4, keep=lambda r: r["y"] > 0)
-    assert error.value.__notes__ == [
-        "keep was called for record 1, counted from 0. Missing values are None."
-    ]
+    assert "keep was asked for record 1" in error.value.__notes__[0]
 
 
 def test_a_missing_value_is_refused_before_training_where_the_file_tells_of_it(tmp_path):
@@ -109,16 +107,16 @@ def test_a_missing_value_is_refused_before_training_where_the_file_tells_of_it(t
         written(
             tmp_path / f"{name}.parquet", columns, row_group_size=4, write_statistics=statistics
         )
-    with pytest.raises(ValueError, match="b.parquet, record 9: y has no value"):
+    with pytest.raises(ValueError, match="b.parquet, record 9: y "):
         split(files([tmp_path / "a.parquet", tmp_path / "b.parquet"]), unit_size=2)
     split(files(tmp_path / "b.parquet", columns=["id"]), unit_size=2)
     blocks = split(files(tmp_path / "c.parquet"), unit_size=2)
     assert blocks[3]["y"].tolist() == [1, 1]
-    with pytest.raises(ValueError, match="c.parquet, record 9: y has no value"):
+    with pytest.raises(ValueError, match="c.parquet, record 9: y "):
         blocks[4]
     order = ordering.baselines.shuffle_once(6, units_per_step=6)
     with read_blocks(blocks, order, jax.random.key(0), batch_size=2) as reads:
-        with pytest.raises(LoadError, match="load 0 failed: .*c.parquet, record 9: y has no value"):
+        with pytest.raises(LoadError, match="load 0 failed: .*c.parquet, record 9: y "):
             next(reads)
 
 
@@ -140,20 +138,18 @@ def test_files_of_other_types_are_not_joined(tmp_path):
     for name, kind in (("a", pa.int64()), ("b", pa.uint64())):
         written(tmp_path / f"{name}.parquet", {"id": pa.array([2**53 + 1], kind)})
     blocks = split(files(tmp_path / "*.parquet"), unit_size=1)
-    with pytest.raises(
-        ValueError, match=r"id of unit 1 is uint64\[\], and of unit 0 int64\[\]: pass"
-    ):
+    with pytest.raises(ValueError, match=r"id of unit 1 is uint64\[\], .* unit 0 int64\[\]"):
         blocks.read([0, 1])
 
 
 def test_columns_that_have_one_name_and_files_without_any(tmp_path):
     table = pa.Table.from_arrays([pa.array([1]), pa.array([2]), pa.array([3])], ["a", "a", "b"])
     parquet.write_table(table, tmp_path / "x.parquet")
-    with pytest.raises(ValueError, match="x.parquet cannot be read: it has 2 columns named 'a'"):
+    with pytest.raises(ValueError, match="x.parquet .* 2 columns .*'a'"):
         files(tmp_path / "x.parquet")
     assert files(tmp_path / "x.parquet", columns=["b"])[0].read(0, 1)["b"].tolist() == [3]
     parquet.write_table(pa.table({"a": [1, 2]}).select([]), tmp_path / "y.parquet")
-    with pytest.raises(ValueError, match="y.parquet cannot be read: it has no columns: leave it"):
+    with pytest.raises(ValueError, match="y.parquet .*columns"):
         files(tmp_path / "y.parquet")
 
 
@@ -162,9 +158,7 @@ def test_a_group_larger_than_the_memory_is_refused_by_its_header(tmp_path, monke
     path = written(tmp_path / "x.parquet", {"x": np.zeros(2**20, np.int64)})
     assert path.stat().st_size < 2**14
     monkeypatch.setattr("os.sysconf", lambda name: 2**20 if name == "SC_PAGE_SIZE" else 7)
-    with pytest.raises(
-        ValueError, match="one of its row groups takes .* write it anew with smaller gro"
-    ):
+    with pytest.raises(ValueError, match="x.parquet .*row group"):
         files(path)
     monkeypatch.setattr("os.sysconf", lambda name: 2**20 if name == "SC_PAGE_SIZE" else 8)
     assert len(files(path)[0]) == 2**20
@@ -214,7 +208,7 @@ def test_row_groups_that_do_not_fit_are_decoded_once_in_a_window(decoded, tmp_pa
     """Four groups of 24 rows, of which memory holds one."""
     path = written(tmp_path / "x.parquet", {"id": np.arange(96)}, row_group_size=24)
     monkeypatch.setattr("ordering.blocks.parquet.MOST", 200)
-    with pytest.warns(UserWarning, match="up to 24 rows, .* 6 times .*row_group_size=4"):
+    with pytest.warns(UserWarning, match="24 rows, .* 6 times .*row_group_size=4"):
         blocks = split(files(path), unit_size=4)
     epoch_of(blocks, window=24, readers=1)
     assert decoded == [0, 1, 2, 3]

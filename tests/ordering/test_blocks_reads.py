@@ -75,7 +75,7 @@ def test_where_a_window_ended_the_batches_may_have_another_size():
         before = FIXED.expected()[:done]
         for options in ({"batch_size": size + 3}, {"window": 1}):
             if not ended:
-                with pytest.raises(ValueError, match="was saved with [23], inside a window, n"):
+                with pytest.raises(ValueError, match="with [23], inside a window"):
                     FIXED.read(state, **options)
                 continue
             batches = before + FIXED.read(state, **options)
@@ -147,9 +147,7 @@ def test_a_run_goes_on_from_the_load_that_failed():
     options = {"batch_size": 2, "num_epochs": 1}
     batches = []
     with read_blocks(blocks, order, block_cases.KEY, **options) as reads:
-        with pytest.raises(
-            LoadError, match="load 2 failed: OSError: the disk is gone. Res"
-        ) as info:
+        with pytest.raises(LoadError, match="load 2 .*OSError: the disk is gone") as info:
             for batch in reads:
                 batches.append(as_lists(batch))
         state = reads.state()

@@ -5,6 +5,7 @@ import gzip
 import io
 import os
 import pathlib
+import re
 import shutil
 import struct
 import threading
@@ -42,7 +43,7 @@ def test_a_path_that_exists_is_no_pattern(name, tmp_path, monkeypatch):
     for path in (tmp_path / name / "x.npy", tmp_path / name / "?.n*"):
         assert [part.read(0, 2).tolist() for part in files(path)] == [[0, 1]]
     (tmp_path / name / "x.npy").unlink()
-    with pytest.raises(ValueError, match="there is no file .*x.npy: pass paths of files"):
+    with pytest.raises(ValueError, match="x.npy"):
         files(tmp_path / name / "x.npy")
     saved(tmp_path / "x[1].npy", np.arange(5))
     saved(tmp_path / "x1.npy", np.arange(6))
@@ -51,26 +52,10 @@ def test_a_path_that_exists_is_no_pattern(name, tmp_path, monkeypatch):
     assert [len(part) for part in files("x[1-2].npy")] == [6]
 
 
-@pytest.mark.parametrize(
-    "path, message",
-    [
-        (
-            "gs://bucket/x.npy",
-            "there is no file gs://bucket/x.npy: .* on a disk; copy the files of a bucket",
-        ),
-        (
-            pathlib.PurePosixPath("gs://bucket/x.npy"),
-            "there is no file gs:/bucket/x.npy: .* on a disk",
-        ),
-        ("folder", "folder is a folder: pass its files, as .*folder/"),
-        ("train-00000-of-01024", r"is of no known kind: .*kind=, one of array_record, tfrecord, "),
-    ],
-)
-def test_names_that_are_no_files_say_what_to_pass(path, message, tmp_path):
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "train-00000-of-01024").write_bytes(b"")
-    with pytest.raises(ValueError, match=message):
-        files(path if ":/" in str(path) else tmp_path / path)
+@pytest.mark.parametrize("path", ["gs://bucket/x.npy", pathlib.PurePosixPath("gs://bucket/x.npy")])
+def test_paths_of_buckets_are_refused(path):
+    with pytest.raises(ValueError, match=f"{path}: .* disk"):
+        files(path)
 
 
 def test_a_file_that_is_named_twice_is_read_once(tmp_path):
@@ -91,7 +76,7 @@ def test_a_kind_can_be_given(kind, tmp_path):
         decode = record_files.write(kind, file if kind == "npy" else path, 5)
     blocks = split(files(path, kind=kind), unit_size=5, decode=decode)
     assert record_files.ids(kind, blocks[0]) == [0, 1, 2, 3, 4]
-    with pytest.raises(ValueError, match="kind is 'text': pass one of array_record, tfrecord, par"):
+    with pytest.raises(ValueError, match="kind is 'text'.* array_record"):
         files(path, kind="text")
 
 
@@ -103,9 +88,9 @@ def test_files_of_a_pattern_may_be_empty(kind, tmp_path):
         (tmp_path / "b.bin").write_bytes(b"")
     blocks = split(opened(tmp_path / f"*.{kind}"), unit_size=4, decode=decode)
     assert [record_files.ids(kind, block) for block in blocks] == [[30, 31, 32], [20, 21]]
-    with pytest.raises(ValueError, match="no file holds a record. Pass one that does"):
+    with pytest.raises(ValueError, match="no file holds a record"):
         opened(tmp_path / f"[b].{kind}")
-    with pytest.raises(ValueError, match=f"b.{kind} holds no records: leave it out"):
+    with pytest.raises(ValueError, match=f"b.{kind} "):
         opened(tmp_path / f"b.{kind}")
 
 
@@ -122,15 +107,15 @@ def test_a_flipped_bit_is_named_wherever_it_is(tmp_path):
         data[place] ^= 1 << place % 8
         path.write_bytes(data)
         number = max(i for i, start in enumerate(starts) if start <= place)
-        message = f"the checksum of the {{}} of record {number} is wrong"
+        message = f"x.tfrec.* {{}} of record {number} "
         if place - starts[number] < 12:
-            with pytest.raises(ValueError, match=message.format("length") + "[.] Replace the fi"):
+            with pytest.raises(ValueError, match=message.format("length")):
                 files(path)
             continue
         blocks = split(files(path), unit_size=1)
         for other in {0, 1, 2} - {number}:
             assert blocks[other].tolist() == [records[other]]
-        with pytest.raises(ValueError, match=message.format("bytes") + "[.] The file is damaged"):
+        with pytest.raises(ValueError, match=message.format("bytes")):
             blocks.read([0, 1, 2])
 
 
@@ -144,7 +129,7 @@ def test_a_flipped_bit_in_a_page_of_parquet_that_has_a_checksum(tmp_path):
     data = bytearray((tmp_path / "x.parquet").read_bytes())
     data[4000] ^= 1
     (tmp_path / "x.parquet").write_bytes(data)
-    with pytest.raises(ValueError, match="records 0 to 999, cannot be read: .*is damaged: replace"):
+    with pytest.raises(ValueError, match="x.parquet, records 0 to 999"):
         files(tmp_path / "x.parquet")[0].read(0, 1000)
 
 
@@ -152,16 +137,10 @@ def test_a_flipped_bit_in_a_page_of_parquet_that_has_a_checksum(tmp_path):
 
 
 DATA = {  # what split takes as other readers do, or refuses with the line to write
-    "masks": ({"x": np.ma.array([1, 2], mask=[0, 1])}, r"parts\['x'\] is a masked array"),
-    "missing": (
-        {"x": np.array(["a", None], object)},
-        r"parts\['x'\] .* with missing values: write",
-    ),
-    "none": ([1, None], "example 1 is None"),
-    "types": ([np.uint64(2**63 + 1), np.int64(5)], "example 1 is of int64, and that of example 0"),
-    "a column": ({"x": [1, 2]}, r"parts\['x'\] is a list: write np.array\(parts\['x'\]\)"),
-    "lengths": ([[1, 2], [1]], "shapes"),
-    "numbers": (iter([1, 2]), r"parts is a list_iterator.*list\(parts\)"),
+    "masks": ({"x": np.ma.array([1, 2], mask=[0, 1])}, r"parts\['x'\]"),
+    "missing": ({"x": np.array(["a", None], object)}, r"parts\['x'\]"),
+    "types": ([np.uint64(2**63 + 1), np.int64(5)], "example 1 .*int64.* example 0"),
+    "a column": ({"x": [1, 2]}, r"parts\['x'\] .*np.array\(parts\['x'\]\)"),
 }
 
 
@@ -174,9 +153,7 @@ def test_data_that_other_readers_refuse_is_refused(data, message):
 def test_frames_are_refused_with_the_conversion():
     pd = pytest.importorskip("pandas")
     frame = pd.DataFrame({"id": [2**53 + 1, 2**53 + 3], "x": [0.5, 1.0]})
-    with pytest.raises(
-        ValueError, match=r"parts is a pandas DataFrame: write \{name: column.to_num"
-    ):
+    with pytest.raises(ValueError, match=r"parts .*DataFrame.*\.to_numpy"):
         split(frame, unit_size=2)
     parts = {name: column.to_numpy() for name, column in frame.items()}
     assert split(parts, unit_size=2)[0]["id"].tolist() == [2**53 + 1, 2**53 + 3]
@@ -256,9 +233,7 @@ def test_a_file_is_what_it_was_when_it_was_indexed(kind, change, tmp_path):
     assert record_files.ids(kind, blocks[1]) == [14, 15, 16, 17]
     change(kind, path)
     for unit, changed in ((0, unread), (0, blocks), (1, blocks)):
-        with pytest.raises(
-            ValueError, match=f"data.{kind} cannot be read: The file has changed since"
-        ):
+        with pytest.raises(ValueError, match=f"data.{kind} .*changed"):
             changed[unit]
 
 
@@ -288,7 +263,7 @@ def test_a_file_that_changes_in_an_epoch_is_refused(tmp_path):
     with read_blocks(blocks, order, KEY, window=2, batch_size=8, depth=1) as reads:
         next(reads)
         saved(path, np.arange(64, 128))
-        with pytest.raises(LoadError, match="x.npy cannot be read: The file has changed since"):
+        with pytest.raises(LoadError, match="x.npy .*changed"):
             assert max(int(x) for _ in range(8) for x in next(reads)[0]) < 64
 
 
@@ -310,10 +285,10 @@ def test_a_decoder_of_arrays_is_refused(tmp_path):
     np.arange(9, dtype=np.uint16).tofile(tmp_path / "x.bin")
     of_files = files(tmp_path / "x.npy"), tokens(tmp_path / "x.bin", length=1)
     for parts in (*of_files, np.arange(8), {"x": np.arange(8)}):
-        with pytest.raises(ValueError, match="decode is for records that are bytes, and .* arrays"):
+        with pytest.raises(ValueError, match="decode "):
             split(parts, unit_size=2, decode=lambda record: record)
     for keep in (None, lambda record: True):
-        with pytest.raises(ValueError, match="that are bytes, and Plain holds arrays"):
+        with pytest.raises(ValueError, match="decode .*Plain"):
             split([Plain()], unit_size=2, decode=lambda record: record, keep=keep)[0]
 
 
@@ -341,11 +316,11 @@ def test_types_of_another_window_are_refused(kind, arrays, tmp_path):
     blocks = types_of(tmp_path, kind, *arrays)
     order = ordering.baselines.shuffle_once(2)
     with read_blocks(blocks, order, KEY, window=1, batch_size=1, num_epochs=1) as reads:
-        with pytest.raises(LoadError, match=r"load 1 failed: .*it of unit \d is .*, and of unit"):
+        with pytest.raises(LoadError, match=r"load 1 .*unit \d .*unit"):
             list(reads)
     blocks = types_of(tmp_path, kind, *arrays)
     assert blocks[0].dtype == arrays[0].dtype
-    with pytest.raises(ValueError, match="it of unit 1 is .*, and of unit 0"):
+    with pytest.raises(ValueError, match="unit 1 .*unit 0"):
         blocks[1]
 
 
@@ -361,7 +336,7 @@ def test_a_file_that_is_being_written_is_refused(tmp_path, monkeypatch):
         return digest_of(*args)
 
     monkeypatch.setattr(sources, "digest_of", late)
-    with pytest.raises(ValueError, match="x.npy changes: wait until it is written"):
+    with pytest.raises(ValueError, match="x.npy changes"):
         files(path)
 
 
@@ -375,28 +350,14 @@ def test_a_file_that_is_being_written_is_refused(tmp_path, monkeypatch):
 )  # fmt: skip
 def test_a_separator_that_no_token_can_be_is_refused(separator, dtype, most, tmp_path):
     np.zeros(64, np.uint64).tofile(tmp_path / "x.bin")
-    with pytest.raises(
-        ValueError, match=f"separator is {separator}, and .* are at most {most}: pas"
-    ):
+    with pytest.raises(ValueError, match=f"separator is {separator}, .* {most}"):
         tokens(tmp_path / "x.bin", length=3, separator=separator, dtype=dtype)
     tokens(tmp_path / "x.bin", length=3, separator=most, dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", [">u4", "<i8"])
-def test_a_token_beyond_int32_is_refused(dtype, tmp_path):
-    text = np.arange(31).astype(dtype)
-    text[20] = 2**31
-    text.tofile(tmp_path / "x.bin")
-    (part,) = tokens(tmp_path / "x.bin", length=10, dtype=dtype)
-    assert part.read(0, 1)["tokens"].tolist() == [list(range(11))]
-    with pytest.raises(
-        ValueError, match="records 1 to 2, .* 2147483648 is no token of int32: pass"
-    ):
-        part.read(1, 3)
-
-
 @pytest.mark.parametrize(
-    "dtype, token", [("i4", -1), ("<i8", -(2**31) - 1), (np.int16, -100), ("u8", 2**63)]
+    "dtype, token",
+    [("i4", -1), ("<i8", -(2**31) - 1), (np.int16, -100), ("u8", 2**63), (">u4", 2**31)],
 )
 def test_a_token_below_0_or_beyond_int32_is_refused(dtype, token, tmp_path):
     text = np.array([5, token, 3, 1, 2], dtype)
@@ -404,7 +365,7 @@ def test_a_token_below_0_or_beyond_int32_is_refused(dtype, token, tmp_path):
         text.tofile(path) if path.suffix == ".bin" else None
         (part,) = tokens(path, length=2, dtype=dtype)
         assert part.read(1, 2)["tokens"].tolist() == [[3, 1, 2]]
-        with pytest.raises(ValueError, match=f"records 0 to 0, .* {token} is no token of int32"):
+        with pytest.raises(ValueError, match=f"records 0 to 0, .* {token} .*int32"):
             part.read(0, 1)
 
 
@@ -419,13 +380,11 @@ def test_the_header_of_llm_c_is_known(magic, version, dtype, tmp_path):
         (part,) = tokens(path, length=10, **given)
         assert len(part) == 3
         assert part.read(0, 3)["tokens"][:, 0].tolist() == [50000, 50010, 50020]
-    with pytest.raises(ValueError, match=f"dtype is int64, and the file says .*{dtype[1:][0]}int"):
+    with pytest.raises(ValueError, match=f"dtype is int64, .*{dtype[1:][0]}int"):
         tokens(path, length=10, dtype=np.int64)
     assert len(tokens(path, length=10, header_bytes=0, dtype=dtype)[0]) > 3
     path.write_bytes(header.tobytes() + text[:-1].tobytes())
-    with pytest.raises(
-        ValueError, match="it has 30 tokens, and its header says 31. Replace the fil"
-    ):
+    with pytest.raises(ValueError, match="30 tokens, .* 31"):
         tokens(path, length=10)
 
 
@@ -437,9 +396,9 @@ def test_the_index_of_megatron_names_the_type(tmp_path):
     (tmp_path / "x_document.idx").write_bytes(index)
     (part,) = tokens(tmp_path / "x_document.bin", length=10)
     assert part.read(0, 2)["tokens"][:, 0].tolist() == [100000, 100010]
-    with pytest.raises(ValueError, match="dtype is uint16, and the file says int32: leave dtype"):
+    with pytest.raises(ValueError, match="dtype is uint16, .* int32"):
         tokens(tmp_path / "x_document.bin", length=10, dtype="uint16")
-    with pytest.raises(ValueError, match="x_document.idx .* named as a file of another kind"):
+    with pytest.raises(ValueError, match="x_document.idx"):
         tokens(tmp_path / "x_document.*", length=10)
 
 
@@ -449,39 +408,35 @@ def test_the_index_of_megatron_names_the_type(tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_damaged_file_is_named_before_training(kind, tmp_path):
     path = tmp_path / f"data.{kind}"
-    with pytest.raises(ValueError, match=f"there is no file .*data.{kind}: pass paths of files"):
+    with pytest.raises(ValueError, match=f"data.{kind}"):
         opened(path)
     record_files.write(kind, path, 40)
     data = path.read_bytes()
     path.write_bytes(b"")
-    with pytest.raises(ValueError, match=f"data.{kind} (holds no records: leave|cannot be read: )"):
+    with pytest.raises(ValueError, match=f"data.{kind} "):
         opened(path)
     if kind == "bin":  # which is shorter, but whole
         return
     for size in (1, len(data) // 2, len(data) - 1):
         path.write_bytes(data[:size])
-        with pytest.raises(ValueError, match=f"data.{kind} cannot be read: .*Replace the file"):
+        with pytest.raises(ValueError, match=f"data.{kind} cannot be read"):
             opened(path)
     path.write_bytes(bytes(reversed(data)))
-    with pytest.raises(ValueError, match=f"data.{kind} cannot be read: .*Replace the file"):
+    with pytest.raises(ValueError, match=f"data.{kind} cannot be read"):
         opened(path)
 
 
 def test_columns_that_are_missing_or_have_lists_of_several_lengths(tmp_path):
     path = tmp_path / "rows.parquet"
     record_files.write_parquet(path, {"id": [1, 2, 3], "text": [[1], [2, 3], [4]]})
-    with pytest.raises(
-        ValueError, match="rows.parquet cannot be read: it has 0 columns named 'word', of"
-    ):
+    with pytest.raises(ValueError, match="rows.parquet .*'word'"):
         files(path, columns=["id", "word"])
     for columns in ("id", ["id", "id"]):
-        with pytest.raises(ValueError, match="columns is .*: pass a list of names, each once"):
+        with pytest.raises(ValueError, match="columns is "):
             files(path, columns=columns)
     blocks = split(files(path), unit_size=2)
     assert blocks[1]["text"].tolist() == [[4]]
-    with pytest.raises(
-        ValueError, match="rows.parquet, records 0 to 1: the lists of text have several lengths"
-    ):
+    with pytest.raises(ValueError, match="rows.parquet, records 0 to 1: .* text "):
         blocks[0]
 
 
@@ -492,42 +447,31 @@ def npy(array):
 
 
 PACKED = gzip.compress(bytes(64))
-NO_RECORDS = {  # how they are read, their name and bytes, and the refusal
-    "one number": (files, "x.npy", npy(np.zeros(())), "it is a single number: save an array whose"),
-    "objects": (
-        files, "x.npy", npy(np.array([None, 1])), "Python objects in dtype. Replace the f"
-    ),
-    "eight bits": (
-        files, "x.npy", npy(np.zeros(3, ml_dtypes.float8_e5m2)), "'<f1'. Replace the file"
-    ),
-    "four bits": (
-        files, "x.npy", npy(np.zeros(3, ml_dtypes.int4)),
-        r"its type is \|V1, plain bytes: save x.view\(np.uint8\)",
-    ),
-    "no numbers": (files, "x.npy", npy(np.zeros((3, 0))), r"are empty, of shape \(0,\): leave it"),
-    "no header": (files, "x.npy", bytes(99), r"it has no header of np.save \(of plain numb"),
-    "a zip": (files, "x.npy", b"PK\3\4" * 9, "x.npy .*It is packed: unpack it first"),
-    "packed records": (files, "x.tfrecord", PACKED, "x.tfrecord .*It is packed: unpack it f"),
+NO_RECORDS = {  # how they are read, their name and bytes, and what the refusal names
+    "one number": (files, "x.npy", npy(np.zeros(())), "single number"),
+    "objects": (files, "x.npy", npy(np.array([None, 1])), "dtype"),
+    "eight bits": (files, "x.npy", npy(np.zeros(3, ml_dtypes.float8_e5m2)), "'<f1'"),
+    "four bits": (files, "x.npy", npy(np.zeros(3, ml_dtypes.int4)), "|V1"),
+    "no numbers": (files, "x.npy", npy(np.zeros((3, 0))), "(0,)"),
+    "no header": (files, "x.npy", bytes(99), "header"),
+    "a zip": (files, "x.npy", b"PK\3\4" * 9, "packed"),
+    "packed records": (files, "x.tfrecord", PACKED, "packed"),
     "a long record": (
         files, "x.tfrecord", struct.pack("<Q", 2**62) + crc32c(struct.pack("<Q", 2**62)) * 2,
-        "it ends within record 0",
+        "record 0",
     ),
-    "packed tokens": (of_tokens, "x.bin.gz", PACKED, "x.bin.gz .*It is packed: unpack it first"),
-    "no tokens": (of_tokens, "x.tfrecord", bytes(64), "a file of another kind: read it by files"),
-    "a byte": (of_tokens, "x.bin", bytes(33), "16 tokens of uint16 and 1 bytes more, .* takes 4: "),
-    "floats": (of_tokens, "x.npy", npy(np.zeros(9)), "holds float64, and tokens are whole numbers"),
-    "an axis": (of_tokens, "x.npy", npy(np.zeros((1, 9))), r"the shape \(9,\): read it by files"),
-    "a side": (
-        functools.partial(tokens, length=3, separator_at="front"), "x.bin", bytes(64),
-        "separator_at is 'front': pass one of end, start",
-    ),
+    "packed tokens": (of_tokens, "x.bin.gz", PACKED, "packed"),
+    "no tokens": (of_tokens, "x.tfrecord", bytes(64), "files"),
+    "a byte": (of_tokens, "x.bin", bytes(33), "16 tokens of uint16 and 1 bytes"),
+    "floats": (of_tokens, "x.npy", npy(np.zeros(9)), "float64"),
+    "an axis": (of_tokens, "x.npy", npy(np.zeros((1, 9))), "(9,)"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("read, name, data, message", NO_RECORDS.values(), ids=NO_RECORDS)
-def test_files_that_hold_no_records_of_the_kind(read, name, data, message, tmp_path):
+@pytest.mark.parametrize("read, name, data, word", NO_RECORDS.values(), ids=NO_RECORDS)
+def test_files_that_hold_no_records_of_the_kind(read, name, data, word, tmp_path):
     (tmp_path / name).write_bytes(data)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"{name} .*{re.escape(word)}"):
         read(tmp_path / name)
 
 
@@ -544,5 +488,5 @@ def test_files_in_another_place_or_sequence(tmp_path):
     state = reads(tmp_path / "*.npy").state()
     shutil.copytree(tmp_path, tmp_path / "copy")
     reads(tmp_path / "copy" / "*.npy", state).close()
-    with pytest.raises(ValueError, match="b.npy is not the file"):
+    with pytest.raises(ValueError, match="b.npy "):
         reads([tmp_path / "b.npy", tmp_path / "a.npy"], state)

@@ -115,7 +115,7 @@ def test_other_byte_orders_are_turned():
         array = np.array([1, 2, 300]).astype(kind)
         value = arrived(array)
         assert value.dtype.isnative and value.tolist() == [1, 2, 300]
-    with pytest.raises(LoadError, match="2147483648, and JAX makes int32"):
+    with pytest.raises(LoadError, match="2147483648.* int32"):
         arrived(np.array([2**31]).astype(">i8"))
 
 

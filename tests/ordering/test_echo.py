@@ -91,7 +91,7 @@ def test_a_donated_batch_that_is_used_again_is_an_error():
     uses = Uses(Source(99), PLAN)
     donating(0, next(uses).batch)
     for _ in range(2):  # the error is repeated
-        with pytest.raises(ValueError, match="1 uses load 0 again, but step 0 .*donate a copy"):
+        with pytest.raises(ValueError, match="load 0 .*step 0 .*donate"):
             next(uses)
     uses = Uses(Source(99), echo.fixed(1, total_steps=3))
     assert len([donating(0, use.batch) for use in uses]) == 3  # no batch is used again
@@ -166,10 +166,10 @@ def test_what_has_no_order_is_refused():
     batches = echo.repeat([np.ones(1)] * 3, echo.fixed(2))
     next(batches)
     for call in (batches.state, lambda: batches.observe(0), lambda: batches.advance(0)):
-        with pytest.raises(ValueError, match="the loads are a list, which keeps no order"):
+        with pytest.raises(ValueError, match="loads are a list"):
             call()
     reads = ordering.data.read_epochs(
         np.arange(4), ordering.baselines.shuffle_once(4), jax.random.key(0)
     )
-    with pytest.raises(ValueError, match="first_step is 2, but read_epochs resumes"):
+    with pytest.raises(ValueError, match="first_step is 2.*read_epochs"):
         echo.repeat(reads, echo.fixed(2), first_step=2)

@@ -28,7 +28,7 @@ def test_loads_that_end_before_the_run(given):
     uses = list(Uses(given(Source(2)), PLAN, stop_with_loads=True))
     assert [use.load for use in uses] == [0, 0, 0, 1, 1]
     for stop in (False, True):
-        with pytest.raises(ValueError, match="the source is empty: pass at least one batch"):
+        with pytest.raises(ValueError, match="source"):
             next(Uses(given([]), PLAN, stop_with_loads=stop))
 
 
@@ -40,7 +40,7 @@ def test_a_run_resumes_from_the_load_that_an_error_names(given):
     steps = Uses(given(generator()), PLAN, stop_with_loads=True)
     uses = [next(steps) for _ in range(5)]
     for _ in range(2):  # the error is repeated
-        with pytest.raises(LoadError, match="load 2 failed.*OSError: disk on fire") as error:
+        with pytest.raises(LoadError, match="load 2 .*OSError: disk on fire") as error:
             next(steps)
         assert error.value.load == 2 and isinstance(error.value.__cause__, OSError)
     first = PLAN.first_load(5)
@@ -89,7 +89,7 @@ def test_a_loader_repeats_its_end_or_error():
     loader = prefetch_to_device(Source(99, fail_at=1), first_load=5)
     next(loader)
     for _ in range(2):
-        with pytest.raises(LoadError, match="load 6 failed: OSError: disk") as error:
+        with pytest.raises(LoadError, match="load 6 .*OSError: disk") as error:
             next(loader)
         assert error.value.load == 6 and loader.ready()
 

@@ -96,7 +96,7 @@ def test_losses_that_mix_examples_are_refused(name, key):
     model, params, batch = problem("mlp", size=3)
     ordering.check_separable(model.loss, params, batch, key=key)
     loss = lambda p, b: MIXED[name](model.loss(p, b, key))  # noqa: E731
-    with pytest.raises(ValueError, match="the model mixes the examples"):
+    with pytest.raises(ValueError, match="mixes"):
         ordering.check_separable(loss, params, batch)
 
 
@@ -345,7 +345,7 @@ DRAWS = {
 @pytest.mark.parametrize("loss,given", DRAWS.values(), ids=DRAWS)
 def test_a_mask_by_the_shape_of_the_batch_is_no_batch_norm(loss, given):
     w, x = jnp.ones(40), np.random.default_rng(0).normal(size=(3, 40)).astype(np.float32)
-    with pytest.raises(ValueError, match="draws random numbers with the shape .* pass key= "):
+    with pytest.raises(ValueError, match="key="):
         ordering.check_separable(loss, w, x, **given)
 
 

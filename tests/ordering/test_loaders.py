@@ -58,13 +58,13 @@ def test_examples_of_a_grain_source_stay_as_they_are():
     x, y = np.arange(4), jax.numpy.arange(4) ** 2
     assert [int(a) + int(b) for a, b in grain_dataset((x, y), [3, 1])] == [12, 2]
     ends = grain_dataset(Examples(x, fail_at=1, error=StopIteration("gone")), [0, 1])
-    with pytest.raises(RuntimeError, match="the source raised StopIteration"):
+    with pytest.raises(RuntimeError, match="StopIteration"):
         list(ends)
     kept = grain.MapDataset.source(x).filter(lambda i: i % 2 == 0)  # to Grain others are None
-    with pytest.raises(ValueError, match="example 1 is None, and a batch needs all values"):
+    with pytest.raises(ValueError, match="example 1 is None"):
         list(grain_dataset(kept, [0, 1]).batch(2))
     mixed = [{"id": np.int64(5)}, {"id": np.uint64(2**63 + 1)}]  # NumPy would make them float64
-    with pytest.raises(ValueError, match="of uint64, and that of example 0 of int64"):
+    with pytest.raises(ValueError, match="uint64, .* example 0 .*int64"):
         list(grain_dataset(mixed, [0, 1]).batch(2))
     with pytest.raises(
         ValueError, match=r"has 9223372036854775807 examples.* leave out repeat\(\)"

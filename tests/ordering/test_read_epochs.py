@@ -137,9 +137,9 @@ def test_a_step_that_was_not_observed_is_refused_by_the_next(name, step):
         reads.observe(next(reads)[1])
     next(reads)
     for _ in range(2):
-        with pytest.raises(ValueError, match=f"batch {step} was not observed: call reads.observe"):
+        with pytest.raises(ValueError, match=f"batch {step} .*reads.observe"):
             next(reads)
-        with pytest.raises(ValueError, match="was not observed"):
+        with pytest.raises(ValueError, match="observe"):
             reads.wait()
 
 
@@ -208,7 +208,7 @@ def test_an_error_names_its_load():
     assert reads.ready(), "nothing loads before the first batch is asked for"
     next(reads)
     wait_for(reads.ready)
-    with pytest.raises(LoadError, match="load 8 failed: OSError: no disk in epoch 1"):
+    with pytest.raises(LoadError, match="load 8 .*OSError: no disk in epoch 1"):
         next(reads)
 
 
@@ -222,7 +222,7 @@ def test_ready_is_right_at_the_end_of_an_epoch():
 
     options = {"num_epochs": 2, "timeout": 0.05, "source": read}
     with reads_of("random_reshuffling", **options) as reads:
-        with pytest.raises(LoadError, match="load 0 did not come within 0.05 s"):
+        with pytest.raises(LoadError, match="load 0 .* 0.05 s"):
             next(reads)
         gates[0].release(5)
         for _ in range(5):
@@ -253,7 +253,7 @@ def test_a_source_that_ends_within_an_epoch_is_an_error():
     reads = reads_of("random_reshuffling", source=lambda *_: [np.zeros((2, 3))])
     next(reads)
     for _ in range(2):
-        with pytest.raises(LoadError, match="load 1 is missing: .* one batch for each"):
+        with pytest.raises(LoadError, match="load 1 is missing"):
             next(reads)
 
 
@@ -272,9 +272,9 @@ def test_a_pipeline_of_smaller_batches_is_refused(pieces):
 
     order = ordering.random_reshuffling(12, units_per_step=6)
     if pieces < 6:
-        with pytest.raises(LoadError, match="load 0 failed: .* for a step of 6 examples: give"):
+        with pytest.raises(LoadError, match="load 0 .* 6 examples"):
             next(read_epochs(smaller, order, KEY))
-        with pytest.raises(LoadError, match="load 1 failed: .* more than 2 batches for as many"):
+        with pytest.raises(LoadError, match="load 1 .* 2 batches"):
             list(read_epochs(lambda *a: [np.zeros((6, 1))] * 3, order, KEY, num_epochs=1))
     else:
         assert len(list(read_epochs(smaller, order, KEY, num_epochs=1))) == 2

@@ -57,7 +57,7 @@ MORE = np.arange(3), np.array(1), "text", [b"1"], {"x": np.arange(2), "y": np.ar
 def test_a_source_of_ones_own_that_gives_other_records_than_two_is_named(records):
     source = Source()
     source.read = lambda start, stop: records
-    with pytest.raises(ValueError, match=r"Source.read\(0, 2\) gave a \w+ of .* records: return 2"):
+    with pytest.raises(ValueError, match=r"Source.read\(0, 2\) .* 2"):
         ordering.blocks.split([source], unit_size=2)[0]
 
 

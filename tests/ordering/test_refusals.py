@@ -53,7 +53,7 @@ def states(order, params=PARAMS):
 @pytest.mark.parametrize("name", NEED_AXIS)
 def test_calls_outside_of_the_axis_name_it(name):
     order = NEED_AXIS[name]
-    needed = "axis 'worker' is not .*axis_name='worker'.*shard_map.*map_workers.*axis_name="
+    needed = "'worker' .*axis_name='worker'"
     with pytest.raises(ValueError, match=needed):
         order.init(jax.random.key(0), PARAMS)
     run = tables.vmap_workers(lambda key: order.init(key, PARAMS))

@@ -16,13 +16,6 @@ def test_boxes_lie_in_the_image_and_cover_what_they_should():
     assert 0.05 < min(areas) and max(areas) <= 1 and 0.3 < np.mean(areas) < 0.7
 
 
-def test_plans_load_as_often_as_the_ratio_asks():
-    plan = load_and_step.plan_of(load_and_step.DIFFUSED, 4.0, 40)
-    assert plan.loads == 10
-    assert load_and_step.plan_of(load_and_step.DIFFUSED, 0.5, 40).loads == 40
-    assert load_and_step.plan_of(load_and_step.NO_ECHO, 4.0, 40).loads == 40
-
-
 @pytest.mark.slow
 def test_every_part_has_rows(tmp_path):
     pytest.importorskip("cv2", reason="needs opencv-python-headless")
