@@ -49,7 +49,7 @@ SYNCS = {
     "outer": {"outer": NESTEROV},
     **{name: {"compress": compressor} for name, compressor in COMPRESSORS.items()},
 }
-NARROW = [(name, "bfloat16") for name in ("plain", "mean", "outer", "int8")]  # sent as wide ones
+NARROW = [(name, "bfloat16") for name in ("plain", "int8")]  # sent as wide ones
 
 
 def linear_step(opt, **options):

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -86,10 +85,9 @@ def test_a_worker_of_four_devices_trains_as_one_device_with_the_whole_batch():
     jax.tree.map(near, result, trained(rounds, by_compiler, WORKERS))
 
 
-@pytest.mark.parametrize("programs", [by_compiler, by_hand])
-def test_steps_stay_inside_a_worker_and_a_sync_goes_between_workers_alone(programs, optimised):
+def test_steps_stay_inside_a_worker_and_a_sync_goes_between_workers_alone(optimised):
     mesh, rounds = mesh_of(), local_opt.local_rounds(SGD)
-    step, sync = programs(rounds, mesh)
+    step, sync = by_compiler(rounds, mesh)
     state = local_opt.replicate((network(), rounds.init(network())), mesh)
     place = jax.NamedSharding(mesh, P(("worker", "data")))
     batch = jax.device_put([x[0] for x in DATA], place)
