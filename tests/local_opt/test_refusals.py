@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import local_opt
-from local_opt import resize
+from local_opt import exchange, resize
 from tests import tables
 from tests.problems import COMPRESSORS
 from tests.refused import names
@@ -65,6 +65,10 @@ def sent(specs):
     return jax.vmap(lambda x: rounds.sync(x, rounds.init(x)), axis_name="worker")(X)
 
 
+def sent_by_int8(tree):
+    return exchange.synchronize_changes(tree, anchor=tree, compressor=INT8)
+
+
 def corrected(rate):
     rounds = local_opt.local_rounds(SGD, correction=local_opt.corrections.scaffold())
     one = jnp.ones(2)
@@ -108,6 +112,12 @@ REFUSED = {  # the call, and what its message names: arguments, values, places i
         "'mu' 'local'", "'nu' 'mean'",
     ),
     "a count": (lambda: with_policy(ADAM, count="mean"), "0.count", "int32"),
+    # Parameters that are no real numbers.
+    **{f"whole numbers, {name}": (
+        lambda make=make: make(SGD).init({"n": jnp.arange(3), "w": jnp.ones(3)}), "['n']", "int32")
+       for name, make in MAKERS.items()},
+    "whole numbers to send": (lambda: sent_by_int8({"n": jnp.arange(3)}), "['n']", "int32"),
+    "complex numbers to send": (lambda: sent_by_int8(jnp.ones(3, complex)), "complex64"),
     # Weights, compressors and corrections.
     "a weight too small": (lambda: with_weight(1e-20), "weight", "1e-20"),
     "a weight too large": (lambda: with_weight(1e20), "weight", "1e+20"),
@@ -121,6 +131,8 @@ REFUSED = {  # the call, and what its message names: arguments, values, places i
     **{f"a rate, {type(rate).__name__}": (lambda rate=rate: corrected(rate), "rate is ")
        for rate in ("1", 1j, np.ones(2), jnp.ones(1), set(), BOTH_KEYS[0], 10**400)},
     # Arguments and results of a function of one worker.
+    "a number of a worker": (lambda: jax.jit(mapped)({"rate": 0.5}), "args[0]['rate']", "'worker'"),
+    "a number alone": (lambda: mapped(3), "args[0] is 3", "'worker'"),
     "no rows of a batch": (
         lambda: mapped(X, function=lambda x: (x, x[0]), out_specs=("worker", "batch")),
         "result[1]", "'batch'", "out_specs",

@@ -58,6 +58,7 @@ def train(name, num_units, size, *, epochs=3, state=None, ways="observe"):
     return batches, states
 
 
+@functools.cache  # for what it compiles
 def by_hand(name, num_units=13, size=3, epochs=3):
     order, batches = order_of(name, num_units, size), []
     observe = tables.vmap_workers(order.observe)

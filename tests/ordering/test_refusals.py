@@ -189,6 +189,8 @@ def resized_blocks(workers=2, steps=3, **changes):
     return resize_cases.resized("global_reshuffling", state._replace(**changes), workers)
 
 
+ONE = ordering.global_reshuffling(4)
+ONE = jax.vmap(lambda key: ONE.init(key, None), axis_name="worker")(jax.random.split(KEY, 1))
 ONCE = ordering.baselines.shuffle_once(4).init(KEY, None)
 NO_WORKERS = jax.make_mesh((2, 1), ("data", "model"))
 CUT, CD_GRAB = ordering.grab(8, units_per_step=4), ordering.cd_grab(4)
@@ -202,6 +204,7 @@ REFUSED = {  # the call, and what its message names: arguments, values, places i
     "another rule": (
         lambda: resized(rule=ordering.baselines.self_balancing_walk()), "sign rules"),
     # Plans to echo.
+    "no load at first": (lambda: echo.EchoPlan([False, True]), "fresh[0] is False"),
     "a chance that becomes 0": (
         lambda: echo.bernoulli(optax.linear_schedule(1.0, 0.0, 3), total_steps=5, key=KEY), "p(3)"),
     "a step undecided": (
@@ -216,6 +219,7 @@ REFUSED = {  # the call, and what its message names: arguments, values, places i
     "no value in a list": (lambda: batch_of([1, None]), "'x'", "None"),
     "no value": (lambda: batch_of(1, None), "1['x']", "None"),
     "no value at first": (lambda: MISSING[np.array([1, 2])], "1['x']", "None"),
+    "no value in the first": (lambda: as_source([{"x": None}]), "source[0]['x']", "None"),
     "beyond 64 bits": (lambda: batch_of(1, 2**70), "x", "int64"),
     "unsigned": (lambda: batch_of(np.int64(5), np.uint64(2**63)), "uint64", "int64"),
     "floats after ints": (lambda: FLOATS[np.array([1, 2])], "1 ", "float64", "int64"),
@@ -227,6 +231,7 @@ REFUSED = {  # the call, and what its message names: arguments, values, places i
         lambda: as_source(dict.fromkeys("ab", Shaped(np.arange(3)))), "source['a']", "Shaped"),
     "a long slice of all": (
         lambda: step_indices([0, 1, 2], units_per_step=1, num_units=2, total=9), "2 units"),
+    "no units of all": (lambda: step_indices([], units_per_step=1), "num_units"),
     # Readers.
     "nothing like a gradient": (lambda: reading("grab", like=None), "params"),
     "observed twice": (observed_twice, "observe"),
@@ -261,7 +266,9 @@ REFUSED = {  # the call, and what its message names: arguments, values, places i
     "other records": (lambda: position((20, 12)), "file 1", "12", "11"),
     "other files": (lambda: position((20, 5, 6)), "2 files", "3"),
     "inside a window": (lambda: resized_blocks(4, steps=4), "batch 1", "2 workers"),
-    "a part of a window": (lambda: resized_blocks(8, window=np.array(5)), "8 workers", "2 windows"),
+    "a part of a window": (lambda: resized_blocks(8, window=np.array(5)), "8 workers", "2, of 5"),
+    "one worker's order": (
+        lambda: resized_blocks(order=jax.tree.map(lambda x: x[0], ONE)), "GlobalShuffleState"),
     "a fixed shard": (lambda: resized_blocks(order=ONCE), "order", "ShuffleState"),
 }  # fmt: skip
 test_what_does_not_fit_is_refused_by_its_name = names(REFUSED)
