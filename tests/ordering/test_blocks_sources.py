@@ -78,6 +78,8 @@ def test_a_kind_can_be_given(kind, tmp_path):
     assert record_files.ids(kind, blocks[0]) == [0, 1, 2, 3, 4]
     with pytest.raises(ValueError, match="kind is 'text'.* array_record"):
         files(path, kind="text")
+    with pytest.raises(ValueError, match="train-00000-of-01024 .*kind=.* array_record"):
+        files(path)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -266,7 +266,7 @@ REFUSED = {  # the call, and what its message names: arguments, values, places i
     "other records": (lambda: position((20, 12)), "file 1", "12", "11"),
     "other files": (lambda: position((20, 5, 6)), "2 files", "3"),
     "inside a window": (lambda: resized_blocks(4, steps=4), "batch 1", "2 workers"),
-    "a part of a window": (lambda: resized_blocks(8, window=np.array(5)), "8 workers", "2, of 5"),
+    "a part of a window": (lambda: resized_blocks(8, window=np.array(5)), "windows of 5"),
     "one worker's order": (
         lambda: resized_blocks(order=jax.tree.map(lambda x: x[0], ONE)), "GlobalShuffleState"),
     "a fixed shard": (lambda: resized_blocks(order=ONCE), "order", "ShuffleState"),
