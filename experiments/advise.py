@@ -158,10 +158,10 @@ def measured_sync(mesh, parameters: int) -> float:
 def machines_of(task, recipe, values) -> list:
     """One machine per network, from the times measured here."""
     from experiments import timing
-    from experiments.distributed import processes
+    from experiments.distributed import devices
 
     size, workers = num_params(task.model), recipe.workers
-    mesh = processes.mesh_of(recipe.run, workers)
+    mesh = devices.mesh_of(recipe.run, workers)
     if mesh is not None and values["gigabits"].present:
         raise UserError("--gigabits is unused, as --run=mesh measures the network: leave one out.")
     ratio = order_ratio(task, recipe)  # which refuses sizes that do not fit

@@ -18,7 +18,7 @@ from experiments.compare import flags
 from experiments.compare.arms import row_of
 from experiments.data import Recipe, Task
 from experiments.data.base import first_of
-from experiments.distributed import agreement, processes
+from experiments.distributed import agreement, devices, processes
 from experiments.distributed.devices import worker_mesh, worker_sharding
 from experiments.report import records
 from experiments.trainer import config, measure, pipeline, program, run
@@ -90,7 +90,7 @@ def main(argv) -> None:
     folded = local_opt.replicate(jax.random.key(3), mesh, keys="fold")
     results["folded"] = [jax.random.key_data(s.data).tolist() for s in folded.addressable_shards]
     with pytest.raises(ValueError) as alone:
-        processes.mesh_of("vmap", WORKERS)
+        devices.mesh_of("vmap", WORKERS)
     results |= {"differs": differences(number), "alone": str(alone.value)}
     results["done"] = records.read_folder(str(folder / "run"))
     records.open_folder(str(folder / "run"), {"workers": WORKERS})

@@ -13,7 +13,7 @@ from experiments.compare.cost import dry_run, traffic
 from experiments.compare.search import go_on
 from experiments.compare.study import Study
 from experiments.data.base import Recipe, Task
-from experiments.distributed import agreement, processes
+from experiments.distributed import agreement, devices, processes
 from experiments.report import page, records
 from experiments.trainer import checkpoint, config, measure, pipeline, program, resize
 from experiments.trainer import run as training_run
@@ -30,11 +30,11 @@ def run(values: absl_flags.FlagValues) -> None:
     """
     processes.start(values)
     task, recipe, arm = resolved(values)
+    data = "" if values.dry_run else fingerprints.data_hash(task)
+    agreement.check(fingerprints.facts(values, data))
     if values.dry_run:
         only = Study("train", {"run": arm}, values.task, None, (), ())
         return processes.say(dry_run(task, recipe, only, values))
-    data = fingerprints.data_hash(task)
-    agreement.check(fingerprints.facts(values, data))
     config.sizes_of(task, recipe, deals=arm.rows[0].deals)  # before there is a folder
     folder = flags.folder_of(values, "train")
     settings = {**flags.settings(values, recipe), **arm.words, "data": data}
@@ -79,7 +79,7 @@ def _prepared(task, recipe, rows, values, saved):
     reads = None if values.input == "device" else values.input
     built = program.build(
         task, recipe, order, rule.rounds, sizes=sizes, units=units,
-        mesh=processes.mesh_of(recipe.run, recipe.workers),
+        mesh=devices.mesh_of(recipe.run, recipe.workers),
         reads="thread" if policy.online and reads is None else reads,
     )  # fmt: skip
     if text := config.left_out(task, sizes, deals=order.deals):

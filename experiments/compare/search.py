@@ -27,7 +27,7 @@ from experiments.compare.arms import Arm, config_of, left_out, plans_of
 from experiments.compare.cost import dry_run, traffic
 from experiments.compare.study import Study, arms_of
 from experiments.data.base import Recipe, Task
-from experiments.distributed import agreement, processes
+from experiments.distributed import agreement, devices, processes
 from experiments.report import page, records, statistics
 from experiments.report.records import Run, run_of, whole_runs
 from experiments.report.statistics import Criterion
@@ -47,10 +47,10 @@ def run(study: Study, values: absl_flags.FlagValues) -> None:
     """
     processes.start(values)
     task, recipe, study, chosen = resolved(study, values)
+    data = "" if values.dry_run else fingerprints.data_hash(task)
+    agreement.check(fingerprints.facts(values, data))
     if values.dry_run:
         return processes.say(dry_run(task, recipe, chosen, values))
-    data = fingerprints.data_hash(task)
-    agreement.check(fingerprints.facts(values, data))
     for text in left_out(chosen.arms.values(), task, recipe):
         processes.say(text)
     if len(chosen.arms) == 1 and (base := next(iter(study.arms))) not in chosen.arms:
@@ -100,7 +100,7 @@ def _carry_out(study, chosen, task, recipe, folder, values, data):
 
 
 def _search(study, task, recipe, folder, done, settings, values):
-    mesh = processes.mesh_of(recipe.run, recipe.workers)
+    mesh = devices.mesh_of(recipe.run, recipe.workers)
     seconds = 0.0
     if study.speeds:
         seconds = values.step_seconds

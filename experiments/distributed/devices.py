@@ -3,8 +3,21 @@
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from experiments.distributed.deadlines import several
 from syncopate.refusals import UserError
 from syncopate.workers import AXIS, count_of
+
+
+def mesh_of(run: str, workers: int) -> Mesh | None:
+    """The mesh of `--run=mesh`, or None."""
+    if run == "mesh":
+        return worker_mesh(workers)
+    if several():
+        raise UserError(
+            f"--run is {run} in {jax.process_count()} processes, each of which would do the whole "
+            "work: pass --run=mesh, or start one process."
+        )
+    return None
 
 
 def worker_mesh(workers: int) -> Mesh:

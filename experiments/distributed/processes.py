@@ -25,11 +25,9 @@ from collections.abc import Callable, Iterator
 import jax
 import numpy as np
 from absl import flags
-from jax.sharding import Mesh
 
 from experiments.distributed import AUTO, PROCESSES, deadlines
 from experiments.distributed.deadlines import several as several
-from experiments.distributed.devices import worker_mesh
 from syncopate.refusals import UserError
 from syncopate.unstable import coordination_client, multihost_utils
 
@@ -100,29 +98,20 @@ def _place_of(address: str) -> str | None:
     """
     host, _, port = address.rpartition(":")
     try:
-        addresses = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        places = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        family, _, _, _, place = places[0]
+        socket.create_server(place, family=family).close()
     except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:  # as behind a translation of addresses
+            return None
         raise UserError(
-            f"--coordinator_address is {address}, and {host!r} is no host ({error.strerror}): pass "
-            "HOST:PORT of process 0."
+            f"--coordinator_address is {address}, where nothing can listen ({error.strerror}): "
+            "pass HOST:PORT of process 0, with a port that no other program or run has."
         ) from error
-    for family, kind, _, _, place in addresses:
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(place)
-            except OSError as error:
-                if error.errno == errno.EADDRNOTAVAIL:  # as behind a translation of addresses
-                    continue
-                raise UserError(
-                    f"--coordinator_address is {address}, where nothing can listen "
-                    f"({error.strerror}): another program or run may have it. Pass a free port."
-                ) from error
-        if ipaddress.ip_address(place[0].partition("%")[0]).is_loopback and host not in LOCAL:
-            text = f"{host} is {place[0]} here: processes on other machines do not reach it."
-            print(text, file=sys.stderr, flush=True)
-        return f"[{place[0]}]:{port}" if family == socket.AF_INET6 else f"{place[0]}:{port}"
-    return None
+    if ipaddress.ip_address(place[0].partition("%")[0]).is_loopback and host not in LOCAL:
+        text = f"{host} is {place[0]} here: processes on other machines do not reach it."
+        print(text, file=sys.stderr, flush=True)
+    return f"[{place[0]}]:{port}" if family == socket.AF_INET6 else f"{place[0]}:{port}"
 
 
 def _leave(tell: Callable, *error):
@@ -168,18 +157,6 @@ def wait(name: str) -> None:
     if several():
         with deadlines.for_others(f"all processes to reach: {name}"):
             multihost_utils.sync_global_devices(name)
-
-
-def mesh_of(run: str, workers: int) -> Mesh | None:
-    """The mesh of `--run=mesh`, or None."""
-    if run == "mesh":
-        return worker_mesh(workers)
-    if several():
-        raise UserError(
-            f"--run is {run} in {jax.process_count()} processes, each of which would do the whole "
-            "work: pass --run=mesh, or start one process."
-        )
-    return None
 
 
 def say(text: str, **options) -> None:

@@ -186,10 +186,10 @@ def test_a_port_that_is_taken_and_a_host_that_is_none_are_named_at_once():
             taken.listen()
             address = f"127.0.0.1:{taken.getsockname()[1]}"
             with pytest.raises(
-                ValueError, match=f"is {address}, where nothing can listen .*: anoth"
+                ValueError, match=f"is {address}, where nothing can listen .*: pass HOST:PORT"
             ):
                 processes._place_of(address)
-    with pytest.raises(ValueError, match="'no.such.host.invalid' is no host .*: pass HOST:PORT"):
+    with pytest.raises(ValueError, match="is no.such.host.invalid:8476, .* listen .*: pass HOST:P"):
         processes._place_of("no.such.host.invalid:8476")
 
 
