@@ -18,7 +18,7 @@ import numpy as np
 
 from experiments import claims, combined
 from experiments.compare.cost import machines
-from experiments.report import archive, frame, statistics, tables
+from experiments.report import archive, statistics, tables
 
 ROOT = pathlib.Path(__file__).parents[1]
 TASKS, SIZES = ("digits", "hmda", "sst2", "mlp"), ("32x2", "4x16")  # of the runs map_*
@@ -56,7 +56,8 @@ def points(run, arm="qsr", base="parallel") -> Effects:
 
 def less(run, arm, base, scalar) -> Effects:
     """A difference of losses."""
-    return Effects(frame.paired(frame.frame(archive.load(run)), arm, base, scalar), 4)
+    table = statistics.frame(archive.load(run))
+    return Effects(statistics.paired(table, arm, base, scalar), 4)
 
 
 def cell(table: str, row: str, head: str) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 
 from experiments import advise, combined, progress, slow_drift, slowrun
 from experiments.compare.cost import Machine
-from experiments.report import archive, frame, plots, statistics, tables
+from experiments.report import archive, plots, statistics, tables
 
 FOLDER = pathlib.Path(__file__).parent / "results"
 
@@ -38,12 +38,12 @@ def differences(path: str, base: str, ending: str, title: str) -> None:
     responses, styles = [], {}
     for run, name in (("outer_vit", "ViT"), ("outer_gpt", "GPT")):
         compared = archive.load(run + ending)
-        values = frame.frame(compared)
-        arms = {arm.arm: arm.label for arm in compared.at() if len(arm.runs) > 1}
+        values = statistics.frame(compared)
+        arms = {arm.arm: arm.label for arm in compared.at() if arm.runs.seed.nunique() > 1}
         colours = plots.styles_of(arms)
         styles |= {label: colours[arm] for arm, label in arms.items()}
         effects = {
-            label: statistics.interval(100 * frame.paired(values, arm, base, "test/accuracy"))
+            label: statistics.interval(100 * statistics.paired(values, arm, base, "test/accuracy"))
             for arm, label in arms.items()
             if arm != base
         }
@@ -157,8 +157,8 @@ def blocks(path: str, schedule: str, ending: str = "") -> None:
         name, scale = ("loss", "linear") if task == "shakespeare" else ("above_optimum", "log")
         criterion = statistics.Criterion(f"train/{name}{ending}")
         for best in statistics.compare(of_task, {r["arm"]: "" for r in of_task}, criterion).at():
-            r, ends = best.runs[0][-1], [run[-1][criterion.scalar] for run in best.runs.values()]
-            several = ", 4 at once" * (r["size"] > 1 and r["window"] > 1)
+            r, ends = best.runs.iloc[0], best.runs[criterion.scalar]
+            several = ", 4 at once" if r["size"] > 1 and r["window"] > 1 else ""
             label = WHOLE.get(best.arm, f"blocks {r['order']}{several}")
             curves.setdefault(label, []).append((r["requests"], *statistics.interval(np.log(ends))))
         axis.axhline(np.exp(curves["full shuffle"][0][1]), color=plots.BLACK, linestyle="--")

@@ -22,8 +22,7 @@ from experiments.compare import recipes
 from experiments.compare.arms import arm_of, plans_of
 from experiments.compare.flags import definer
 from experiments.report import statistics, tables
-from experiments.report.frame import COSTS, frame, named, paired
-from experiments.report.statistics import ABOVE, LOSS, Comparison
+from experiments.report.statistics import ABOVE, COSTS, LOSS, Comparison, frame, named, paired
 
 LEAST_SEEDS = 3
 RUNS = {
@@ -196,7 +195,7 @@ def effect_of(claim: Claim, recorded: Mapping[str, Comparison]) -> Effect:
     if not len(values):
         lost = [
             f"{compared.arms[arm]} diverges" for arm in (claim.arm, claim.base)
-            if statistics.diverged(compared.records, arm, claim.speed)
+            if statistics.diverged(compared.data, arm, claim.speed)
         ]  # fmt: skip
         return Effect(note=", ".join(lost))
     rows = [table.loc[arm].loc[values.index] for arm in (claim.arm, claim.base)]
@@ -214,7 +213,7 @@ def effect_of(claim: Claim, recorded: Mapping[str, Comparison]) -> Effect:
         text = "{:#.4g} against {:#.4g}: {:+.3g} % ({:+.3g} to {:+.3g})".format(*pair, *change)
     rates = []
     for arm, of in zip((claim.arm, claim.base), rows, strict=True):
-        tried = () if claim.rate else statistics.runs_of(compared.records, arm, claim.speed)
+        tried = () if claim.rate else compared.chosen[arm, claim.speed].tried
         rates.append(tables.marked(of["learning_rate"].iloc[0], tried))
     text += "; lr " + " and ".join(dict.fromkeys(rates))
     if cost:

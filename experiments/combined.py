@@ -41,8 +41,7 @@ from experiments.compare.study import Arm, Study
 from experiments.data.base import SECONDS, STEPS
 from experiments.data.metrics import METRICS
 from experiments.report import plots, statistics, tables
-from experiments.report.frame import column, frame, measured, paired
-from experiments.report.statistics import Comparison, Criterion, interval, last, spent
+from experiments.report.statistics import Comparison, Criterion, column, frame, interval, ratio_of
 from syncopate.refusals import UserError
 
 FACTORS = tuple(TABLES)  # fields of the records
@@ -107,17 +106,19 @@ def effects_of(comparison: Comparison) -> list[Response]:
 def no_effects(comparison: Comparison) -> str:
     """Why there are no effects; "" if all arms reach the target with the same seeds."""
     arms = comparison.at(comparison.speeds[0])
-    ends = [run[-1] for chosen in arms for run in [*chosen.runs.values()][:1]]
+    ends = [chosen.runs.iloc[-1] for chosen in arms if len(chosen.runs)]
     levels = [tuple(end[factor] for factor in FACTORS) for end in ends]
     factors = [[*dict.fromkeys(of)] for of in zip(*levels, strict=True)]
     whole = [len(of) for of in factors] == [2, 2, 2] and [*itertools.product(*factors)] == levels
-    if not whole or len({tuple(chosen.runs) for chosen in arms}) > 1:
+    if not whole or len({tuple(chosen.runs.seed.unique()) for chosen in arms}) > 1:
         return "they are of the eight arms of two levels, with the same seeds at their best rates"
     if lost := tables.late(comparison):
         return f"{', '.join(lost)} never arrive with some seed"
-    names = comparison.criterion.scalar, f"test/{statistics.metric_of(comparison)}"
-    values = [last(run, name) for chosen in arms for run in chosen.runs.values() for name in names]
-    return "" if np.isfinite(values).all() else "some last losses or metrics are not finite"
+    names = [comparison.criterion.scalar, f"test/{statistics.metric_of(comparison)}"]
+    values = frame(comparison, speed=comparison.speeds[0]).reindex(columns=names)
+    return (
+        "" if np.isfinite(values).all(axis=None) else "some last losses or metrics are not finite"
+    )
 
 
 def show_effect(mean: float, half: float, relative: bool) -> str:
@@ -159,19 +160,19 @@ def modelled_table(machines: Sequence) -> Callable:
     from experiments.compare import cost
 
     def modelled(comparison, chosen, machine):
-        steps = spent(comparison, chosen.runs, "step")
-        return {
-            seed: cost.recorded_run_time([r for r in run if r["step"] <= steps[seed]], machine)
-            if steps[seed] < math.inf else math.inf
-            for seed, run in chosen.runs.items() if seed in steps
-        }  # fmt: skip
+        steps = column(frame(comparison, speed=chosen.speed), chosen.arm, "to step")
+        runs = chosen.runs[chosen.runs.step <= chosen.runs.seed.map(steps)]
+        times = {
+            seed: cost.recorded_run_time(run.to_dict("records"), machine)
+            for seed, run in runs.groupby("seed")
+        }
+        return steps.index.map(times).to_series(steps.index).where(steps < math.inf, math.inf)
 
     def faster(comparison, base, chosen, machine):
         before, taken = (modelled(comparison, arm, machine) for arm in (base, chosen))
-        if not (before and taken) or math.inf in (*before.values(), *taken.values()):
+        if not (len(before) and len(taken)) or np.isinf([*before, *taken]).any():
             return "-"
-        both = measured({"base": before, "after": taken})
-        return tables.times(paired(both, "after", "base", "value", ratio=True), exact=True)
+        return tables.times(ratio_of(taken, before), exact=True)
 
     def section(comparison):
         arms = comparison.at(comparison.speeds[0])

@@ -19,9 +19,10 @@ train on windows that are cut once.
 
 from experiments.compare import study
 from experiments.compare.study import Study, arm_of
-from experiments.report import statistics, tables
+from experiments.report import tables
 from experiments.report.plots import Panel
 from experiments.report.statistics import Criterion
+from experiments.report.tables import Column
 
 AVERAGED = "test/loss/averaged"
 ORDERS = (
@@ -31,19 +32,14 @@ ORDERS = (
 )  # fmt: skip
 
 
-def _last(comparison, chosen) -> list[float]:
-    """Of the last weights."""
-    return [statistics.last(run, "test/loss") for run in chosen.runs.values()]
-
-
 COLUMNS = (
     tables.arm("order"),
     tables.rate("best lr"),
-    tables.Column("seeds", lambda c, chosen: f"{len(chosen.runs)}"),
-    tables.end("validation loss, averaged", AVERAGED, "{:.4f}"),
-    tables.less(AVERAGED, "{:+.4f}"),
-    tables.end(lambda c: f"{tables.train_loss(c)}, averaged", "train/loss/averaged", "{:.4f}"),
-    tables.mean("validation loss, last", "{:.4f}", _last),
+    tables.SEEDS,
+    Column("validation loss, averaged", "{:.4f}", AVERAGED),
+    Column("less {base}", "{:+.4f}", AVERAGED, than="difference"),
+    Column("{train_loss}, averaged", "{:.4f}", "train/loss/averaged"),
+    Column("validation loss, last", "{:.4f}", lambda runs: runs["test/loss"]),
 )
 STUDY = Study(
     "slowrun",

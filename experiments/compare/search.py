@@ -148,14 +148,15 @@ def next_run(
 
     if first := missing(sorted(rates), [0], phase):
         return first
+    data = statistics.data_of(of_arm)
     best = {}  # in their order; records may be of further rates, that an earlier call asked for
-    for criterion in statistics.criteria(study.criterion, of_arm):
-        finalists = statistics.finalists(of_arm, arm, speed, criterion)
+    for criterion in statistics.criteria(study.criterion, data):
+        finalists = statistics.finalists(data, arm, speed, criterion)
         best |= dict.fromkeys([rate for rate in finalists if rate in rates][: study.finalists])
     others = missing(best, range(seeds), phase)
     if others or speed is None:
         return others
-    best = statistics.best_rate(of_arm, arm, speed, study.criterion)
+    best = statistics.best_rate(data, arm, speed, study.criterion)
     return None if best is None else missing([best], range(seeds), "report")
 
 
@@ -364,12 +365,17 @@ def ends_at(criterion: Criterion, kept: Sequence[dict] = ()) -> Callable[[dict],
     """`record -> whether the run is at the target` on both halves of the test set."""
     if criterion.when != "target":
         return lambda record: False
-    seen = list(kept)
+    left = {criterion, statistics.tested(criterion)}
 
     def ends(record):
-        seen.append(record)
-        return all(statistics.reached(seen, c) for c in (criterion, statistics.tested(criterion)))
+        for goal in {*left}:
+            value = record.get(goal.scalar)
+            if value is not None and statistics.reached(value, goal):
+                left.discard(goal)
+        return not left
 
+    for record in kept:
+        ends(record)
     return ends
 
 

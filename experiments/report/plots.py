@@ -7,13 +7,20 @@ import math
 import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from experiments import files
 from experiments.report import statistics
-from experiments.report.statistics import AVERAGED, Comparison, interval, tested
+from experiments.report.statistics import (
+    AVERAGED,
+    Chosen,
+    Comparison,
+    curves,
+    interval,
+    tested,
+)
 from experiments.report.tables import LABELS, name_of
 
 # Okabe and Ito's colours, which stay apart for colour-blind readers.
@@ -47,6 +54,14 @@ class Panel(NamedTuple):
     fastest: bool = False  # at the rate that is first at the target, which is dotted
 
 
+class Line(NamedTuple):
+    """A scalar of runs, the rows of `Comparison.data`, and its look."""
+
+    scalar: str
+    runs: Any
+    style: Mapping
+
+
 ORDER_PANELS = (Panel("objective"), Panel("metric"), Panel("bound/linf"))
 SYNC_PANELS = (
     Panel("metric", ("rounds", "seconds")),
@@ -73,8 +88,8 @@ def comparison(
     rows, goal = _rows(compared, panels, speed), tested(compared.criterion)
     if not rows:
         return
-    shown = {one.arm: one for one in compared.at(speed) if one.runs}
-    styles, split = styles_of(compared.arms), groups([*shown])
+    shown = [one for one in compared.at(speed) if len(one.runs)]
+    styles, split = styles_of(compared.arms), groups([one.arm for one in shown])
     target = statistics.target_of(compared)
     count, width = len(split), max(len(panel.x) for panel in rows)
     high, wide = (3.7, 4.7) if count == 1 else (2.5, 4.0)
@@ -84,38 +99,34 @@ def comparison(
         drawn = []
         _share(block, panel)
         for row, arms in zip(block, split, strict=True):
-            group = [_fastest(compared, shown[a]) if panel.fastest else shown[a] for a in arms]
-            curves = [(panel.scalar, styles[one.arm], one) for one in group]
-            if panel.fastest:
-                curves += _lowest(panel.scalar, group, [shown[a] for a in arms], styles)
-            curves += _averaged(compared, panel.scalar, group, styles)
-            drawn += curves
+            lines = _lines(compared, panel, [one for one in shown if one.arm in arms], styles)
+            drawn += lines
             for axis, x in zip(row, panel.x, strict=False):
-                for name, style, chosen in curves:
-                    style = {"label": f"{chosen.label} (lr {chosen.rate:g})"} | style
-                    _draw(axis, chosen.runs.values(), x, name, style)
+                for line in lines:
+                    curve(axis, line.runs, x, line.scalar, line.style)
                 if (panel.fastest or goal.when == "target") and panel.scalar == goal.scalar:
                     best = f"{compared.baseline().label}'s best" if panel.fastest else None
                     axis.axhline(target, color="#444444", linewidth=0.8, linestyle=":", label=best)
-                    for _, style, chosen in curves[: len(arms) * panel.fastest]:
-                        _arrival(axis, statistics.spent(compared, chosen.runs, x), target, style)
+                    table = statistics.frame(compared, "fastest") if panel.fastest else None
+                    for arm in arms if panel.fastest else ():
+                        taken = statistics.column(table, arm, f"to {x}")
+                        _arrival(axis, taken, target, styles[arm])
             row[0].set_ylabel(textwrap.fill(name_of(panel.scalar), int(9.6 * high)))
         for axis, x in zip(block[0], panel.x, strict=False):
             _scale(axis, x)
         if _logarithmic(panel.scalar) and max(axis.dataLim.y1 for axis in block.flat) > 0:
             block[0, 0].set_yscale("log")
         else:
-            series = [statistics.values(one.runs.values(), name) for name, _, one in drawn]
-            _zoom(block[0, 0], series)
+            _zoom(block[0, 0], [_shared(line.runs, line.scalar) for line in drawn])
     legend(figure)
-    counts = [len(one.runs) for one in shown.values()]
+    counts = [one.runs.seed.nunique() for one in shown]
     few, seeds = min(counts), max(counts)
     many = "one seed" if seeds == 1 else f"{seeds} seeds, mean and 95 % interval"
     many = many if few == seeds else f"{few} to {many}"
     at = "" if speed is None else f", R = {speed:g}"
     if rows[0].fastest:  # the legend says at which rates
         return save(figure, path, f"{title}{at}: {many}")
-    several = any(len(one.tried) > 1 for one in shown.values())
+    several = any(len(one.tried) > 1 for one in shown)
     best = "each at its own best learning rate, " * several
     subtitle = textwrap.fill(f"{best}{many}", int(12 * size[0]))
     save(figure, path, f"{title}{at}\n{subtitle}")
@@ -135,22 +146,24 @@ def groups(arms: Sequence[str]) -> list[list[str]]:
     return [[arms[0], *others] for others in result]
 
 
-def _fastest(compared, chosen):
-    """The arm at the rate at which it is first at the target, if there is one."""
-    if not math.isfinite(statistics.target_of(compared)):
-        return chosen
-    rate, runs = statistics.fastest(compared, chosen.arm)
-    return chosen._replace(rate=rate, runs=runs)
+def _lines(compared, panel: Panel, best: Sequence[Chosen], styles) -> list[Line]:
+    """The curves of a panel: of arms, then of other best rates and averaged weights, hollow."""
+    first, other = best, compared.averaged
+    if panel.fastest and math.isfinite(statistics.target_of(compared)):
+        first = [statistics.at(compared, one, "fastest") for one in best]
+    slower = [one for one, fast in zip(best, first, strict=True) if one.rate != fast.rate]
+    averaged = [other.chosen.get((one.arm, one.speed)) for one in best] if other else []
 
+    def line(one, ending="", weights="", **style):
+        style = styles[one.arm] | {"label": f"{one.label}{ending} (lr {one.rate:g})"} | style
+        return Line(panel.scalar + weights, one.runs, style)
 
-def _lowest(scalar: str, fastest, best, styles) -> list[tuple]:
-    """(scalar, style, arm) at the best rate of each arm whose fastest rate is another one."""
-    curves = []
-    for chosen in (one for one, first in zip(best, fastest, strict=True) if one.rate != first.rate):
-        style = styles[chosen.arm] | {"markerfacecolor": "white", "linewidth": 0.8}
-        style["label"] = f"{chosen.label}, lowest (lr {chosen.rate:g})"
-        curves.append((scalar, style, chosen))
-    return curves
+    hollow = {"markerfacecolor": "white", "linewidth": 0.8}
+    return [
+        *(line(one) for one in first),
+        *(line(one, ", lowest", **hollow) for one in slower),
+        *(line(one, ", averaged", AVERAGED, **hollow) for one in averaged if one and len(one.runs)),
+    ]
 
 
 def _share(block, panel: Panel):
@@ -190,9 +203,9 @@ def _rows(compared, panels, speed) -> list[Panel]:
         "objective": tested(compared.criterion).scalar,
         "metric": f"test/{statistics.metric_of(compared)}",
     }
-    runs = [run for chosen in compared.at(speed) for run in chosen.runs.values()]
-    scalars = {k for run in runs for r in run for k, v in r.items() if v is not None}
-    if any(len(statistics.timed(chosen.runs)) < len(chosen.runs) for chosen in compared.at(speed)):
+    runs = [one.runs.select_dtypes("number") for one in compared.at(speed)]
+    scalars = {name for rows in runs for name in rows if np.isfinite(rows[name]).any()}
+    if not all(one.runs.timed.all() for one in compared.at(speed)):
         scalars.discard("seconds")
     new = (k for k in scalars if re.match("(?!train|valid|test).+/", k) and k not in LABELS)
     panels = [*panels, *(Panel(name, ("step",), panels[0].fastest) for name in sorted(new))]
@@ -203,25 +216,30 @@ def _rows(compared, panels, speed) -> list[Panel]:
     return list(dict.fromkeys(row for row in rows if row.scalar in scalars and row.x))
 
 
-def _draw(axis, runs, cost: str, scalar: str, style) -> None:
-    """A curve with its interval, up to the end of the shortest run."""
-    y, at = statistics.values(runs, scalar), statistics.values(runs, cost).mean(axis=0)
-    kept = np.isfinite(y).all(axis=0) & np.isfinite(at)
+def curve(axis, runs, x: str, y: str, style) -> None:
+    """A scalar of runs over a cost: its mean and 95 % interval, up to the end of the shortest."""
+    values, at = curves(runs, y), curves(runs, x).mean(axis=1, skipna=False)
+    kept = np.isfinite(values).all(axis=1) & np.isfinite(at)
     if not kept.any():
         return
-    x, y = at[kept], y[:, kept]
-    mean, half = np.array([interval(v) for v in y.T]).T
+    x, values = at[kept].to_numpy(), values[kept].to_numpy()
+    mean, half = np.array([interval(of_seeds) for of_seeds in values]).T
     low, high = mean - np.nan_to_num(half), mean + np.nan_to_num(half)
-    if _logarithmic(scalar):  # where a band may not reach 0
-        low = np.maximum(low, y.min(axis=0) / 2)
+    if _logarithmic(y):  # where a band may not reach 0
+        low = np.maximum(low, values.min(axis=1) / 2)
     axis.plot(x, mean, **style)
     axis.fill_between(x, low, high, color=style["color"], alpha=0.1, linewidth=0)
     axis.plot(x[-1], mean[-1], **style | {"label": None, "markevery": 1, "ms": 6})
 
 
-def _arrival(axis, taken: Mapping[int, float], target: float, style):
+def _shared(runs, scalar: str):
+    """Its curves at the steps that all runs have."""
+    return curves(runs, scalar)[curves(runs, "step").notna().all(axis=1)]
+
+
+def _arrival(axis, taken: Iterable[float], target: float, style):
     """Marks the mean cost at which all seeds reach the target, with its interval."""
-    mean, half = interval(taken.values())
+    mean, half = interval(taken)
     if math.isfinite(mean):
         axis.errorbar(
             mean, target, xerr=np.nan_to_num(half), color=style["color"], marker=style["marker"],
@@ -250,9 +268,9 @@ def _plain(axis):
     axis.set_minor_formatter(NullFormatter())
 
 
-def _zoom(axis, curves: Sequence[np.ndarray]):
+def _zoom(axis, tables: Sequence):
     """Limits the axis to the values after the first fifth, which would flatten the rest."""
-    late = np.concatenate([v[:, v.shape[1] // 5 :].ravel() for v in curves])
+    late = np.concatenate([table[len(table) // 5 :].to_numpy().ravel() for table in tables])
     late = late[np.isfinite(late)]
     if len(late):
         margin = 0.08 * (late.max() - late.min()) + 1e-3 * (abs(late.max()) or 1)

@@ -1,9 +1,11 @@
-"""Comparisons: arms at their own best learning rates, and their costs up to a target.
+"""Comparisons as data frames: arms at their own best learning rates, and their costs to a target.
 
-A run is the list of its records by step.
+`Comparison.data` has a row per record. `frame` has a row per run, at one learning rate per arm.
+pandas is imported where records become a frame: it takes half a second, and training needs none.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -16,7 +18,7 @@ from experiments.data.metrics import METRICS
 TUNING, REPORTED = ("run", "tune"), ("run", "report")  # phases
 LOSS, ABOVE = "train/loss", "train/above_optimum"
 AVERAGED = "/averaged"  # ends the names of scalars of averaged weights
-Run = Sequence[Mapping]
+COSTS = ("epoch", "step", "loads", "rounds", "allreduces", "seconds")
 
 
 class Criterion(NamedTuple):
@@ -28,14 +30,15 @@ class Criterion(NamedTuple):
     target: float | None = None  # of the scalar, for when="target"
 
 
-class Chosen(NamedTuple):
-    """An arm at its own best learning rate, at one speed of the input."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Chosen:
+    """An arm at one of its learning rates, at one speed of the input."""
 
     arm: str
     label: str
     speed: float | None
-    rate: float | None  # None where a run diverged at every rate
-    runs: Mapping[int, Run]  # by seed, of the reported phase
+    rate: float | None  # its best; None where a run diverged at every rate
+    runs: Any  # the rows of `Comparison.data` with this rate, of the reported phase
     tried: tuple[float, ...]  # learning rates, ascending, as those that diverged
     diverged: tuple[float, ...]
 
@@ -45,6 +48,7 @@ class Comparison:
     """The data of tables and pictures."""
 
     records: Sequence[Mapping]  # of whole runs
+    data: Any  # the same as a frame: by arm, seed and step
     arms: Mapping[str, str]  # {name: label}, the baseline first
     criterion: Criterion
     speeds: tuple  # of the input, or (None,)
@@ -59,128 +63,135 @@ class Comparison:
         return self.chosen.get((next(iter(self.arms)), speed))
 
 
+def data_of(records):
+    """A pandas.DataFrame with a row per record, by arm, seed and step.
+
+    A scalar that is null was not finite: it counts as worse than every number.
+    """
+    import pandas
+
+    def value(name, given):
+        null = given is None or given != given
+        return worst(name) if null and ("/" in name or name == "drift") else given
+
+    data = pandas.DataFrame([
+        {"timed": True, "diverged": None} | {name: value(name, v) for name, v in record.items()}
+        for record in records
+    ])  # fmt: skip
+    return data.sort_values(["seed", "step"], kind="stable", ignore_index=True)
+
+
+def worst(scalar: str) -> float:
+    metric = METRICS.get(scalar.removesuffix(AVERAGED).split("/")[-1])
+    return math.inf if metric is None or metric.lower else -math.inf
+
+
 def compare(records, arms: Mapping[str, str], criterion: Criterion, plans=None) -> Comparison:
     """Every arm at its own best rate, at every speed; of averaged weights, at the best for them."""
     records, chosen = list(records), {}
-    speeds = sorted({r["speed"] for r in records} - {None}) or [None]
+    data = data_of(records)
+    speeds = tuple(sorted(data.speed.dropna().unique().tolist())) or (None,)
     for speed, (arm, label) in itertools.product(speeds, arms.items()):
-        if tried := runs_of(records, arm, speed):
-            rate, out = best_rate(records, arm, speed, criterion), diverged(records, arm, speed)
-            runs = dict(sorted(runs_of(records, arm, speed, REPORTED).get(rate, {}).items()))
-            chosen[arm, speed] = Chosen(arm, label, speed, rate, runs, tuple(sorted(tried)), out)
+        tried = tuple(sorted(runs_of(data, arm, speed).learning_rate.unique().tolist()))
+        if tried:
+            rate = best_rate(data, arm, speed, criterion)
+            runs = runs_of(data, arm, speed, REPORTED, rate)
+            out = diverged(data, arm, speed)
+            chosen[arm, speed] = Chosen(arm, label, speed, rate, runs, tried, out)
     averaged = [
         compare([r for r in records if each.scalar in r or r.get("diverged")], arms, each, plans)
-        for each in criteria(criterion, records)[1:]
+        for each in criteria(criterion, data)[1:]
     ]
-    return Comparison(
-        records, dict(arms), criterion, tuple(speeds), chosen, dict(plans or {}), *averaged
-    )
+    plans = dict(plans or {})
+    return Comparison(records, data, dict(arms), criterion, speeds, chosen, plans, *averaged)
 
 
-def criteria(criterion: Criterion, records) -> list[Criterion]:
+def criteria(criterion: Criterion, data) -> list[Criterion]:
     """The criterion, and that of averaged weights where they were recorded."""
     averaged = criterion._replace(scalar=criterion.scalar + AVERAGED)
-    return [criterion, *[averaged] * any(averaged.scalar in r for r in records)]
+    return [criterion, *[averaged] * (averaged.scalar in data)]
 
 
-def runs_of(records, arm, speed=None, phases=TUNING) -> dict[float, dict[int, list]]:
-    """{learning rate: {seed: run}} of an arm at a speed."""
-    runs = {}
-    for r in records:
-        if r["arm"] == arm and r["speed"] == speed and r["phase"] in phases:
-            runs.setdefault(r["learning_rate"], {}).setdefault(r["seed"], []).append(r)
-    for run in (run for by_seed in runs.values() for run in by_seed.values()):
-        run.sort(key=lambda r: r["step"])
-    return runs
+def runs_of(data, arm: str, speed=None, phases=TUNING, rate: float | None = math.nan):
+    """The rows of an arm at a speed, and with a rate at this one; none where that is None."""
+    rows = data[(data.arm == arm) & data.phase.isin(phases)]
+    rows = rows[rows.speed.isna() if speed is None else rows.speed == speed]
+    return rows[rows.learning_rate == rate] if rate is None or rate == rate else rows
 
 
-def diverged(records, arm: str, speed: float | None = None) -> tuple[float, ...]:
+def diverged(data, arm: str, speed: float | None = None) -> tuple[float, ...]:
     """The learning rates at which a run of the arm diverged, ascending."""
-    of_arm = (r for r in records if r["arm"] == arm and r["speed"] == speed)
-    return tuple(sorted({r["learning_rate"] for r in of_arm if r.get("diverged")}))
+    rows = runs_of(data, arm, speed, (*TUNING, *REPORTED))
+    return tuple(sorted(rows.learning_rate[rows.diverged.notna()].unique().tolist()))
 
 
-def tuned(records, arm: str, speed: float | None = None) -> dict[float, dict[int, Run]]:
-    """As `runs_of`, without the rates at which a seed diverged."""
-    out = diverged(records, arm, speed)
-    return {rate: runs for rate, runs in runs_of(records, arm, speed).items() if rate not in out}
+# The best rate.
+def curves(rows, scalar: str):
+    """A scalar [step, (learning rate, seed)]: a column per run; nan where it was not measured."""
+    keys = ["step", "learning_rate", "seed"]
+    table = rows.drop_duplicates(keys, keep="last").set_index(keys, drop=False)
+    table = table.reindex(columns=[scalar])
+    return table[scalar].astype(float).unstack(["learning_rate", "seed"]).sort_index(axis=1)
 
 
-def finalists(records, arm: str, speed, criterion: Criterion) -> list[float]:
+def tuned(data, arm: str, speed, criterion: Criterion):
+    """The criterion's `curves` of an arm, without the rates at which a seed diverged."""
+    rows = runs_of(data, arm, speed)
+    return curves(rows[~rows.learning_rate.isin(diverged(data, arm, speed))], criterion.scalar)
+
+
+def finalists(data, arm: str, speed, criterion: Criterion) -> list[float]:
     """The learning rates of seed 0, the best first."""
-    first = {rate: runs[0] for rate, runs in tuned(records, arm, speed).items() if 0 in runs}
-    return sorted(first, key=lambda rate: score([first[rate]], criterion))
+    table = tuned(data, arm, speed, criterion)
+    first = table.loc[:, table.columns.get_level_values("seed") == 0]
+    return sorted(first.columns.unique(0), key=lambda rate: score(first[rate], criterion))
 
 
-def best_rate(records, arm: str, speed, criterion: Criterion) -> float | None:
+def best_rate(data, arm: str, speed, criterion: Criterion) -> float | None:
     """The best learning rate; None where all diverged.
 
     A rate is out if another one that ran with more seeds is as good on the seeds that both have.
     Those that are left are compared on the seeds that all of them have, so that a further seed of
     one rate alone decides nothing.
     """
-    runs = tuned(records, arm, speed)
+    table = tuned(data, arm, speed, criterion)
+    seeds = {rate: {*table[rate]} for rate in table.columns.unique(0)}
 
-    def score_on(rate, seeds):
-        return score([runs[rate][seed] for seed in seeds or runs[rate]], criterion)
+    def score_on(rate, shared):
+        return score(table[rate][sorted(shared or seeds[rate])], criterion)
 
     def beaten(rate):
-        more = {other: by_seed.keys() & runs[rate] for other, by_seed in runs.items()
-                if len(by_seed) > len(runs[rate])}  # fmt: skip
-        return any(both and score_on(other, both) <= score_on(rate, both)
-                   for other, both in more.items())  # fmt: skip
+        more = [other for other in seeds if len(seeds[other]) > len(seeds[rate])]
+        both = {other: seeds[other] & seeds[rate] for other in more}
+        return any(s and score_on(other, s) <= score_on(rate, s) for other, s in both.items())
 
-    left = [rate for rate in runs if not beaten(rate)]
-    shared = set.intersection(*(set(runs[rate]) for rate in left)) if left else set()
+    left = [rate for rate in seeds if not beaten(rate)]
+    shared = set.intersection(*(seeds[rate] for rate in left)) if left else set()
     return min(left, key=lambda rate: score_on(rate, shared), default=None)
 
 
-def score(runs: Sequence[Run], criterion: Criterion) -> tuple[float, float]:
-    """(number of runs that miss the target, mean over seeds); less is better."""
+def score(table, criterion: Criterion) -> tuple[float, float]:
+    """(number of runs that miss the target, mean over seeds) of `curves`; less is better."""
     sign = 1 if criterion.lower else -1
     if criterion.when == "target":
-        steps = [at["step"] for at in (reached(run, criterion) for run in runs) if at]
-        return len(runs) - len(steps), float(np.mean(steps)) if steps else 0.0
+        arrived = reached(table, criterion)
+        steps = arrived.idxmax()[arrived.any()]
+        return len(table.columns) - len(steps), float(steps.mean()) if len(steps) else 0.0
     if criterion.when == "lowest":
-        return 0, sign * float(lowest(runs, criterion).mean())
-    return 0, sign * float(np.mean([last(run, criterion.scalar) for run in runs]))
+        ends = lowest(table, criterion)
+    else:
+        ends = table.ffill().iloc[-1]
+    return 0, float((sign * ends).fillna(math.inf).mean())
 
 
-def last(run: Run, name: str) -> float:
-    """The last value of a scalar; nan if it was never measured.
-
-    One that is not finite, null in the record, is worse than every number.
-    """
-    value = next((r[name] for r in reversed(run) if name in r), math.nan)
-    metric = METRICS.get(name.removesuffix(AVERAGED).split("/")[-1])
-    more = metric is not None and not metric.lower
-    return value if value is not None else -math.inf if more else math.inf
+def reached(values, criterion: Criterion):
+    return values <= criterion.target if criterion.lower else values >= criterion.target
 
 
-def values(runs: Sequence[Run], name: str) -> np.ndarray:
-    """float64[seeds, evaluations], up to the end of the shortest run; missing values are nan."""
-    steps = sorted(set.intersection(*({r["step"] for r in run} for run in runs)))
-    by_step = [{r["step"]: r.get(name) for r in run} for run in runs]
-    return np.array([[of.get(step) for step in steps] for of in by_step], float)
-
-
-def lowest(runs: Sequence[Run], criterion: Criterion) -> np.ndarray:
-    """float64[seeds], at the best point of the mean over seeds."""
-    curves = values(runs, criterion.scalar)
-    mean = curves.mean(axis=0)
-    if np.isnan(mean).all():
-        return np.full(len(curves), math.inf if criterion.lower else -math.inf)
-    return curves[:, np.nanargmin(mean if criterion.lower else -mean)]
-
-
-def reached(run: Run, criterion: Criterion) -> Mapping | None:
-    """The first record of a run at the criterion's target; None if there is none."""
-    for r in run:
-        value = r.get(criterion.scalar)
-        if value is not None:
-            if value <= criterion.target if criterion.lower else value >= criterion.target:
-                return r
-    return None
+def lowest(table, criterion: Criterion):
+    """The row of `curves` at the best point of their mean over seeds."""
+    mean = table.mean(axis=1, skipna=False).fillna(math.inf if criterion.lower else -math.inf)
+    return table.loc[mean.idxmin() if criterion.lower else mean.idxmax()]
 
 
 def tested(criterion: Criterion) -> Criterion:
@@ -188,56 +199,131 @@ def tested(criterion: Criterion) -> Criterion:
     return criterion._replace(scalar=criterion.scalar.replace("valid/", "test/"))
 
 
+@functools.lru_cache(maxsize=16)
 def target_of(comparison: Comparison) -> float:
     """The target that every arm must reach; not finite where there is none.
 
     The criterion's target; of when="lowest" the baseline's best; of "last" the worst of all last
     finite values, so that every arm that ends with one gets there with every seed.
     """
-    criterion = comparison.criterion
+    criterion, base = comparison.criterion, comparison.baseline()
     if criterion.when == "target":
         return criterion.target
     if criterion.when == "lowest":
-        base = [*comparison.baseline().runs.values()]
-        return float(lowest(base, criterion).mean()) if base else math.nan
-    worst = max if criterion.lower else min
-    runs = [run for chosen in comparison.chosen.values() for run in chosen.runs.values()]
-    ends = [last(run, criterion.scalar) for run in runs]
-    return worst(filter(math.isfinite, ends), default=math.nan)
+        runs = curves(base.runs, criterion.scalar)
+        return float(lowest(runs, criterion).mean()) if len(runs) else math.nan
+    ends = [curves(one.runs, criterion.scalar).ffill()[-1:] for one in comparison.chosen.values()]
+    ends = [value for end in ends for value in end.to_numpy().flat if math.isfinite(value)]
+    return (max if criterion.lower else min)(ends, default=math.nan)
 
 
-def timed(runs: Mapping[int, Run]) -> dict[int, Run]:
-    """The runs whose seconds are comparable."""
-    return {seed: run for seed, run in runs.items() if all(r.get("timed", True) for r in run)}
+@functools.lru_cache(maxsize=64)
+def at(comparison: Comparison, chosen: Chosen, rate: str | float = "best") -> Chosen:
+    """The arm at another of its learning rates.
 
-
-def spent(comparison: Comparison, runs: Mapping[int, Run], name: str) -> dict[int, float]:
-    """{seed: cost of its run up to the target, by the reported scalar}; inf: never reached.
-
-    {} where there is no target. "seconds" are those of `timed` runs.
+    Args:
+      rate: a learning rate, or "best": the best; "fastest": with which an arm reaches the target
+        first; "end": with the best last value; "baseline": the best of the baseline, or the own one
+        of an arm that did not train with it.
     """
-    runs = timed(runs) if name == "seconds" else runs
-    criterion = tested(comparison.criterion)._replace(target=target_of(comparison))
-    if not math.isfinite(criterion.target):
-        return {}
-    points = {seed: reached(run, criterion) for seed, run in runs.items()}
-    return {seed: math.inf if at is None else at[name] for seed, at in points.items()}
+    if rate == "best":
+        return chosen
+    of = comparison.data, chosen.arm, chosen.speed
+    if rate == "baseline":
+        rate = comparison.baseline(chosen.speed).rate
+        rate = rate if rate in {*chosen.tried} - {*chosen.diverged} else chosen.rate
+    elif rate == "end":
+        rate = best_rate(*of, comparison.criterion._replace(when="last"))
+    elif rate == "fastest":
+        goal = comparison.criterion._replace(when="target", target=target_of(comparison))
+        rate = best_rate(*of, goal) if math.isfinite(goal.target) else None
+    rate = None if rate in chosen.diverged else rate
+    return dataclasses.replace(chosen, rate=rate, runs=runs_of(*of, REPORTED, rate))
 
 
-def volume(record: Mapping) -> float:
+# A row per run.
+@functools.lru_cache(maxsize=16)
+def frame(comparison: Comparison, rate: str | float = "best", speed: float | None = None):
+    """A pandas.DataFrame of the runs at one learning rate per arm, as of `at`.
+
+    It has a row per (arm, seed) and a column per scalar, by its name: the value with which the run
+    ends, not finite where that is not, nan where it was not measured. "to NAME" is the cost of that
+    name up to the comparison's target, inf where a run never arrives; seconds are of timed runs.
+    "lowest" is the criterion's scalar at the best point of its mean over seeds.
+    """
+    import pandas
+
+    arms = [at(comparison, chosen, rate) for chosen in comparison.at(speed)]
+    rows = pandas.concat([one.runs for one in arms])
+    runs = rows.groupby(["arm", "seed"], sort=False)
+    table = runs[[*rows.select_dtypes("number").columns.difference(["seed", "speed"])]].last()
+    costs = [cost for cost in COSTS if cost in table]
+    known = table[costs].notna().groupby("arm").transform("all")
+    table.loc[~runs.timed.all(), "seconds"] = math.nan
+    for one in (one for one in arms if len(one.runs)):
+        best = lowest(curves(one.runs, comparison.criterion.scalar), comparison.criterion)
+        table.loc[one.arm, "lowest"] = best.to_numpy()
+    goal = tested(comparison.criterion)._replace(target=target_of(comparison))
+    if not math.isfinite(goal.target):
+        return table
+    first = rows[reached(rows.get(goal.scalar, rows.step * math.nan), goal)]
+    first = first.drop_duplicates(["arm", "seed"]).set_index(["arm", "seed"])[costs]
+    spent = first.reindex(table.index).fillna(math.inf).where(known & table[costs].notna())
+    return table.join(spent.add_prefix("to "))
+
+
+def metric_of(comparison: Comparison) -> str:
+    """The name of the metric that is reported: the criterion's, or what the task's test measures.
+
+    The loss is used only if there is no other.
+    """
+    part, _, name = comparison.criterion.scalar.removesuffix(AVERAGED).partition("/")
+    names = [name for name in METRICS if f"test/{name}" in comparison.data]
+    return name if part == "valid" else min(names, key="loss".__eq__, default=name)
+
+
+def named(comparison: Comparison, scalar: str) -> str:
+    """The column of a scalar, "objective" being the criterion's, "metric" what is reported of it.
+
+    In a comparison of averaged weights theirs, if it was recorded.
+    """
+    scalar = f"test/{metric_of(comparison)}" if scalar == "metric" else scalar
+    scalar = comparison.criterion.scalar if scalar == "objective" else scalar
+    averaged = comparison.criterion.scalar.endswith(AVERAGED)
+    return scalar + AVERAGED * (averaged and scalar + AVERAGED in comparison.data)
+
+
+def column(table, arm: str, scalar: str):
+    """A column of an arm, of the seeds that have it: a pandas.Series by seed."""
+    if scalar in table and arm in table.index:
+        return table.loc[arm, scalar].dropna()
+    return table.iloc[:0].sum(axis=1).reset_index(drop=True)
+
+
+def paired(table, arm: str, base: str, scalar: str, *, ratio: bool = False):
+    """Arm less base in a frame, of every seed that has both, or their `ratio_of`: by seed."""
+    after, before = column(table, arm, scalar), column(table, base, scalar)
+    least = 1.0 if scalar == "to epoch" else 1e-12  # a target may be reached at once
+    after, before = after.align(before, join="inner")
+    return ratio_of(after, before, least) if ratio else after - before
+
+
+def ratio_of(after, before, least: float = 1e-12):
+    """log(before / after) by seed, positive if after is less: its mean gives the geometric mean.
+
+    It is infinite where one of the two never arrives, nan where both do not.
+    """
+    after, before = after.align(before, join="inner")
+    return np.log(before.clip(least)) - np.log(after.clip(least))
+
+
+def volume(record: Mapping):
     """What a run has sent up to a record, as a share of syncs in every step: all-reduces per step.
 
     Older records, none of a compressor, of fragments or of an order that sends, have rounds alone.
     """
     sent = record["allreduces"] if "allreduces" in record else record["rounds"]
     return sent / record["step"]
-
-
-def fastest(comparison: Comparison, arm: str) -> tuple[float, dict]:
-    """(rate, runs by seed) with which most seeds and then the fewest steps reach the target."""
-    criterion = comparison.criterion._replace(when="target", target=target_of(comparison))
-    best = best_rate(comparison.records, arm, None, criterion)
-    return best, tuned(comparison.records, arm).get(best, {})
 
 
 def interval(sample, level: float = 0.95) -> tuple[float, float]:
@@ -252,14 +338,3 @@ def interval(sample, level: float = 0.95) -> tuple[float, float]:
         return float(sample[0]), 0.0
     deviation = np.std(sample, ddof=1) / math.sqrt(count)
     return float(np.mean(sample)), float(stdtrit(count - 1, (1 + level) / 2) * deviation)
-
-
-def metric_of(comparison: Comparison) -> str:
-    """The name of the metric that is reported: the criterion's, or what the task's test measures.
-
-    The loss is used only if there is no other.
-    """
-    part, _, name = comparison.criterion.scalar.removesuffix(AVERAGED).partition("/")
-    scalars = set().union(*comparison.records)
-    names = [name for name in METRICS if f"test/{name}" in scalars]
-    return name if part == "valid" else min(names, key="loss".__eq__)

@@ -8,8 +8,16 @@ import numpy as np
 
 from experiments.data.metrics import METRICS
 from experiments.report import statistics
-from experiments.report.frame import COSTS, difference, ends, measured, named, paired
-from experiments.report.statistics import Chosen, Comparison, fastest, interval, volume
+from experiments.report.statistics import (
+    COSTS,
+    Chosen,
+    Comparison,
+    column,
+    frame,
+    interval,
+    named,
+    paired,
+)  # fmt: skip
 
 # Of scalars and costs of the records; those without a row go by their name.
 LABELS = {
@@ -28,199 +36,75 @@ LABELS = {
 
 
 class Column(NamedTuple):
-    head: str | Callable[[Comparison], str]
-    cell: Callable[[Comparison, Chosen], str]  # of an arm at its own best rate
-    always: bool = False  # of arms too that diverged at every rate; else "-"
+    """A number of each arm, of its row per seed in the `frame`: "-" if one is not finite.
+
+    Of "to NAME" some may be infinite; then it says how many seeds reach the target.
+    """
+
+    head: str  # {base}, {objective}, {metric} and {train_loss} stand for their names
+    form: str | Callable  # of the mean and its interval, as of `show`; or values -> text
+    value: str | Callable  # a column of the frame, or a function of the arm's rows
+    at: str = "best"  # at which learning rate, as of `statistics.at`
+    than: str = ""  # "difference" or "ratio": the first arm's to it, paired by seed
+    word: str = ""  # after the number of seeds that arrive
+    always = False
+
+    def cell(self, comparison: Comparison, chosen: Chosen) -> str:
+        table, base = frame(comparison, self.at, chosen.speed), next(iter(comparison.arms))
+        if callable(self.value):
+            values = self.value(table.loc[chosen.arm]).dropna()
+        elif self.than:
+            name = named(comparison, self.value)
+            values = paired(table, chosen.arm, base, name, ratio=self.than == "ratio")
+        else:
+            values = column(table, chosen.arm, named(comparison, self.value))
+        late = not self.than and str(self.value).startswith("to ")
+        same = self.than == "difference" and chosen.arm == base
+        if same or not len(values) or not (late or np.isfinite(values).all()):
+            return "-"
+        return self.form(values) if callable(self.form) else show(values, self.form, self.word)
 
 
-def table(comparison: Comparison, columns: Sequence[Column], speed: float | None = None) -> str:
-    """The main table: one row per arm at its best rate.
+class Fact(NamedTuple):
+    """A text of each arm."""
+
+    head: str
+    text: Callable[[Comparison, Chosen], str]
+    at: str = "best"
+    always: bool = True  # of arms too that diverged at every rate; else "-"
+
+    def cell(self, comparison: Comparison, chosen: Chosen) -> str:
+        return self.text(comparison, statistics.at(comparison, chosen, self.at))
+
+
+def table(comparison: Comparison, columns: Sequence, speed: float | None = None) -> str:
+    """The main table: one row per arm at its best rate, of `Column`s and `Fact`s.
 
     Where averaged weights were recorded, the same table of them follows.
     """
-    rows = []
-    for chosen in comparison.at(speed):
-        row = {}
-        for head, cell, always in columns:
-            head = head if isinstance(head, str) else head(comparison)
-            row[head] = cell(comparison, chosen) if chosen.runs or always else "-"
-        rows.append(row)
+    words = {
+        "base": next(iter(comparison.arms.values())), "train_loss": _train_loss(comparison),
+        "objective": name_of(comparison.criterion.scalar),
+        "metric": name_of(named(comparison, "metric")),
+    }  # fmt: skip
+    rows = [
+        {
+            column.head.format(**words): column.cell(comparison, chosen)
+            if column.always or len(chosen.runs) else "-"
+            for column in columns
+        }
+        for chosen in comparison.at(speed)
+    ]  # fmt: skip
     if comparison.averaged is None:
         return markdown(rows)
     more = table(comparison.averaged, columns, speed)
     return f"{markdown(rows)}\n\nAveraged weights, each arm at its best rate for them:\n\n{more}"
 
 
-# Columns.
-def arm(head: str) -> Column:
-    return Column(head, lambda comparison, chosen: chosen.label, always=True)
-
-
-def rate(head: str) -> Column:
-    """The arm's own learning rate."""
-
-    def cell(comparison, chosen):
-        return "all diverge" if chosen.rate is None else marked(chosen.rate, chosen.tried)
-
-    return Column(head, cell, always=True)
-
-
-def marked(rate: float, tried: Iterable[float]) -> str:
-    """A learning rate, and whether it is at an edge of those tried: a better one may lie beyond."""
-    tried = sorted(tried)
-    return f"{rate:g}{' (edge)' * (len(tried) > 1 and rate in (tried[0], tried[-1]))}"
-
-
-def mean(head, form: str, values: Callable, word: str = "") -> Column:
-    """The mean over seeds of `(comparison, arm) -> values`, as of `show`."""
-    return Column(head, lambda comparison, chosen: show(values(comparison, chosen), form, word))
-
-
-def end(head, scalar: str, form: str, word: str = "", rate: str = "best") -> Column:
-    """The mean over seeds of a column of the `frame`; "-" where a value is not finite.
-
-    For "to NAME" some may be infinite; then it says how many seeds reach the target.
-    """
-
-    def cell(comparison, chosen):
-        values = ends(comparison, chosen, scalar, rate)
-        return values if scalar.startswith("to ") or np.isfinite(values).all() else ()
-
-    return mean(head, form, cell, word)
-
-
-def metric(form: str) -> Column:
-    """The last value of the metric that is reported, on the test set."""
-    return end(lambda c: name_of(named(c, "metric")), "metric", form)
-
-
-def less(scalar: str, form: str) -> Column:
-    """The last value of a scalar less the baseline's, paired by seed."""
-
-    def cell(comparison, chosen):
-        change = difference(comparison, chosen, scalar)
-        one = chosen.arm == next(iter(comparison.arms)) or not np.isfinite(change).all()
-        return "-" if one else show(change, form)
-
-    return Column(lambda c: f"less {c.baseline().label}", cell)
-
-
-def train_loss(comparison: Comparison) -> str:
+def _train_loss(comparison: Comparison) -> str:
     """The name of the training loss, with the number of examples where it is not that of all."""
-    parts = {r["train_examples"] for r in comparison.records if "train_examples" in r}
-    return f"train loss (first {max(parts):,})" if parts else "train loss"
-
-
-def fastest_rate(head: str) -> Column:
-    """The learning rate with which the arm reaches the target first."""
-
-    def cell(comparison, chosen):
-        has_target = math.isfinite(statistics.target_of(comparison))
-        return marked(fastest(comparison, chosen.arm)[0], chosen.tried) if has_target else "-"
-
-    return Column(head, cell)
-
-
-def _times_fewer(comparison, chosen):
-    logs = difference(comparison, chosen, "to epoch", "fastest", ratio=True)
-    return times(logs) if len(logs) and np.isfinite(logs).all() else "-"
-
-
-def _lowest(comparison, chosen):
-    return statistics.lowest([*chosen.runs.values()], comparison.criterion)
-
-
-FIRST_ORDER_COLUMNS = (
-    arm("order"),
-    end(lambda c: f"epochs to {c.baseline().label}'s best", "to epoch", "{:.0f}", rate="fastest"),
-    fastest_rate("at lr"),
-    Column("times fewer", _times_fewer),
-    mean(lambda c: f"lowest {name_of(c.criterion.scalar)}", "{:.1e}", _lowest),
-    rate("reached at lr"),
-)
-ORDER_COLUMNS = (
-    arm("order"),
-    rate("best lr"),
-    mean(lambda c: f"best {name_of(c.criterion.scalar)}", "{:.2e}", _lowest),
-    end(lambda c: f"epochs to {c.baseline().label}'s best, its lr", "to epoch", "{:.0f}",
-        rate="baseline"),
-    fastest_rate("own lr"),
-    end("epochs, own lr", "to epoch", "{:.0f}", rate="fastest"),
-    Column("times fewer", _times_fewer),
-    end("seconds, own lr", "to seconds", "{:.2f}", rate="fastest"),
-    metric("{:.4f}"),
-    end("last bound L∞", "bound/linf", "{:.2f}"),
-)  # fmt: skip
-
-
-def faster(comparison: Comparison, chosen: Chosen, *, who: bool = False) -> str:
-    """Seconds of the baseline to the target over the arm's, paired by seed; "-" where none.
-
-    Where not all seeds arrive `who` says how many do.
-    """
-    if np.isinf(taken := ends(comparison, chosen, "to seconds")).any():
-        return show(taken, "", "arrive") if who else "-"
-    logs = difference(comparison, chosen, "to seconds", ratio=True)
-    return times(logs) if len(logs) and np.isfinite(logs).all() else "-"
-
-
-def _per_step(chosen, name) -> list[float]:
-    runs = statistics.timed(chosen.runs) if name == "seconds" else chosen.runs
-    return [run[-1][name] / run[-1]["step"] for run in runs.values()]
-
-
-def _each(name: str, form: str, of: Callable) -> Column:
-    """The distinct values of a run's last record over seeds, which seldom differ."""
-
-    def cell(comparison, chosen):
-        values = sorted({of(run[-1]) for run in chosen.runs.values()})
-        return ", ".join(form.format(v) for v in values)
-
-    return Column(name, cell)
-
-
-def _periods(comparison, chosen):
-    plan = comparison.plans.get(chosen.arm)
-    return f"{plan.periods.min()} to {plan.periods.max()}" if plan else "-"
-
-
-SYNC_COLUMNS = (
-    arm("rule"),
-    rate("peak lr"),
-    Column("seeds", lambda c, chosen: f"{len(chosen.runs)}"),
-    metric("{:.4f}"),
-    end(train_loss, statistics.LOSS, "{:.4f}"),
-    _each("volume", "{:.2%}", volume),
-    _each("rounds", "{}", lambda record: record["rounds"]),
-    Column("H", _periods),
-    end("seconds", "seconds", "{:.1f}"),
-    end("last drift", "drift", "{:.4f}"),
-    Column("diverged", lambda c, chosen: ", ".join(f"{r:g}" for r in chosen.diverged) or "-", True),
-)
-ECHO_COLUMNS = (
-    arm("arm"),
-    rate("lr"),
-    end("seconds", "to seconds", "{:.2f}", word="arrive"),
-    Column(lambda c: f"times faster than {next(iter(c.arms.values()))}", faster),
-    end("loads", "to loads", "{:.0f}", word="arrive"),
-    end("steps", "to step", "{:.0f}", word="arrive"),
-    end("rounds", "to rounds", "{:.0f}", word="arrive"),
-    mean(
-        "ms per step", "{:.2f}", lambda c, chosen: [1e3 * s for s in _per_step(chosen, "seconds")]
-    ),
-    Column("loads per step", lambda c, chosen: f"{interval(_per_step(chosen, 'loads'))[0]:.2f}"),
-)
-COMBINED_COLUMNS = (
-    arm("arm"),
-    rate("best lr"),
-    mean(lambda c: f"last {name_of(c.criterion.scalar)}", "{:.3g}",
-         lambda c, chosen: ends(c, chosen, c.criterion.scalar)),
-    metric("{:.4g}"),
-    end("steps to the target", "to step", "{:.0f}"),
-    end("loads", "to loads", "{:.0f}"),
-    end("sent, in all-reduces", "to allreduces", "{:.0f}"),
-    end("seconds", "to seconds", "{:.2f}"),
-)  # fmt: skip
+    part = comparison.data.get("train_examples")
+    return "train loss" if part is None else f"train loss (first {int(part.max()):,})"
 
 
 # Numbers and names.
@@ -285,6 +169,115 @@ def show_bytes(number: float) -> str:
     return f"{number:.3g} TB"
 
 
+# Columns.
+def arm(head: str) -> Fact:
+    return Fact(head, lambda comparison, chosen: chosen.label)
+
+
+def rate(head: str) -> Fact:
+    """The arm's own learning rate."""
+
+    def text(comparison, chosen):
+        return "all diverge" if chosen.rate is None else marked(chosen.rate, chosen.tried)
+
+    return Fact(head, text)
+
+
+def fastest_rate(head: str) -> Fact:
+    """The learning rate with which the arm reaches the target first."""
+
+    def text(comparison, chosen):
+        return "-" if chosen.rate is None else marked(chosen.rate, chosen.tried)
+
+    return Fact(head, text, at="fastest", always=False)
+
+
+def marked(rate: float, tried: Iterable[float]) -> str:
+    """A learning rate, and whether it is at an edge of those tried: a better one may lie beyond."""
+    tried = sorted(tried)
+    return f"{rate:g}{' (edge)' * (len(tried) > 1 and rate in (tried[0], tried[-1]))}"
+
+
+def each(form: str) -> Callable:
+    """The distinct values over seeds, which seldom differ."""
+    return lambda values: ", ".join(form.format(value) for value in sorted({*values}))
+
+
+def _periods(comparison, chosen):
+    plan = comparison.plans.get(chosen.arm)
+    return f"{plan.periods.min()} to {plan.periods.max()}" if plan else "-"
+
+
+def _volume(runs):
+    """All-reduces per step; older records, of runs that sent nothing else, have rounds alone."""
+    return runs.get("allreduces", runs.rounds).fillna(runs.rounds) / runs.step
+
+
+def _diverged(comparison, chosen):
+    return ", ".join(f"{rate:g}" for rate in chosen.diverged) or "-"
+
+
+SEEDS = Fact("seeds", lambda comparison, chosen: f"{chosen.runs.seed.nunique()}", always=False)
+FIRST_ORDER_COLUMNS = (
+    arm("order"),
+    Column("epochs to {base}'s best", "{:.0f}", "to epoch", at="fastest"),
+    fastest_rate("at lr"),
+    Column("times fewer", times, "to epoch", at="fastest", than="ratio"),
+    Column("lowest {objective}", "{:.1e}", "lowest"),
+    rate("reached at lr"),
+)
+ORDER_COLUMNS = (
+    arm("order"),
+    rate("best lr"),
+    Column("best {objective}", "{:.2e}", "lowest"),
+    Column("epochs to {base}'s best, its lr", "{:.0f}", "to epoch", at="baseline"),
+    fastest_rate("own lr"),
+    Column("epochs, own lr", "{:.0f}", "to epoch", at="fastest"),
+    Column("times fewer", times, "to epoch", at="fastest", than="ratio"),
+    Column("seconds, own lr", "{:.2f}", "to seconds", at="fastest"),
+    Column("{metric}", "{:.4f}", "metric"),
+    Column("last bound L∞", "{:.2f}", "bound/linf"),
+)
+SYNC_COLUMNS = (
+    arm("rule"),
+    rate("peak lr"),
+    SEEDS,
+    Column("{metric}", "{:.4f}", "metric"),
+    Column("{train_loss}", "{:.4f}", statistics.LOSS),
+    Column("volume", each("{:.2%}"), _volume),
+    Column("rounds", each("{:.0f}"), "rounds"),
+    Fact("H", _periods, always=False),
+    Column("seconds", "{:.1f}", "seconds"),
+    Column("last drift", "{:.4f}", "drift"),
+    Fact("diverged", _diverged),
+)
+FASTER = Column("times faster than {base}", times, "to seconds", than="ratio")
+ECHO_COLUMNS = (
+    arm("arm"),
+    rate("lr"),
+    Column("seconds", "{:.2f}", "to seconds", word="arrive"),
+    FASTER,
+    Column("loads", "{:.0f}", "to loads", word="arrive"),
+    Column("steps", "{:.0f}", "to step", word="arrive"),
+    Column("rounds", "{:.0f}", "to rounds", word="arrive"),
+    Column("ms per step", "{:.2f}", lambda runs: 1e3 * (runs.seconds / runs.step)),
+    Column(
+        "loads per step", lambda values: f"{interval(values)[0]:.2f}",
+        lambda runs: runs.loads / runs.step,
+    ),
+)  # fmt: skip
+COMBINED_COLUMNS = (
+    arm("arm"),
+    rate("best lr"),
+    Column("last {objective}", "{:.3g}", "objective"),
+    Column("{metric}", "{:.4g}", "metric"),
+    Column("steps to the target", "{:.0f}", "to step"),
+    Column("loads", "{:.0f}", "to loads"),
+    Column("sent, in all-reduces", "{:.0f}", "to allreduces"),
+    Column("seconds", "{:.2f}", "to seconds"),
+)
+
+
 # One run.
 def result(record: Mapping) -> str:
     """What a record has of the test set, then of training: a sentence."""
@@ -318,6 +311,13 @@ def _one(name: str, value: float | None) -> str:
 
 
 # Sections of a report.
+def _better(comparison: Comparison, chosen: Chosen, scalar: str, at="best", ratio=False):
+    """The first arm's column to this arm's, by seed; empty for the first arm or if not finite."""
+    base, table = next(iter(comparison.arms)), frame(comparison, at, chosen.speed)
+    values = paired(table, chosen.arm, base, named(comparison, scalar), ratio=ratio)
+    return values[:0] if chosen.arm == base or not np.isfinite(values).all() else values
+
+
 def answer(comparison: Comparison) -> str:
     """A sentence: what the best arm gains over the baseline, by costs and ends of the tables."""
     speed, criterion = comparison.speeds[-1], comparison.criterion
@@ -327,13 +327,13 @@ def answer(comparison: Comparison) -> str:
     is_cost, words = scalar.startswith("to "), {"to epoch": "epochs", "to step": "steps"}
     scalar = "metric" if scalar.startswith("valid/") else scalar
     base, others = comparison.baseline(speed), []
-    for chosen in comparison.at(speed):
-        effect = difference(comparison, chosen, scalar, rate, ratio=is_cost)
-        if chosen.arm != next(iter(comparison.arms)) and len(effect) and np.isfinite(effect).all():
-            mean, half = interval(effect if is_cost or not criterion.lower else -effect)
-            others.append((mean, half, chosen.label, len(effect)))
     if base is None or len(comparison.at(speed)) < 2:
         return ""
+    for chosen in comparison.at(speed):
+        effect = _better(comparison, chosen, scalar, rate, ratio=is_cost)
+        if len(effect):
+            mean, half = interval(effect if is_cost or not criterion.lower else -effect)
+            others.append((mean, half, chosen.label, len(effect)))
     none = f"Nothing is shown to beat {base.label}"
     if not others:
         return f"{none}: no other arm comes to its end, or to the target, with every seed."
@@ -354,41 +354,38 @@ def answer(comparison: Comparison) -> str:
 
 def late(comparison: Comparison) -> list[str]:
     """The arms that miss the target with some seed."""
-    arms = comparison.at(comparison.speeds[0])
-    taken = ((chosen.label, statistics.spent(comparison, chosen.runs, "step")) for chosen in arms)
-    return [label for label, steps in taken if math.inf in steps.values()]
+    speed = comparison.speeds[0]
+    steps = {one.label: column(frame(comparison, speed=speed), one.arm, "to step")
+             for one in comparison.at(speed)}  # fmt: skip
+    return [label for label, taken in steps.items() if np.isinf(taken).any()]
 
 
 def target_line(comparison: Comparison) -> str:
     """Section: the target of the main table."""
-    if not math.isfinite(statistics.target_of(comparison)):
+    target = statistics.target_of(comparison)
+    if not math.isfinite(target):
         return "No target: every run diverged. Pass lower --learning_rates."
     lost = late(comparison)
     who = f"{', '.join(lost)} do not reach" if lost else "every arm reaches"
-    return f"Target: {statistics.target_of(comparison):.4g}, which {who} with every seed."
+    return f"Target: {target:.4g}, which {who} with every seed."
 
 
 def diverged_rates(comparison):
     """A line per learning rate at which an arm diverged."""
-    arms = comparison.at()
-    lines = [
-        f"{chosen.label} diverged at learning rate {r:g}."
-        for chosen in arms
-        for r in chosen.diverged
-    ]
-    return "\n\n".join(lines)
+    return "\n\n".join(
+        f"{chosen.label} diverged at learning rate {rate:g}."
+        for chosen in comparison.at() for rate in chosen.diverged
+    )  # fmt: skip
 
 
 def baseline_differences(comparison: Comparison) -> str:
     """Section: the test metric of every arm less the baseline's, paired by seed."""
     metric, rows = statistics.metric_of(comparison), []
-    base, label = next(iter(comparison.arms.items()))
     scale, unit = (100, "points") if metric == "accuracy" else (1, "difference")
+    head = f"{unit} against {next(iter(comparison.arms.values()))}"
     for chosen in comparison.at():
-        less = difference(comparison, chosen, "metric")
-        if chosen.arm != base and len(less) and np.isfinite(less).all():
-            shown = {METRICS[metric].label: show(scale * less, "{:+.2f}")}
-            rows.append({f"{unit} against {label}": chosen.label} | shown)
+        if len(less := _better(comparison, chosen, "metric")):
+            rows.append({head: chosen.label, METRICS[metric].label: show(scale * less, "{:+.2f}")})
     return markdown(rows) if rows else ""
 
 
@@ -397,8 +394,8 @@ def gains(comparison: Comparison) -> str:
 
     Times fewer epochs are those to the value with which the baseline's run of the same seed ends.
     """
-    both = [c for c in (comparison, comparison.averaged) if c and c.baseline().runs]
-    rows = [_gains(c, chosen) for c in both for chosen in c.at() if chosen.runs]
+    both = [c for c in (comparison, comparison.averaged) if c and len(c.baseline().runs)]
+    rows = [_gains(c, chosen) for c in both for chosen in c.at() if len(chosen.runs)]
     return markdown(rows) if len(rows) > len(both) else ""
 
 
@@ -406,47 +403,50 @@ def _gains(comparison, chosen) -> Mapping[str, str]:
     scalar, base = comparison.criterion.scalar, comparison.baseline()
     plain = scalar.removesuffix(statistics.AVERAGED)
     form = "{:.2e}" if plain == statistics.ABOVE else "{:.4f}"  # distances are of any size
-    column = less(scalar, form.replace(":", ":+"))
+    ends, change = frame(comparison)[scalar], _better(comparison, chosen, scalar)
     after, before = (
-        {seed: arrival(run, scalar, statistics.last(base.runs[seed], scalar))
-         for seed, run in of.runs.items() if seed in base.runs} for of in (chosen, base)
-    )  # fmt: skip
-    if late := sum(map(math.isinf, after.values())):
-        fewer = f"{len(after) - late} of {len(after)} arrive"
-    else:
-        both = measured({chosen.arm: after, base.arm: before})
-        fewer = times(paired(both, chosen.arm, base.arm, "value", ratio=True))
+        of.runs[of.runs.seed.isin(base.runs.seed)]
+        .groupby("seed")
+        .apply(lambda run: arrival(run, scalar, ends[base.arm, run.name]))
+        for of in (chosen, base)
+    )
+    late = np.isinf(after).sum()
     return {
         "at the end": chosen.label, "weights": "last" if plain == scalar else "averaged",
-        "lr": marked(chosen.rate, chosen.tried), "seeds": f"{len(chosen.runs)}",
-        name_of(scalar): show([statistics.last(run, scalar) for run in chosen.runs.values()], form),
-        column.head(comparison): column.cell(comparison, chosen),
-        "times fewer epochs at this lr": fewer,
+        "lr": marked(chosen.rate, chosen.tried), "seeds": f"{chosen.runs.seed.nunique()}",
+        name_of(scalar): show(ends[chosen.arm], form),
+        f"less {base.label}": show(change, form.replace(":", ":+")),
+        "times fewer epochs at this lr": f"{len(after) - late} of {len(after)} arrive" if late
+        else times(statistics.ratio_of(after, before)),
     }  # fmt: skip
 
 
-def arrival(run: statistics.Run, scalar: str, target: float) -> float:
+def arrival(run, scalar: str, target: float) -> float:
     """The epoch at which a curve first is at most `target`, linearly between its points; or inf."""
-    points = [(r["epoch"], r[scalar]) for r in run if r.get(scalar) is not None]
-    at, values = np.array(points, float).reshape(-1, 2).T
-    if not (values <= target).any():
+    run = run[np.isfinite(run[scalar])]
+    at, values = run.epoch.to_numpy(float), run[scalar].to_numpy()
+    if not math.isfinite(target) or not (values <= target).any():
         return math.inf
     i = int(np.argmax(values <= target))
-    if i == 0 or not math.isfinite(values[i - 1]):
-        return float(at[i])
-    return float(np.interp(-target, -values[i - 1 : i + 1], at[i - 1 : i + 1]))
+    return float(np.interp(-target, -values[max(i - 1, 0) : i + 1], at[max(i - 1, 0) : i + 1]))
 
 
 def times_faster(comparison: Comparison) -> str:
     """Section: how many times faster than the baseline an arm is at the target, by speed."""
-    head, rows = f"times faster than {next(iter(comparison.arms.values()))}", []
-    for arm, label in comparison.arms.items():
-        row = {head: label}
-        for speed in comparison.speeds:
-            chosen = comparison.chosen.get((arm, speed))
-            row[f"R = {speed:g}"] = faster(comparison, chosen, who=True) if chosen else "-"
-        rows.append(row)
-    return markdown(rows)
+
+    def cell(arm, speed):
+        if (arm, speed) not in comparison.chosen:
+            return "-"
+        taken = column(frame(comparison, speed=speed), arm, "to seconds")
+        if np.isinf(taken).any():
+            return show(taken, "", "arrive")
+        return FASTER.cell(comparison, comparison.chosen[arm, speed])
+
+    head = f"times faster than {next(iter(comparison.arms.values()))}"
+    return markdown([
+        {head: label} | {f"R = {speed:g}": cell(arm, speed) for speed in comparison.speeds}
+        for arm, label in comparison.arms.items()
+    ])  # fmt: skip
 
 
 def rates_tried(head: str = "arm"):
@@ -474,18 +474,19 @@ def sweep(comparison: Comparison, speed: float | None = None, head: str = "arm")
     def cell(chosen, rate):
         if rate in chosen.diverged:
             return "diverged"
-        runs = statistics.runs_of(comparison.records, chosen.arm, speed).get(rate)
-        if not runs:
+        if rate not in chosen.tried:
             return "-"
-        late, mean = statistics.score([*runs.values()], criterion)
+        rows = statistics.runs_of(comparison.data, chosen.arm, speed, rate=rate)
+        runs = statistics.curves(rows, criterion.scalar)
+        (late, mean), seeds = statistics.score(runs, criterion), runs.shape[1]
         if late:
-            return f"{len(runs) - late:.0f} of {len(runs)} arrive"
+            return f"{seeds - late:.0f} of {seeds} arrive"
         if not math.isfinite(mean):
             return "not finite"
         target = criterion.when == "target"
         mean = mean if target or criterion.lower else -mean
         text = rounded(mean, "{:.0f}" if target else form_of(criterion.scalar))
-        return text + (f" ({len(runs)})" if len(runs) > 1 else "")
+        return text + (f" ({seeds})" if seeds > 1 else "")
 
     return markdown(
         [{head: chosen.label} | {f"lr {r:g}": cell(chosen, r) for r in rates} for chosen in at]

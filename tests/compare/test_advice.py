@@ -11,7 +11,7 @@ from experiments.advise import Combination, Factorial
 from experiments.compare import flags
 from experiments.compare.arms import row_of
 from experiments.compare.cost import Machine, order_traffic
-from experiments.report import archive, frame
+from experiments.report import archive, statistics
 from experiments.trainer.config import Sizes
 from syncopate.refusals import UserError
 from tests.commands import TWO_DEVICES, parsed
@@ -78,7 +78,7 @@ def test_the_table_of_factorials_is_that_of_the_recorded_runs():
     (digits,) = (f for f in advise.load() if f.task == "digits" and f.sizes.units_per_step == 16)
     for uses in (2, 4):
         comparison = archive.load(f"map_digits_4x16_e{uses}")
-        runs = frame.frame(comparison)
+        runs = statistics.frame(comparison)
         for arm in comparison.arms:
             echoed = uses if arm.endswith("+fixed") else 1
             combination = Combination(arm.startswith(advise.ORDER), "+constant+" in arm, echoed)

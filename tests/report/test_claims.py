@@ -19,8 +19,7 @@ from experiments import cd_grab, claims, echoing, herding, qsr
 from experiments.claims import Claim, Effect, effect_of, ratio, verdict
 from experiments.compare import recipes, search
 from experiments.report import archive, statistics
-from experiments.report.frame import frame, paired
-from experiments.report.statistics import LOSS, Criterion, compare
+from experiments.report.statistics import LOSS, Criterion, compare, frame, paired
 
 # Records of runs that were never trained.
 LABELS = {
@@ -330,7 +329,8 @@ def test_coordination_needs_a_third_of_the_epochs_on_digits():
         assert gain(comparison, "to epoch", *pair)[1] > 0
     goal = comparison.criterion._replace(scalar=statistics.ABOVE)  # as the study has it
     best = {
-        chosen.arm: statistics.lowest([*chosen.runs.values()], goal) for chosen in comparison.at()
+        chosen.arm: statistics.lowest(statistics.curves(chosen.runs, goal.scalar), goal)
+        for chosen in comparison.at()
     }
     unzip, unzip_half = statistics.interval(best["unzip"])
     random, random_half = statistics.interval(best["rr"])
@@ -356,9 +356,8 @@ def test_the_coordinated_bound_is_flat_for_a_million_vectors(num_workers):
 def test_a_ninth_of_the_syncs_costs_digits_no_accuracy_beyond_noise():
     comparison = trained(qsr.STUDY, "digits_mlp", ("parallel", "qsr", "cubic"))
     assert (comparison.plans["qsr"].rounds, comparison.plans["qsr"].total_steps) == (219, 2000)
-    for chosen in comparison.at():
-        ends = [statistics.last(run, "test/accuracy") for run in chosen.runs.values()]
-        assert len(ends) == 5 and min(ends) > 0.96
+    ends = frame(comparison)["test/accuracy"].groupby("arm")
+    assert (ends.count() == 5).all() and (ends.min() > 0.96).all()
     low, _, high = gain(comparison, "test/accuracy", "qsr", "parallel", rate="best")
     assert low < 0.005 and high > -0.005
 
@@ -371,11 +370,8 @@ def test_an_echoed_run_needs_a_third_of_the_loads_on_digits_and_more_steps():
         assert gain(comparison, "to loads", "diffusion", base, rate="best", speed=8)[1] > math.log(
             3
         )
-    runs = {chosen.arm: chosen.runs for chosen in comparison.at(8)}
-    steps, rounds, loads = (
-        {arm: sum(statistics.spent(comparison, runs[arm], cost).values()) for arm in runs}
-        for cost in ("step", "rounds", "loads")
-    )
+    sums = frame(comparison, speed=8).groupby("arm").sum()
+    steps, rounds, loads = sums["to step"], sums["to rounds"], sums["to loads"]
     assert steps["diffusion"] > steps["none"] and rounds["diffusion"] <= loads["diffusion"]
 
 

@@ -93,7 +93,7 @@ def test_a_scalar_that_no_table_names_has_a_panel_over_steps_and_its_name(tmp_pa
         plots.comparison(compared, study.panels, str(tmp_path / "x.png"), "title")
     before, after = ([axis.get_ylabel() for axis in f.axes if axis.get_ylabel()] for f in figures)
     assert after == [*before, "sent clipped"] and figures[1].axes[-2].get_xlabel() == "steps"
-    column = tables.end("clipped", "sent/clipped", "{:.2f}")
+    column = tables.Column("clipped", "{:.2f}", "sent/clipped")
     assert tables.table(compared, [column]).splitlines()[2] == "| 0.53 ± 0.00 |"
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from experiments import combined
 from experiments.compare import cost
-from experiments.report import frame, statistics, tables
-from experiments.report.statistics import Criterion, compare
+from experiments.report import statistics, tables
+from experiments.report.statistics import Criterion, compare, data_of
 from tests.commands import rows_of
 
 ARMS = {"rr": "D-RR", "cd_grab": "CD-GraB", "unzip": "unzip control"}
@@ -125,7 +125,8 @@ def test_gains_of_averaged_weights_follow_and_count_the_seeds_that_arrive():
 )
 def test_a_curve_arrives_between_its_points_that_are_finite(target, at):
     curve = zip([0, 1, 3, 5, 7], [None, 8.0, 4.0, 2.0, 5.0], strict=True)
-    assert tables.arrival([{"epoch": e, "x": x} for e, x in curve], "x", target) == at
+    points = [{"seed": 0, "step": e, "epoch": e, "test/x": x} for e, x in curve]
+    assert tables.arrival(data_of(points), "test/x", target) == at
 
 
 def test_a_frame_has_a_row_per_run_and_pairs_two_arms_by_seed():
@@ -133,16 +134,16 @@ def test_a_frame_has_a_row_per_run_and_pairs_two_arms_by_seed():
             *run("cd_grab", 0.1, 1, [8, 1, 1]), *run("cd_grab", 0.1, 0, [8, 2, 0.5]),
             *run("cd_grab", 0.1, 3, [8, 8, 8])]  # fmt: skip
     compared = compare(kept, ARMS, Criterion(when="target", target=2.0))
-    table = frame.frame(compared)
+    table = statistics.frame(compared)
     assert [*table.index] == [("rr", 0), ("rr", 1), ("rr", 2), *(("cd_grab", s) for s in (0, 1, 3))]
     assert table.loc["rr", "to epoch"].tolist() == [2, 2, math.inf]
     assert table.loc["rr", "seconds"].tolist()[:2] == [1, 1] and math.isnan(table.seconds["rr", 2])
-    less = frame.paired(table, "cd_grab", "rr", "train/loss")
+    less = statistics.paired(table, "cd_grab", "rr", "train/loss")
     assert less.to_dict() == {0: -1.5, 1: -1.0}  # the seeds that both have
-    logs = frame.paired(table, "cd_grab", "rr", "to epoch", ratio=True)
+    logs = statistics.paired(table, "cd_grab", "rr", "to epoch", ratio=True)
     np.testing.assert_allclose(logs, np.log([2, 2]))
-    assert frame.paired(table, "cd_grab", "rr", "bound/linf").size == 0  # never measured
-    assert frame.paired(table, "unzip", "rr", "train/loss").size == 0  # never ran
+    assert statistics.paired(table, "cd_grab", "rr", "bound/linf").size == 0  # never measured
+    assert statistics.paired(table, "unzip", "rr", "train/loss").size == 0  # never ran
 
 
 def test_intervals_are_student_s_t():
@@ -156,11 +157,11 @@ def test_seed_0_chooses_finalists_and_the_mean_over_most_seeds_decides():
     last = Criterion("valid/accuracy", lower=False)
     first = [r for rate, loss in ((0.1, 0.3), (0.2, 0.1), (0.4, 0.2)) for r in
              run("rr", rate, 0, [1, loss])]  # fmt: skip
-    assert statistics.finalists(first, "rr", None, last) == [0.2, 0.4, 0.1]
-    assert statistics.best_rate(first, "rr", None, last) == 0.2
+    assert statistics.finalists(data_of(first), "rr", None, last) == [0.2, 0.4, 0.1]
+    assert statistics.best_rate(data_of(first), "rr", None, last) == 0.2
     more = run("rr", 0.2, 1, [1, 0.9]) + run("rr", 0.4, 1, [1, 0.2])
-    assert statistics.best_rate(first + more, "rr", None, last) == 0.4
-    assert statistics.best_rate(first, "rr", 2.0, last) is None
+    assert statistics.best_rate(data_of(first + more), "rr", None, last) == 0.4
+    assert statistics.best_rate(data_of(first), "rr", 2.0, last) is None
 
 
 def of_rates(values, scalar="train/loss"):
@@ -185,24 +186,26 @@ def test_rates_are_compared_on_the_seeds_that_they_share(values, best):
     for sign in (1, -1):
         scalar = "train/loss" if sign > 0 else "valid/accuracy"
         criterion = Criterion(scalar, lower=sign > 0)
-        assert statistics.best_rate(of_rates(values), "rr", None, criterion) == best
-    assert statistics.best_rate(of_rates(values), "rr", None, LOWEST) == best
+        assert statistics.best_rate(data_of(of_rates(values)), "rr", None, criterion) == best
+    assert statistics.best_rate(data_of(of_rates(values)), "rr", None, LOWEST) == best
     reach = Criterion(when="target", target=0.0)  # none arrives but 0.2 with its last seed
-    result = statistics.best_rate(of_rates({0.1: [0.0], 0.2: [1.0, 0.0]}), "rr", None, reach)
+    result = statistics.best_rate(
+        data_of(of_rates({0.1: [0.0], 0.2: [1.0, 0.0]})), "rr", None, reach
+    )
     assert result == 0.1
 
 
 def test_seeds_that_no_other_rate_has_count_where_none_is_shared():
     kept = run("rr", 0.1, 0, [9, 2]) + run("rr", 0.2, 1, [9, 1]) + run("rr", 0.2, 2, [9, 1])
-    assert statistics.best_rate(kept, "rr", None, Criterion()) == 0.2
+    assert statistics.best_rate(data_of(kept), "rr", None, Criterion()) == 0.2
 
 
 def test_a_rate_with_a_diverging_seed_is_dropped():
     last = Criterion()
     kept = both("rr", 0.1, [3, 2]) + both("rr", 0.2, [3, 1]) + both("rr", 0.4, [3, 1.5])
     kept += run("rr", 0.2, 2, [3], diverged="loss is nan")
-    assert statistics.finalists(kept, "rr", None, last) == [0.4, 0.1]
-    assert statistics.best_rate(kept, "rr", None, last) == 0.4
+    assert statistics.finalists(data_of(kept), "rr", None, last) == [0.4, 0.1]
+    assert statistics.best_rate(data_of(kept), "rr", None, last) == 0.4
     assert "diverged" in tables.sweep(compare(kept, {"rr": "D-RR"}, last))
     lost = run("cd_grab", 0.2, 0, [3], diverged="loss is nan")
     compared = compare(kept + lost, {"rr": "D-RR", "cd_grab": "CD-GraB"}, LOWEST)
@@ -213,9 +216,13 @@ def test_a_rate_with_a_diverging_seed_is_dropped():
 
 def test_the_first_record_that_reaches_a_target_counts():
     kept = run("rr", 0.1, 0, [3, 2, 1, 2])
-    assert statistics.reached(kept, Criterion(target=2))["step"] == 2
-    assert statistics.reached(kept, Criterion(target=0.5)) is None
-    assert statistics.reached(kept, Criterion("valid/accuracy", False, "target", -0.5))["step"] == 4
+    for scalar, lower, target, step in (
+        ("train/loss", True, 2, 2), ("train/loss", True, 0.5, math.inf),
+        ("test/accuracy", False, 0.5, 0),
+    ):  # fmt: skip
+        goal = Criterion(scalar, lower, "target", target)
+        table = statistics.frame(compare(kept, {"rr": "D-RR"}, goal))
+        assert table["to step"].tolist() == [step]
 
 
 def test_the_arm_with_most_arriving_seeds_and_fewest_steps_is_chosen():
@@ -225,13 +232,13 @@ def test_the_arm_with_most_arriving_seeds_and_fewest_steps_is_chosen():
         *run("rr", 0.2, 0, [1, 0.4], phase="tune", speed=2.0),
         *run("rr", 0.4, 0, [1, 1, 1], phase="tune", speed=2.0),
     ]
-    assert statistics.finalists(first, "rr", 2.0, goal) == [0.2, 0.1, 0.4]
+    assert statistics.finalists(data_of(first), "rr", 2.0, goal) == [0.2, 0.1, 0.4]
     late = run("rr", 0.2, 1, [1, 1], phase="tune", speed=2.0)
     late += run("rr", 0.1, 1, [1, 1, 1, 0.4], phase="tune", speed=2.0)
-    assert statistics.best_rate(first + late, "rr", 2.0, goal) == 0.1
+    assert statistics.best_rate(data_of(first + late), "rr", 2.0, goal) == 0.1
     reported = both("rr", 0.1, [1, 0.4], phase="report", speed=2.0, **{"test/accuracy": 0.6})
     compared = compare(first + late + reported, {"rr": "no echo"}, goal)
-    assert compared.at(2.0)[0].runs.keys() == {0, 1}
+    assert {*compared.at(2.0)[0].runs.seed} == {0, 1}
     swept = cells(tables.sweep(compared, 2.0))["no echo"]
     assert [swept[f"lr {rate}"] for rate in (0.1, 0.2, 0.4)] == [
         "5 (2)", "1 of 2 arrive", "0 of 1 arrive",
