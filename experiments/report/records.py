@@ -12,12 +12,10 @@ least training loss. Where "train/loss" is that of the first training examples a
 run shared the device, there is "timed": false. A scalar that is null was
 measured and is not finite: NaN or infinite.
 
-metrics.sha256 holds a hash of every line of metrics.jsonl, so that a changed line is noticed.
 Of several processes all read, and process 0 alone writes.
 """
 
 import contextlib
-import hashlib
 import importlib.metadata
 import os
 import pathlib
@@ -35,7 +33,7 @@ from experiments.report import trackers as tracking
 from syncopate.refusals import UserError
 
 WORD = re.compile(r"[\w=.,+-]+")
-METRICS, HASHES = "metrics.jsonl", "metrics.sha256"
+METRICS = "metrics.jsonl"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "scikit-learn", "tensorflow-cpu")
 
 
@@ -76,6 +74,7 @@ def read_folder(folder: str) -> list[dict]:
             f"{folder!r} holds {len(kept)} records here and {first} for process 0: pass an "
             "--output_dir that all processes share."
         )
+    last = {}
     for number, record in enumerate(kept, 1):
         if type(record.get("step")) is not int:
             raise UserError(f"line {number} of {path!r} has no step: {files.WHAT_TO_DO}")
@@ -85,6 +84,13 @@ def read_folder(folder: str) -> list[dict]:
                     f"line {number} of {path!r} has {value!r} as its {name}, which is no name of "
                     f"one: {files.WHAT_TO_DO}"
                 )
+        step, before = record["step"], last.get(run_of(record), -1)
+        if step <= before:
+            raise UserError(
+                f"line {number} of {path!r} has step {step} after step {before} of its run: "
+                f"{files.WHAT_TO_DO}"
+            )
+        last[run_of(record)] = step
     return kept
 
 
@@ -110,7 +116,7 @@ def open_folder(folder: str, settings: Mapping, *, overwrite: bool = False) -> N
     processes.wait(f"settings of {folder}")  # before the first of them writes
     if overwrite and processes.is_first():  # before the new settings are there
         _forget(os.path.join(folder, "checkpoints"))
-        _remove(folder, METRICS, HASHES)
+        _remove(folder, METRICS)
     files.write_json(path, settings)
     files.write_json(os.path.join(folder, "versions.json"), versions())
 
@@ -171,33 +177,15 @@ def versions() -> dict:
 def read(path: str) -> list[dict]:
     """The records of a JSON-lines file.
 
-    A last line that was cut off, or has no hash yet, is reported and left out.
+    A last line that was cut off is reported and left out.
 
     Raises:
-      ValueError: for any other line that is not a record, or not the one that was written.
+      ValueError: for any other line that is not a record.
     """
-    path, hashes = pathlib.Path(path), None
     *lines, cut = files.content(path).split(b"\n")
-    if path.name == METRICS and path.with_name(HASHES).exists():
-        hashes = files.content(path.with_name(HASHES)).split(b"\n")[:-1]
-    if cut or (hashes is not None and len(lines) == len(hashes) + 1):
-        why = "was cut off" if cut else "has no hash"
-        processes.say(f"Line {len(lines) + bool(cut)} of {str(path)!r} {why}, and is left out.")
-        lines = lines if cut else lines[:-1]
-    names = [f"line {number} of {str(path)!r}" for number in range(1, len(lines) + 1)]
-    for number, (name, line) in enumerate(zip(names, lines, strict=True)):
-        if hashes is not None and hashes[number : number + 1] != [_hash(line).encode()]:
-            what = f"restore both from a copy, delete {HASHES} if the change is meant"
-            raise UserError(
-                f"{name} was changed, as {HASHES} says: {what}, choose another --output_dir, or "
-                "pass --overwrite to begin again."
-            )
-    return [*map(files.loads, lines, names)]
-
-
-def _hash(line: bytes) -> str:
-    """Of a line, whatever ends it."""
-    return hashlib.sha256(line.strip()).hexdigest()[:16]
+    if cut:
+        processes.say(f"Line {len(lines) + 1} of {str(path)!r} was cut off, and is left out.")
+    return [files.loads(line, f"line {n} of {str(path)!r}") for n, line in enumerate(lines, 1)]
 
 
 def write_lines(path: str, records: Iterable[Mapping]) -> None:
@@ -224,19 +212,15 @@ def writing(
     if not processes.is_first():
         yield lambda record: None
         return
-    paths = [os.path.join(folder, name) for name in (METRICS, HASHES)]
-    lines = [files.dumps(record) for record in keep]
-    with tracking.hook(trackers, folder, anew=not lines) as track:
-        _remove(folder, HASHES)  # first: a kill in between leaves lines without hashes
-        for path, each in zip(paths, (lines, [_hash(x.encode()) for x in lines]), strict=True):
-            files.write_whole(path, "".join(f"{line}\n" for line in each))
-        with open(paths[0], "ab", buffering=0) as file, open(paths[1], "ab", buffering=0) as sums:
+    path, keep = os.path.join(folder, METRICS), list(keep)
+    with tracking.hook(trackers, folder, anew=not keep) as track:
+        write_lines(path, keep)
+        with open(path, "ab", buffering=0) as file:
 
             def write(record: Mapping) -> None:
                 lock.check()
                 line = files.dumps(record)
                 files.append(file, f"{line}\n")
-                files.append(sums, f"{_hash(line.encode())}\n")
                 if trackers or console:  # they get what is written
                     record = files.loads(line, "a record")
                 numbers = numbers_of(record) if trackers else {}

@@ -87,7 +87,6 @@ def checked(path):
 READS = {
     "settings.json": lambda folder: records_of.open_folder(folder, {}),
     "metrics.jsonl": records_of.read_folder,
-    "metrics.sha256": records_of.read_folder,
     "lock.json": lambda folder: lock.held(folder).__enter__(),
     "digest.txt": checked,
     "run/metadata": checked,
@@ -137,7 +136,7 @@ def test_what_tensorstore_reports_is_advised_and_what_is_elsewhere_is_not():
 
 
 WRITES = {
-    "a record": (files, "append", "metrics.jsonl"), "its hash": (files, "append", "metrics.sha256"),
+    "a record": (files, "append", "metrics.jsonl"),
     "a checkpoint": (files, "created", "digest.txt"),
     "the owner": (files, "append", "lock.json"), "settings": (os, "replace", "settings.json"),
     "versions": (os, "replace", "versions.json"), "kept lines": (os, "replace", "metrics.jsonl"),

@@ -211,14 +211,12 @@ def test_a_cut_last_line_is_left_out_and_another_that_is_broken_is_named(tmp_pat
 LINES = {  # of a run with checkpoints of steps 21 and 24, after three and four records
     "as it was": (lambda x: x, 24),
     "ends of lines": (lambda x: [line.replace(b"\n", b"\r\n") for line in x], 24),
-    "a last line twice": (lambda x: [*x, x[-1]], 24),
+    "a last line twice": (lambda x: [*x, x[-1]], "line 5 of .* has step 24 after step 24"),
     "garbage": (lambda x: [*x, b"\x00\xff{"], 24),
     "a last line gone": (lambda x: x[:-1], 21),
     "a last line cut": (lambda x: [*x[:-1], x[-1][:40]], 21),
     "two lines gone": (lambda x: x[:2], "24: it needs 4 records, and .* holds 2 .*21: it needs 3"),
-    "swapped": (lambda x: [x[1], x[0], *x[2:]], "line 1 .* was changed, as .* delete metrics.sha"),
-    "a line of another": (lambda x: [x[0].replace(b'"seed": 0', b'"seed": 1'), *x[1:]], "line 1 "),
-    "more than a line": (lambda x: [*x, x[-1], x[-1]], "line 5 of .* was changed"),
+    "swapped": (lambda x: [x[1], x[0], *x[2:]], "line 2 of .* has step 6 after step 12 "),
 }
 
 
@@ -250,8 +248,6 @@ def test_lost_lines_are_written_again(finished, tmp_path, capsys):
     assert timeless(records.read_folder(str(folder))) == timeless(
         records.read_folder(str(finished))
     )
-    hashes = (folder / "metrics.sha256").read_text().splitlines()
-    assert len(hashes) == 4 and hashes[:3] == (finished / "metrics.sha256").read_text().split()[:3]
 
 
 def test_data_and_settings_of_jax_belong_to_a_run(finished, tmp_path, monkeypatch):
