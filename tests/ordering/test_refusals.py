@@ -204,6 +204,7 @@ REFUSED = {  # the call, and what its message names: arguments, values, places i
     "another rule": (
         lambda: resized(rule=ordering.baselines.self_balancing_walk()), "sign rules"),
     # Plans to echo.
+    "steps of numbers": (lambda: echo.EchoPlan([1, 0]), "fresh is int64[2]"),
     "no load at first": (lambda: echo.EchoPlan([False, True]), "fresh[0] is False"),
     "a chance that becomes 0": (
         lambda: echo.bernoulli(optax.linear_schedule(1.0, 0.0, 3), total_steps=5, key=KEY), "p(3)"),
