@@ -1,6 +1,6 @@
-"""A new order, rule, echo policy or task is one file and one row, a scalar a row, a study a file.
+"""What one addition of each kind touches, to a green CI: so many files, and no list of names.
 
-The tree is copied, the new files and rows are put into it, and the new study runs there.
+Each is put into a copy of the tree, where the parts of CI run that could object.
 """
 
 import json
@@ -10,140 +10,162 @@ import shutil
 import subprocess
 import sys
 
+import pytest
+
+from tests.additions import ADDITIONS
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-PACKAGES = ("ordering", "local_opt", "models", "syncopate", "experiments")
-NEW = {
-    "ordering/backwards.py": '''"""Every other epoch goes backwards."""
-import jax.numpy as jnp
-
-from ordering.base import Ordering, first_order
-from ordering.shuffles import ShuffleState
-
-
-def backwards(num_units):
-    def init(key, params):
-        current = first_order(key, num_units)
-        size, none = jnp.int32(num_units), jnp.int32(0)
-        return ShuffleState(current, current[::-1], size, none, key)
-
-    def next_epoch(state):
-        return state._replace(
-            current=state.next, next=state.current, epoch=state.epoch + 1
-        )
-
-    return Ordering(init, lambda state, rows: state, next_epoch)
-''',
-    "local_opt/thirds.py": '''"""Three rounds, whatever the run."""
-import numpy as np
-
-from local_opt.plans import SyncPlan
-
-
-def thirds(total_steps):
-    return SyncPlan(np.array([0, total_steps // 3, 2 * total_steps // 3]), total_steps, "thirds")
-''',
-    "ordering/echo/late.py": '''"""No echo in the first half of a run, then every batch twice."""
-import numpy as np
-
-from ordering.echo.plans import EchoPlan
-
-
-def late(total_steps):
-    steps = np.arange(total_steps)
-    return EchoPlan((steps < total_steps // 2) | (steps % 2 == 0), "late")
-''',
-    "experiments/data/blobs.py": '''"""Blobs."""
-import numpy as np
-
-import models
-from experiments.data.base import Recipe, Task
-
-RECIPE = Recipe(
-    workers=2, units_per_step=2, unit_size=1, learning_rates=(0.1, 0.3), epochs=4, momentum=0.0
+# Their names, in those of tests and of the rows that tests go through.
+NAMES = ("backwards", "alternating", "thirds", "late", "blobs", "cosine_classifier", "power",
+         "plain_momentum", "forgetting")  # fmt: skip
+# Tests of the whole tree; of others those that name an addition.
+WHOLE = (
+    "test_structure",
+    "test_docs",
+    "test_conventions",
+    "test_words",
+    "has_a_row",
+    "has_them_all",
 )
+CALLS = """
+import importlib
+import sys
+
+from tests.bad_values import outcomes
+
+tried = set()
+for package in ("ordering", "input", "local_opt", "models"):
+    calls = importlib.import_module(f"tests.bad_calls_{package}").CALLS
+    new = {name: calls[name] for name in calls if name in sys.argv}
+    for run, valid, _ in new.values():
+        run(**valid)
+    wrong = [(text, result) for text, result in outcomes(new) if result.kind != "refused"]
+    assert not wrong, wrong
+    tried |= {*new}
+assert tried == {*sys.argv[1:]}, tried
+"""
 
 
-def load(data_dir=None, model="softmax", *, distance: float = 1.0, abstract=False):
-    rng = np.random.default_rng(0)
-    y = np.arange(40, dtype=np.int32) % 2
-    x = (rng.normal(size=(40, 2)) + distance * y[:, None]).astype(np.float32)
-    part = {"x": x, "y": y}
-    net = models.softmax_regression(num_features=2, num_classes=2, l2=0.0)
-    return Task("blobs", net, part, part, RECIPE)
-''',
-    "experiments/to_and_fro.py": '''"""Does going to and fro help?"""
-from experiments.report import plots, tables
-from experiments.report.statistics import Criterion
-from experiments.compare import study
-from experiments.compare.study import Arm, Study
-
-STUDY = Study(
-    "to_and_fro",
-    {
-        "rr": Arm("D-RR", order="rr"),
-        "backwards": Arm("to and fro", order="backwards"),
-        "all": Arm("all that is new", order="backwards", sync="thirds", echo="late"),
-    },
-    recipe="blobs",
-    criterion=Criterion("train/loss"),
-    columns=tables.SYNC_COLUMNS,
-    panels=(plots.Panel("train/loss", ("step", "rounds")), plots.Panel("losses/spread")),
-)
-
-if __name__ == "__main__":
-    study.main(STUDY)
-''',
-}
-ROWS = {  # what each needs imported, and the row
-    "experiments/compare/arms.py": """
-from local_opt.thirds import thirds
-from ordering.backwards import backwards
-from ordering.echo.late import late
-ORDERS["backwards"] = Order("to and fro", lambda s: backwards(s.num_units), observes=False)
-SYNC_RULES["thirds"] = SyncRule("thirds", lambda config: thirds(config.total_steps))
-ECHO_POLICIES["late"] = EchoPolicy("late", lambda config: late(config.total_steps))
-""",
-    "experiments/data/__init__.py": """
-from experiments.data import blobs
-TASKS["blobs"] = blobs.load
-""",
-    "experiments/trainer/step.py": """
-SCALARS["losses/spread"] = Scalar("step", lambda worker, state, losses: jnp.std(losses))
-""",
-}
-LINES = {  # of each kind of addition, with its row
-    "ordering/backwards.py": 20, "local_opt/thirds.py": 10, "ordering/echo/late.py": 12,
-    "experiments/data/blobs.py": 22, "experiments/to_and_fro.py": 27,
-}  # fmt: skip
+def call(folder, *command, **environment):
+    """What a command prints in the copy, which ends well."""
+    inherited = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "XLA_FLAGS")}
+    done = subprocess.run(
+        [*map(str, command)], cwd=folder, capture_output=True, text=True, timeout=1200,
+        env=inherited | {"PYTHONPATH": str(folder), "JAX_PLATFORMS": "cpu"} | environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    return done.stdout
 
 
-def test_new_decisions_and_tasks_take_one_file_and_one_row_and_a_study_one_file(tmp_path):
-    for package in PACKAGES:
-        ignored = shutil.ignore_patterns("__pycache__", "runs")
-        shutil.copytree(ROOT / package, tmp_path / package, ignore=ignored)
-    assert len(ROWS) == 3, "rows of decisions, of tasks and of scalars"
-    for path, text in NEW.items():
-        assert not (tmp_path / path).exists() and text.count("\n") <= LINES[path]
-        (tmp_path / path).write_text(text)
-    for path, text in ROWS.items():
-        (tmp_path / path).write_text((tmp_path / path).read_text() + text)
-    command = [
-        sys.executable, "-m", "experiments.to_and_fro", "--distance=3", "--total_steps=40",
-        "--evaluations=2", "--seeds=2", "--output_dir=out",
+def git(folder, *command):
+    author = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+    return call(folder, "git", *author, *command)
+
+
+def add(folder, addition):
+    for path, text in addition.new.items():
+        assert not (folder / path).exists(), path
+        (folder / path).write_text(text)
+    for path, old, new in addition.changes:
+        text = (folder / path).read_text()
+        assert text.count(old) == 1, (path, old)
+        (folder / path).write_text(text.replace(old, new))
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """The tree with all additions, and the files that each has touched."""
+    folder = tmp_path_factory.mktemp("copy")
+    for name in git(ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split(
+        "\0"
+    ):
+        if name and (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    git(folder, "init", "-q")
+    touched = {}
+    for kind, addition in ADDITIONS.items():
+        git(folder, "add", "-A")
+        git(folder, "commit", "-qm", "before")
+        add(folder, addition)
+        touched[kind] = git(folder, "status", "--porcelain").split("\n")[:-1]
+    git(folder, "add", "-A")
+    return folder, touched
+
+
+def test_an_addition_touches_few_files(copy):
+    _, touched = copy
+    few = {kind: len(files) for kind, files in touched.items()}
+    print(few)
+    most = {kind: addition.most for kind, addition in ADDITIONS.items()}
+    assert all(few[kind] <= most[kind] for kind in most), (few, most)
+
+
+def test_the_tests_of_the_tree_and_those_that_go_through_rows_take_the_additions(copy):
+    folder, _ = copy
+    files = [
+        *(f"tests/project/test_{name}.py" for name in (
+            "structure", "docs", "conventions", "words", "keys", "plans")),
+        "tests/project/test_use.py::test_the_page_of_commands_has_them_all",
+        "tests/ordering/test_orders.py", "tests/ordering/test_echo_plans.py",
+        "tests/local_opt/test_plans.py", "tests/data/test_abstract.py",
+        "tests/data/test_optimizers.py", "tests/compare/test_arms.py",
+        "ordering/backwards.py", "ordering/baselines/rules.py", "ordering/echo/plans.py",
+        "local_opt/rules.py", "local_opt/presets.py", "local_opt/formats.py", "models/angles.py",
     ]  # fmt: skip
-    environment = {"PATH": "", "HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
-    environment |= {k: v for k, v in os.environ.items() if k.startswith("JAX_")}  # of conftest.py
-    run = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    chosen = f"({' or '.join((*WHOLE, *NAMES))}) and not pictures"
+    options = ("-q", "-n", "0", "-p", "no:cacheprovider", "-k", chosen)
+    text = call(folder, sys.executable, "-m", "pytest", *options, *files)
+    assert " passed" in text
+
+
+def test_bad_arguments_of_the_additions_are_refused_by_name(copy):
+    folder, _ = copy
+    functions = set(NAMES) - {"blobs", "power"}
+    call(folder, sys.executable, "-c", CALLS, *functions)
+
+
+def test_the_linter_and_the_formatter_take_the_additions(copy):
+    folder, touched = copy
+    ruff = shutil.which(
+        "ruff", path=os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
     )
-    assert run.returncode == 0, run.stderr
+    if ruff is None:
+        pytest.skip("no ruff")
+    files = {line[3:] for lines in touched.values() for line in lines if line.endswith(".py")}
+    call(folder, ruff, "check", *files)
+    call(folder, ruff, "format", "--check", *files)
+
+
+@pytest.mark.slow
+def test_the_site_and_the_types_take_the_additions(copy):
+    folder, _ = copy
+    call(folder, sys.executable, "-m", "mkdocs", "build", "--strict", "-d", folder / "site")
+    call(folder, sys.executable, "-m", "pyright")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["project", "ordering", "local_opt", "models", "data", "compare"])
+def test_all_tests_take_the_additions(copy, part):
+    folder, _ = copy
+    options = ("-q", "-p", "no:cacheprovider", "--deselect", "tests/compare/test_extension.py")
+    call(folder, sys.executable, "-m", "pytest", *options, f"tests/{part}")
+
+
+def test_a_study_of_the_additions_runs(copy, tmp_path):
+    folder, _ = copy
     out = tmp_path / "out"
+    call(
+        folder, sys.executable, "-m", "experiments.to_and_fro", "--distance=3", "--total_steps=40",
+        "--schedule=power", "--evaluations=2", "--seeds=2", f"--output_dir={out}",
+    )  # fmt: skip
     results = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     last = next(r for r in reversed(results) if r["arm"] == "all")
     assert (last["step"], last["rounds"], last["loads"], last["epoch"]) == (40, 3, 30, 3.0)
-    assert (last["order"], last["sync"], last["echo"]) == ("backwards", "thirds", "late")
+    words = {name: last[name].split("+")[0] for name in ("order", "sync", "echo")}
+    assert words == {"order": "backwards", "sync": "thirds", "echo": "late"}
     assert last["test/accuracy"] > 0.9 and 0 < last["losses/spread"] < 1
-    assert len([r for r in results if r["ended"]]) == 3 * (2 + 2)
+    assert len([r for r in results if r["ended"]]) == 4 * (2 + 2)
     settings = json.loads((out / "settings.json").read_text())
     assert (settings["task"], settings["distance"]) == ("blobs", 3.0)
     assert "all that is new" in (out / "table.md").read_text()
