@@ -258,7 +258,7 @@ def frame(comparison: Comparison, rate: str | float = "best", speed: float | Non
     runs = rows.groupby(["arm", "seed"], sort=False)
     table = runs[[*rows.select_dtypes("number").columns.difference(["seed", "speed"])]].last()
     costs = [cost for cost in COSTS if cost in table]
-    known = table[costs].notna().groupby("arm").transform("all")
+    complete = table[costs].notna().groupby("arm").transform("all")
     table.loc[~runs.timed.all(), "seconds"] = math.nan
     for one in (one for one in arms if len(one.runs)):
         best = lowest(curves(one.runs, comparison.criterion.scalar), comparison.criterion)
@@ -268,7 +268,7 @@ def frame(comparison: Comparison, rate: str | float = "best", speed: float | Non
         return table
     first = rows[reached(rows.get(goal.scalar, rows.step * math.nan), goal)]
     first = first.drop_duplicates(["arm", "seed"]).set_index(["arm", "seed"])[costs]
-    spent = first.reindex(table.index).fillna(math.inf).where(known & table[costs].notna())
+    spent = first.reindex(table.index).fillna(math.inf).where(complete & table[costs].notna())
     return table.join(spent.add_prefix("to "))
 
 
