@@ -81,7 +81,7 @@ def _in_full(batches: Iterable, sizes: Sequence[int]) -> Iterator:
         if not any(size in itertools.accumulate(shape, operator.mul) for shape in shapes):
             raise ValueError(
                 f"the source gave a batch of shapes {shapes} for a step of {size} examples: give "
-                "one batch per step, with all of its examples."
+                "one batch per step, with all of its examples; a unit of several takes unit_size=."
             )
         if number + 1 == len(sizes) and next(batches, more) is not more:
             raise ValueError(
