@@ -84,7 +84,8 @@ def qsr(
     """The Quadratic Synchronization Rule: rounds grow as the inverse square of the learning rate.
 
     h(t) = min(max(H_base, floor((alpha / eta_t)^power)), h_max); a round that starts at t takes the
-    largest H with H <= h(s) for all of its steps s. While the rate falls that is h(t).
+    largest H with H <= h(s) for all of its steps s. While the rate falls that is h(t); of a rate
+    that never changes it is one number, max(H_base, floor((alpha / eta)^power)), as of `constant`.
 
     During the warmup, H is that of the round right after it. Section 2 of the paper recommends
     this, as far as we remember (its text was not at hand); the authors' code has an argument for
