@@ -58,7 +58,7 @@ def step_rows(task_name: str, repeats: int) -> Iterator[dict]:
         sizes, parameters = sizes_of(task, recipe), num_params(task.model)
         for name, seconds in times.items():
             order = row_of("order", name)
-            # Of one worker's step on a device of its own, as XLA lays it out.
+            # One worker's step on one device, as XLA lays it out.
             lowered = lower_step(task, recipe, order, local_opt.parallel_rounds)
             memory = lowered.compile().memory_analysis()
             peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes

@@ -4,12 +4,12 @@
     python -m benchmarks.load_and_step --folder=DIR
 
 R is the time of a load in steps: above 1 the accelerator waits. A load is a batch of files of 500 x
-375 pixels and about 100 kB, made on the spot (benchmarks/jpegs.py: synthetic content, real decoding
-and random crops), read from the page cache, decoded by threads, and copied to the device. A step is
-SGD with momentum on uint8 images of 224 x 224 in bfloat16. First come the images per second of
-every number of threads, and of as many processes, which share nothing; then for every model and
-batch size the step's time and R; and for the first --loops_of of them whole loops in turns: steps
-on one batch that stays on the device, a load per step, error diffusion with p = 1/R, and
+375 pixels and about 100 kB, which are read from the page cache, decoded by threads, and copied to
+the device. benchmarks/jpegs.py makes them: synthetic content, real decoding and random crops. A
+step is SGD with momentum on uint8 images of 224 x 224 in bfloat16. First come the images per second
+of every number of threads, and of as many processes, which share nothing. Then come the step's time
+and R for every model and batch size. For the first --loops_of of them, whole loops then take turns:
+steps on one batch that stays on the device, a load per step, error diffusion with p = 1/R, and
 `adaptive`. A loop's clock starts at its first batch. `waiting` is the share of the loop's time that
 exceeds its steps', `in next` the share in which the loop asks for a batch: where it is less, the
 host itself is slow. Ranges are the least and the largest of the turns. Each row is printed as it is
@@ -103,7 +103,7 @@ class Step:
         return loss
 
     def seconds(self, steps: int, repeats: int) -> list[float]:
-        """Of a step, by turns, after one that warms up."""
+        """Seconds of a step in each turn, after one that warms up."""
         return [self.turn(steps) for _ in range(repeats + 1)][1:]
 
     def turn(self, steps: int) -> float:

@@ -79,7 +79,7 @@ def batches(job: Job, steps: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 
 def gradient(params: list[np.ndarray], x: np.ndarray, y: np.ndarray) -> list[np.ndarray]:
-    """Of the mean cross-entropy of a perceptron with tanh, by hand."""
+    """The gradients of the mean cross-entropy of a perceptron with tanh, by hand."""
     *inner, last = zip(params[::2], params[1::2], strict=True)
     inputs = [x]
     for w, b in inner:

@@ -96,8 +96,8 @@ CUDA = Compiler(
     False,
 )
 
-# GpuDeviceInfoProto of XLA. Of the SXM5 board by NVIDIA's data sheet: multiprocessors, bandwidth,
-# clock and caches; of compute capability 9.0 by the CUDA programming guide: all limits.
+# GpuDeviceInfoProto of XLA. NVIDIA's data sheet of the SXM5 board has multiprocessors, bandwidth,
+# clock and caches; the CUDA programming guide has all limits of compute capability 9.0.
 H100 = """
     cuda_compute_capability { major: 9 minor: 0 } core_count: 132 fpus_per_core: 128
     clock_rate_ghz: 1.98 memory_bandwidth: 3350000000000 l2_cache_size: 52428800

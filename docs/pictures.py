@@ -66,7 +66,7 @@ LOADS, SYNCS = np.geomspace(0.1, 30, 41), np.geomspace(0.03, 300, 49)  # in step
 
 
 def map_of(measured: advise.Factorial, machine: Machine):
-    """Of [loads, syncs]: the best's place in DECISIONS, if it is sure, times as fast as none."""
+    """For all [loads, syncs]: the best's place in DECISIONS, if it is sure, its gain over none."""
     logs = advise.logs_of(machine, measured)
     kinds = np.array([[*DECISIONS].index((c.order, c.local, c.uses > 1)) for c in logs])
     times = np.stack([*logs.values()])

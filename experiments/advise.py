@@ -30,7 +30,7 @@ from experiments.report.statistics import interval
 from experiments.trainer.config import Sizes, num_params
 from syncopate.refusals import UserError
 
-# Of the recorded runs: the order, and H of local steps.
+# The order and the H of local steps in the recorded runs.
 ORDER, PERIOD = "cd_grab+sketch256+dealt", 24
 STEPS, REPEATS = 64, 5  # of each timing
 GIGABITS, LATENCY = (1.0, 10.0, 100.0, 400.0), 3e-5  # networks; seconds of a sync beside its bytes

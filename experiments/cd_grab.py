@@ -12,10 +12,10 @@ written to --output_dir. The same command, given again, continues where it was s
 
 The target is the lowest point of D-RR's mean training loss over seeds, at D-RR's best learning
 rate. Without --arms, --learning_rates and --seeds digits are compared briefly: three orders, three
-learning rates and three seeds, and how many epochs each order takes to the target at the learning
-rate at which it is fastest. --long is the whole comparison, with the columns for D-RR's learning
-rate, seconds, test accuracy and herding bound, and a second table of what each order gains at the
-end of the runs. It continues in the --output_dir of the short one.
+learning rates and three seeds. The table has how many epochs each order takes to the target at its
+fastest learning rate. --long is the whole comparison, with columns for D-RR's learning rate,
+seconds, test accuracy and herding bound, and a second table of what each order gains at the end of
+the runs. It continues in the --output_dir of the short one.
 
 Deviations from Cooper et al. 2023: the optimum is computed, every order is also shown at its own
 best learning rate, and independent balance and the unzip order are added as controls.

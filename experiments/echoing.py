@@ -13,9 +13,9 @@ falls from 1 to 1/e over the setting's horizon. Workers average once per load un
 otherwise.
 
 Every arm is tuned at every R on the validation half of the test set: seed 0 at every learning
-rate, all seeds at the best two, without the delay unless the arm's decisions depend on it. It is
-then run with the delay and all seeds, and the other half is reported. Under one seed all arms see
-the same batches in the same loads.
+rate, then all seeds at the best two. The delay is left out unless the arm's decisions depend on it.
+The arm is then run with the delay and all seeds, and the other half is reported. Under one seed all
+arms see the same batches in the same loads.
 
 Writes metrics, table.md and pictures into --output_dir; give the command again to resume.
 docs/results/echoing.md holds the tables of these commands and explains their numbers.

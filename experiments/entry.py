@@ -19,7 +19,7 @@ from absl import app, flags, logging
 from syncopate.command import meant, with_presets
 from syncopate.refusals import UserError
 
-# Of JAX: what all experiments are written for, and tested with.
+# The settings of JAX for which all experiments are written and tested.
 FIXED = {"jax_enable_x64": False, "jax_numpy_dtype_promotion": "standard"}
 # What they refuse is a ValueError, for programs too; the experiments' own is a UserError.
 LIBRARIES = ("local_opt", "models", "ordering", "syncopate")

@@ -21,7 +21,7 @@ import ordering.data
 # Flags that may differ: a process's number, its address of process 0, and its data's folder (the
 # data themselves are compared).
 PER_PROCESS = ("process_id", "coordinator_address", "data_dir")
-# Of JAX: they decide a run's numbers.
+# Settings of JAX that affect a run's numbers.
 CONFIG = (
     "jax_default_prng_impl", "jax_threefry_partitionable", "jax_random_seed_offset",
     "jax_high_dynamic_range_gumbel", "jax_default_matmul_precision",

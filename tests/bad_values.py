@@ -265,7 +265,7 @@ def _is_ours(error):
 
 
 def outcomes(calls: dict[str, Call], most: int | None = None) -> Iterator[tuple[str, Outcome]]:
-    """Of every call with every bad value, or as many: a description, and the outcome."""
+    """A description and the outcome for every call with every bad value, or for `most` each."""
     for name, (run, valid, bad) in calls.items():
         for arg, values in bad.items():
             for value in values[:most]:

@@ -33,7 +33,7 @@ def compilations():
 
 
 def marks_of(compiler):
-    """Of a test that needs a compiler of `benchmarks.topologies`."""
+    """The marks of a test that needs a compiler of `benchmarks.topologies`."""
     absent = not any(map(importlib.util.find_spec, compiler.modules))
     reason = f"{' or '.join(compiler.modules)} is not installed: extra {compiler.extra}"
     return [pytest.mark.topology, pytest.mark.skipif(absent, reason=reason)]

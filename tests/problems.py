@@ -59,7 +59,7 @@ def distance(tree, other):
 
 
 def assert_bitwise_equal(tree, other):
-    """Of the same structure, types and numbers, keys included."""
+    """Checks that structure, types and numbers are equal, keys included."""
     assert jax.tree.structure(tree) == jax.tree.structure(other)
     for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True):
         assert a.dtype == b.dtype

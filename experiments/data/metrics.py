@@ -19,7 +19,7 @@ class Metric(NamedTuple):
     lower: bool  # is better
     measure: Callable  # model -> (params, statistics, batch) -> float32[], a mean over the batch
     form: str = "{:.4f}"  # in tables
-    # Of the mean over the whole set, which may be read in several batches.
+    # Applied to the mean over the whole set, which may be read in several batches.
     of_mean: Callable[[float], float] = lambda mean: mean
 
 

@@ -83,8 +83,8 @@ def _shifted(text: "Recut", draw: np.random.Generator) -> np.ndarray:
     return np.roll(text.tokens, -draw.integers(text.length))
 
 
-# The tokens of an epoch, before they are cut: documents in another order, or a text that begins up
-# to a window further on and ends with its beginning, so that every window holds most of its text.
+# The tokens of an epoch, before they are cut. "documents" puts documents in another order;
+# "shifted" rotates the text by up to a window, so that every window holds most of its text.
 CUTS = {"documents": _permuted, "shifted": _shifted}
 
 
@@ -120,7 +120,7 @@ class Recut:
         return dataclasses.replace(self, how=how)
 
     def first(self, number: int) -> "Recut":
-        """Of the text of the first windows alone."""
+        """The same for the text of the first windows alone."""
         end = number * self.length + 1
         starts = self.starts[self.starts < end]
         return dataclasses.replace(self, tokens=self.tokens[:end], starts=starts)

@@ -81,8 +81,8 @@ def comparison(
 ) -> None:
     """Writes a PNG: a row per panel, each arm at its own best rate, mean and 95 % interval.
 
-    Of many arms each of `groups` has a row of its own, of the same axes. Scalars without a row of
-    LABELS get a panel over steps too; those that were not recorded are left out. Nothing is
+    With many arms, each of `groups` has its own row with the same axes. Scalars without a row in
+    LABELS get a panel over steps, too; those that were not recorded are left out. Nothing is
     written if every run diverged.
     """
     rows, goal = _rows(compared, panels, speed), tested(compared.criterion)
@@ -261,7 +261,7 @@ def _plain(axis):
     from matplotlib.ticker import LogLocator, NullFormatter
 
     low, high = axis.get_view_interval()
-    # Of a few numbers between two powers, those that are there; of many powers, these alone.
+    # Over a narrow range, ticks between the powers of ten; over many powers, only these.
     subs = (1, 1.25, 2, 5, 8) if high < 5 * low else (1, 2, 5) if high < 200 * low else (1,)
     axis.set_major_locator(LogLocator(subs=subs))
     axis.set_major_formatter("{x:,g}")
@@ -280,9 +280,9 @@ def _zoom(axis, tables: Sequence):
 def styles_of(names: Iterable[str]) -> dict[str, dict]:
     """{name: its colour, marker and dash}.
 
-    Of the methods in its words that are not black the first gives the colour and the last the
-    marker, whatever else is shown. Names without a method get a colour that is free; dashes tell
-    names of one look apart.
+    Methods are words of a name. The first one that is not black gives the colour and the last the
+    marker, independently of the other names. Names without a method get a free colour; dashes
+    distinguish names that would look equal.
     """
     styles, used = {}, collections.Counter()
     for name in sorted(names, key=lambda name: not METHODS.keys() & {*name.split("+")}):

@@ -1,16 +1,18 @@
 """The records of a run, the folder they are written to, and the trackers that receive them.
 
-A record is one evaluation, flat JSON: study, arm, order, sync, echo, speed (R, null where input is
-not slow), learning_rate, seed, phase ("run", or "tune" and then "report"), step, epoch, loads,
-rounds, allreduces, seconds, scalars named PART/NAME ("train/loss", "train/above_optimum",
-"train/batch_loss", "valid/accuracy", "test/loss", "bound/linf", "drift"), and in the
-last record of a run "ended": true, "diverged": null or the message, and "load_steps" where echoing
-was measured. "allreduces" is what a worker has sent, in all-reduces of the parameters: also parts
-of one, for an order or compressed. With --average also PART/NAME/averaged of the "average" with the
-least training loss. Where "train/loss" is that of the first training examples alone there are
-"train_examples", their number. Where seconds say nothing, for loads were not waited for or another
-run shared the device, there is "timed": false. A scalar that is null was
-measured and is not finite: NaN or infinite.
+A record is one evaluation, as flat JSON. It has study, arm, order, sync, echo, speed (R, or null if
+input is not slow), learning_rate, seed, phase ("run", or "tune" and then "report"), step, epoch,
+loads, rounds, allreduces and seconds. Its scalars are named PART/NAME: "train/loss",
+"train/above_optimum", "train/batch_loss", "valid/accuracy", "test/loss", "bound/linf", "drift". The
+last record of a run also has "ended": true, "diverged": null or the message, and "load_steps" if
+echoing was measured.
+
+"allreduces" is what a worker has sent, in all-reduces of the parameters; an order or a compressed
+sync sends parts of one. With --average there is also PART/NAME/averaged, of the "average" with the
+least training loss. If "train/loss" is computed on the first training examples alone,
+"train_examples" is their number. If loads were not waited for, or another run shared the device,
+seconds are not meaningful, and there is "timed": false. A scalar that is null was measured and is
+not finite: NaN or infinite.
 
 Of several processes all read, and process 0 alone writes.
 """

@@ -54,7 +54,7 @@ class RunConfig(NamedTuple):
 
     @property
     def key(self):
-        """Of the coins, for the rules that toss any."""
+        """The key of the rules that draw random numbers."""
         import jax
 
         return jax.random.fold_in(jax.random.key(self.seed), 3)

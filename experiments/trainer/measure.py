@@ -274,7 +274,7 @@ def order_bounds(model, over, *, num_units: int) -> Callable:
     """
 
     def losses(points, order, data, start):
-        """Of a worker: the sum of its units' losses from `start` on, each at its own `points`."""
+        """The sum of a worker's losses over units from `start` on, each at its own `points`."""
         size = jax.tree.leaves(points)[0].shape[0]
         units = jax.lax.dynamic_slice_in_dim(order, start, size)
         of_unit = lambda point, unit: jnp.mean(model.loss(point, unit, jax.random.key(0)))  # noqa: E731

@@ -65,7 +65,7 @@ def _differing(before: Mapping, now: Mapping) -> set[str]:
 
 
 def sizes_of(task: Task, recipe: Recipe, saved: Saved | None, *, deals: str | None) -> Sizes:
-    """Of a run: the recipe's, or the units of the checkpoint for the recipe's workers."""
+    """The sizes of a run: the recipe's, or the checkpoint's units for the recipe's workers."""
     if saved is None:
         return config.sizes_of(task, recipe, deals=deals)
     sizes, workers = Sizes(*saved.metadata["sizes"]), recipe.workers
@@ -152,7 +152,7 @@ def _changed(state: TrainState, worker: Worker, before: Sizes, visited: int, pol
 
 
 def visited_units(plans: Plans, sizes: Sizes, at: Progress) -> int:
-    """Of this epoch, by every worker; 0 between two epochs."""
+    """How many units of this epoch each worker has visited; 0 between two epochs."""
     if not at.loads:
         return 0
     if not plans.echo.online and timeline.timeline(plans, sizes).epoch_end[at.step - 1]:

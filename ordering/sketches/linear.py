@@ -284,9 +284,9 @@ class SketchLeaf(NamedTuple):
     """How the gradient of a parameter is sketched.
 
     It is "sketched" (never formed), "formed" (for each unit, only during the backward pass),
-    "copied" (the parameter is copied for each unit), or "shared" (formed once, as the parameter is
-    used only in numbers that all units share, such as penalties, or not at all). Copies and formed
-    gradients take memory per unit.
+    "copied" (the parameter is copied for each unit), or "shared". A shared gradient is formed once,
+    as the parameter is used only in numbers that all units share, such as penalties, or not at all.
+    Copies and formed gradients take memory per unit.
     """
 
     name: str  # its path

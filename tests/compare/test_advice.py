@@ -115,7 +115,7 @@ def test_the_network_of_a_mesh_is_an_all_reduce_of_the_parameters(monkeypatch):
     ([2000] * 3, "Nothing is shown to help.\n"),
 ])  # fmt: skip
 def test_what_may_be_slower_is_not_recommended(taken_by_order, expected):
-    """Of 1,000 steps without; the interval of three tasks is wide, and may include 1."""
+    """Without: 1,000 steps. The interval of three tasks is wide, and may include 1."""
     counts = [{ORDER: taken(n, n, n), ALL: taken(9e9, 1, 1)} for n in taken_by_order]
     tasks = [factorial(name, taken=times) for name, times in zip("abc", counts, strict=True)]
     text = advise.advice(Machine(), tasks)

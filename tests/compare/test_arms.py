@@ -148,7 +148,7 @@ def test_aligned_rules_end_rounds_with_epochs():
     for name in ("qsr", "constant"):
         starts = row_of("sync", f"{name}+epoch").plan(given).starts
         assert not (starts % 7).any() and len(starts) < row_of("sync", name).plan(given).rounds
-    # Of an echoed run, seven loads: no round ends before the last use of the seventh.
+    # In an echoed run no round ends before the last use of the seventh load.
     plan = row_of("echo", "fixed").make(given)
     starts = row_of("sync", "qsr+epoch").plan(given._replace(fresh=plan.fresh)).starts
     assert given.echo_factor == 4 and not (starts % 28).any()

@@ -68,7 +68,7 @@ def test_flags_replace_fields_of_the_setting():
     usual = TASKS["digits"](abstract=True).recipe
     assert recipe == usual._replace(epochs=7, learning_rates=(0.5, 1.0), workers=3, h_base=9)
     assert task.train["x"].shape == (1536, 64)
-    # Of two lengths and two intervals the given one counts.
+    # If the defaults have another length or interval, the given one counts.
     assert setting("--task=digits_mlp")[1].total_steps == 2000
     recipe = setting("--task=digits_mlp", "--epochs=3", "--evaluate_every=5")[1]
     assert (recipe.epochs, recipe.total_steps) == (3, None)

@@ -180,7 +180,7 @@ def reference(row: Row):
 
 
 def sizes_of(params) -> dict[str, int]:
-    """Of sketches: of gradients that are kept, formed, and of the largest never formed."""
+    """Sizes of sketches for which gradients are kept, formed, and the largest never formed."""
     leaves = [leaf.size for leaf in jax.tree.leaves(params)]
     whole = max(1, sum(leaves))
     return {"kept": whole, "formed": max(1, whole - 1), "sketched": max(1, max(leaves) // 6)}

@@ -15,7 +15,7 @@ STEPS = 40
 
 
 def cycles(t, left):
-    """Of epochs of 5 steps: a linear fall over 40 %, and a cosine in each of the last four."""
+    """The factor of the rate: linear over 40 %, and a cosine in each of the last 4 epochs."""
     factor = min(1.0, (left - t) / (0.4 * left))
     if t < left - 4 * 5:
         return factor

@@ -106,7 +106,7 @@ def test_a_sync_sends_the_bytes_of_the_forecast(name, kind):
         kinds = ["all-gather"] if compressor.gathers else ["all-to-all", "all-gather"]
         assert [one.kind for one in collectives] == kinds
         assert types == {"u16" if compressor.dtype == jnp.uint16 else "u8"}
-    # Of what a worker holds of all, an eighth is its own; an all-reduce does both halves.
+    # An eighth of what a worker gathers is its own; an all-reduce does both halves.
     total = sum((2 if one.kind == "all-reduce" else 1) * one.bytes * 7 / 8 for one in collectives)
     numbers = 24 * (2 if name == "mean" else 1) + (33 if name == "control variates" else 0)
     assert total == local_opt.costs.sync_bytes(numbers, num_workers=8, compress=compressor)

@@ -143,7 +143,7 @@ def test_what_fails_in_a_sync_is_raised_as_it_is():
 
 
 class Coordinator:
-    """Of processes that are threads: JAX's, of which `get_live_nodes` waits for all that live."""
+    """Stands in for JAX's, with threads as processes; `get_live_nodes` waits for all alive."""
 
     def __init__(self, members):
         self.store, self.members, self.asked = {}, dict(members), {}
@@ -320,7 +320,7 @@ def test_one_that_comes_back_is_known_as_new_and_gets_the_step_of_the_others(fre
 
 
 def test_a_wait_ends_and_names_who_is_late(monkeypatch):
-    """Of those that live; and its thread, which nothing can end, does not keep the process."""
+    """It names a live process; the thread, which nothing can end, does not keep the process."""
     last, came = [[1, 10, 0.0], [2, 20, 0.0]], threading.Event()
     store = {f"{elastic.RECORDS}/{n}": json.dumps(last[: n + 1][-2:]) for n in (1,)}
     store[f"{elastic.RECORDS}/2"] = json.dumps([[0, 0, 0.0], [1, 10, 0.0]])  # has died since

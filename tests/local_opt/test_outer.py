@@ -62,7 +62,7 @@ def test_outer_optimizers_equal_their_papers(outer, settings):
 
 
 def test_normalized_velocities_are_per_base_round():
-    """Of a change of 1 per step, whatever the rounds."""
+    """The change is 1 per step, whatever the rounds."""
     outer = presets.normalize_by_period(optax.sgd(1.0, momentum=0.5), h_base=4)
 
     def velocities(periods):

@@ -141,7 +141,7 @@ def test_a_sync_holds_the_mean_and_no_copy_of_what_is_donated(optimised, workers
 
 @pytest.mark.parametrize("weighs,sent", [(False, ["17xf32", "9xf32"]), (True, ["18xf32", "9xf32"])])
 def test_processes_on_cpus_send_small_leaves_as_one_vector(weighs, sent, monkeypatch):
-    """Of each dtype, with the weight, and as leaf by leaf; a large leaf goes alone."""
+    """One vector per dtype, with the weight; equal to leaf by leaf. A large leaf goes alone."""
     mesh = worker_mesh(W)
     monkeypatch.setattr(mean_lib, "JOINED", 8)
     monkeypatch.setattr(jax, "process_count", lambda: 2)

@@ -89,7 +89,7 @@ def test_any_weights_equal_the_reference_and_nothing_is_read_of_who_does_not_cou
     assert_workers_bitwise_equal(new)
     mean = {k: reference.weighted_mean(x, weights) for k, x in changes.items()}
     moved = 0.7 * 1.9 if way == "outer" else 1.0  # of Nesterov's first step
-    # Of the numbers that are added up, of which the largest are about 3.
+    # Relative to the numbers that are summed, the largest of which are about 3.
     error = {"int8": 2 * 3 / 127, "top_k": 3 / 128}.get(way, 2e-6)
     for name in X:
         np.testing.assert_allclose(new[name][0], 1 + moved * mean[name], rtol=0, atol=error)

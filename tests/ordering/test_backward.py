@@ -70,7 +70,7 @@ def test_sketches_of_every_model_equal_those_of_formed_gradients(name):
 
 
 class Block(nn.Module):
-    """Of a linen transformer: a scanned stack of these has parameters [depth, ...]."""
+    """A block of a linen transformer; a scanned stack of these has parameters [depth, ...]."""
 
     @nn.compact
     def __call__(self, x, _):

@@ -84,7 +84,7 @@ def test_orders_run_outside_of_a_jit_without_transfers_and_begin_equal_under_one
 
 @pytest.mark.parametrize("name", ["kh", "cd_grab_walk"])
 def test_units_per_step_does_not_change_the_order(name):
-    """Of the rules without a reference."""
+    """For the rules without a reference."""
     gradients = tables.whole_numbers((2, 12, 5))
     one, other = (
         tables.run_workers(tables.ORDERS[name].make(12, b), gradients, b, epochs=3) for b in (2, 5)

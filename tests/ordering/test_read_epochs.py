@@ -322,7 +322,7 @@ def test_epochs_of_all_workers_simulated_and_on_a_mesh(name, axes):
 
 
 def test_a_global_order_that_leaves_out_units_reads_all_in_turn():
-    """Of two workers, and of one without an axis."""
+    """For two workers, and for one without an axis."""
     for workers, num_units in ((2, 4), (None, 8)):
         axis_name = "worker" if workers else None
         order = ordering.global_reshuffling(

@@ -169,7 +169,7 @@ def test_workers_on_one_gpu_are_one_kernel():
 
 @compiled_by(LIBTPU)
 def test_the_compiler_counts_the_kernel_as_the_scan():
-    """Of a loop the compiler counts one turn, which makes `UNROLL` signs."""
+    """The compiler counts one iteration of a loop, which makes `UNROLL` signs."""
     size, flops = 64, []
     for loop in (sign_kernel.signs_by_scan, sign_kernel.signs_in_kernel):
         args = shapes(RULES["greedy"], size)

@@ -50,7 +50,7 @@ def test_teams_equal_the_reference(num_units, units_per_step, gathers, team_size
 
 
 def test_many_pairs_that_waited_are_gathered_in_large_windows(monkeypatch):
-    """Of 60 pairs, that is 5 windows of 12 instead of 30 of 2: the same orders."""
+    """60 pairs make 5 windows of 12 instead of 30 of 2, with the same orders."""
     order, gradients = made(120, 8, "sync"), gradients_of(120)
     expected = tables.run_workers(order, gradients, 8)
     monkeypatch.setattr("ordering.gathered.WINDOW", 2)

@@ -74,7 +74,7 @@ def executed(path, package, *, devices):
 
 
 def sources_of(name):
-    """Of all its cells of code but the first, which installs."""
+    """The sources of all its code cells but the first, which installs."""
     cells = read(ROOT / "notebooks" / f"{name}.ipynb").cells
     return [cell.source for cell in cells if cell.cell_type == "code"][1:]
 

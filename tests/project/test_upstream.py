@@ -17,7 +17,7 @@ MENDED = {
 
 @pytest.mark.parametrize("name", MENDED)
 def test_the_fault_is_still_there(name, capsys):
-    """Of the tests' eight devices the second program takes two."""
+    """The second program takes two of the tests' eight devices."""
     pytest.importorskip(name.lower(), reason=f"{name} is not installed")
     program, shown = PROGRAM.search(REPORTS[name]).groups()
     exec(program.replace('jax.config.update("jax_num_cpu_devices", 2)\n', ""), {})
