@@ -58,11 +58,11 @@ def order_traffic(
     """`loads -> what a worker has sent for its order after so many`, in all-reduces.
 
     Independent orders send nothing. Orders that are dealt send their signs at an epoch's end, a bit
-    for a pair. Sketches of k numbers are gathered, one for a pair: k W / 2 D of an all-reduce. Of
-    an exact coordinated order every fresh step exchanges the gradients of n units, n / 2
-    all-reduces, and adds up the inner products of its pairs over the workers. Where rounds are
-    local a scaled order takes the mean of the second moments at an epoch's end; what factors of
-    them cost is not counted.
+    for a pair. Sketches of k numbers are gathered, one for a pair: k W / 2 D of an all-reduce. An
+    exact coordinated order exchanges the gradients of n units in every fresh step, n / 2
+    all-reduces, and sums the inner products of its pairs over the workers. If rounds are local, a
+    scaled order takes the mean of the second moments at an epoch's end; factors of these are not
+    counted.
 
     Example:
       >>> from experiments.compare.arms import row_of

@@ -16,7 +16,7 @@ LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
 BEGINS = re.compile(
     r"[-*+|>#!<:] ?|\d+[.)] |\w[\w*, ]*( \([^)]*\))?:(\s|$)|.*\S {3,}\S|.*https?://"
 )
-# "Of a table the rows", "what it is of": the thing that is meant comes last, or never.
+# Genitives at the beginning, after which the subject comes late or never.
 INVERTED = re.compile(
     r"Of (an?|all|each|every|its?|one|the|these|this|those|two|what|which|\d[\d,]*) [^.]*[,:.]"
     r"|Of [A-Za-z]+: |.*\b(what (it|they) (is|are) of|those of which)\b"
@@ -37,15 +37,15 @@ def paragraphs(text: str) -> list[str]:
 
 def comments(text: str) -> list[str]:
     """Comments of a program; those on neighbouring lines are one."""
-    found, last = [], 0
+    every, last = [], 0
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT and not re.match(r"#!|# (fmt|noqa|type)", token.string):
             alone, line = token.line.lstrip().startswith("#"), token.start[0]
             joins = alone and line == last + 1
-            before = found.pop() + "\n" if joins else ""
-            found.append(before + token.string.lstrip("# "))
+            before = every.pop() + "\n" if joins else ""
+            every.append(before + token.string.lstrip("# "))
             last = line if alone else 0
-    return found
+    return every
 
 
 def prose(path: str, text: str) -> list[str]:
