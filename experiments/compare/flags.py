@@ -196,8 +196,11 @@ def setting_from_flags(values: flags.FlagValues) -> tuple[Task, Recipe]:
     small = "tiny" in values and values.tiny
     load = functools.partial(recipes.load, values.task, values.data_dir, **chosen)
     task, recipe = load(abstract=abstract or small)
+    on_one_device = recipe.run
     recipe = recipe._replace(**recipe_fields(values))
     base.check_recipe(recipe)
+    if small and recipe.run == "mesh":
+        recipe = recipe._replace(run=on_one_device)
     if not small:
         return task, recipe
     sizes, place = sizes_of(task, recipe), (values.task, values.data_dir)

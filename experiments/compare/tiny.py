@@ -54,7 +54,6 @@ def shrink(recipe: Recipe, sizes: Sizes, task: Task) -> Recipe:
     small = recipe._replace(
         unit_size=unit_size,
         units_per_step=min(recipe.units_per_step, per_worker // unit_size),
-        run="turns" if recipe.run == "mesh" else recipe.run,
         learning_rates=(recipe.learning_rates[len(recipe.learning_rates) // 2],),
     )
     if recipe.epochs is None:

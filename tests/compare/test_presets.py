@@ -98,6 +98,7 @@ def test_a_preset_has_the_published_network_and_batch_and_tiny_makes_it_small(na
     steps = config.total_steps_of(small, sizes)
     assert steps <= 4 * max(10, sizes.loads_per_epoch)
     shares = {(s.workers, s.schedule, s.optimizer, s.h_base, s.growth) for s in (recipe, small)}
+    assert small.run == ("turns" if name.startswith(("qsr", "echoing")) else "vmap")
     assert len(shares) == 1 and small.warmup_steps <= steps / 4 and len(small.learning_rates) == 1
 
 
