@@ -238,12 +238,9 @@ def read_blocks(
     with jax.transfer_guard("allow"):
         shape = (*first.current.shape[:-1], window)
         sums = jax.tree.map(lambda x: jnp.zeros((*shape, *jnp.shape(x)), jnp.float32), like)
-        zero = np.asarray(0)
-        start = BlockState(
-            first, zero, zero, zero, zero, zero, zero, zero, sums, np.asarray(window),
-            np.asarray(batch_size), np.asarray(seed), np.asarray(blocks.unit_size),
-            np.asarray(blocks.filter_digest), blocks.digests,
-        )  # fmt: skip
+        place = (first, *[np.asarray(0)] * 7)
+        about = window, batch_size, seed, blocks.unit_size, blocks.filter_digest
+        start = BlockState(*place, sums, *map(np.asarray, about), blocks.digests)
         if state is not None:
             saved = restored(start, position.check(state, start, blocks))
             check_place(saved, num_units, scope.workers or 1, window)
