@@ -35,8 +35,11 @@ from experiments.trainer.config import num_params, sizes_of
 
 LOOPS = [(o, r) for o in ("rr", "id_pair", "cd_grab") for r in ("parallel", "accumulate", "qsr")]
 # {task: {unit: (workers, units per step, unit size, epochs of a timed call)}}
-DEEP = {"microbatch": (1, 1, 16, 1), "groups, 4 per step": (1, 4, 4, 1),
-        "examples, 16 per step": (1, 16, 1, 1)}  # fmt: skip
+DEEP = {
+    "microbatch": (1, 1, 16, 1),
+    "groups, 4 per step": (1, 4, 4, 1),
+    "examples, 16 per step": (1, 16, 1, 1),
+}
 DEEP_TASKS = ("lenet", "gpt", "vit", "lstm")
 UNITS = {
     "digits": {"microbatch": (4, 1, 16, 4), "examples, 2 per step": (32, 2, 1, 4)},
@@ -65,11 +68,16 @@ def step_rows(task_name: str, repeats: int) -> Iterator[dict]:
             # What eight workers would send besides the mean gradient.
             sent = order_traffic(order, sizes._replace(workers=8), parameters)(steps) / steps
             yield {
-                "part": "step", "task": task.name, "parameters": parameters, "unit": unit,
-                "order": order.label, "us_per_step": round(seconds / steps * 1e6, 1),
-                "times_plain": round(seconds / times["so"], 3), "megabytes": round(peak / 1e6, 4),
+                "part": "step",
+                "task": task.name,
+                "parameters": parameters,
+                "unit": unit,
+                "order": order.label,
+                "us_per_step": round(seconds / steps * 1e6, 1),
+                "times_plain": round(seconds / times["so"], 3),
+                "megabytes": round(peak / 1e6, 4),
                 "allreduces_per_step": round(sent, 4),
-            }  # fmt: skip
+            }
 
 
 SCALED = ("cd_grab+sketch1024", "cd_grab+sketch1024+scaled")
@@ -86,11 +94,15 @@ def scaled_rows(task_name: str, repeats: int) -> Iterator[dict]:
             lowered = lower_step(task, recipe, row_of("order", name), local_opt.parallel_rounds)
             flops[name] = lowered.compile().cost_analysis()["flops"]
             yield {
-                "part": "scaled", "task": task.name, "unit": unit,
+                "part": "scaled",
+                "task": task.name,
+                "unit": unit,
                 "order": row_of("order", name).label,
-                "us_per_step": round(seconds / steps * 1e6, 1), "times_first": times[0],
-                "interval": times[1], "times_flops": round(flops[name] / flops[SCALED[0]], 4),
-            }  # fmt: skip
+                "us_per_step": round(seconds / steps * 1e6, 1),
+                "times_first": times[0],
+                "interval": times[1],
+                "times_flops": round(flops[name] / flops[SCALED[0]], 4),
+            }
 
 
 def loop_rows(repeats: int) -> Iterator[dict]:
@@ -102,10 +114,11 @@ def loop_rows(repeats: int) -> Iterator[dict]:
     for (order, sync), seconds in measured.items():
         yield {
             "part": "loops",
-            "order": row_of("order", order).label, "rule": row_of("sync", sync).label,
+            "order": row_of("order", order).label,
+            "rule": row_of("sync", sync).label,
             "us_per_step": round(seconds / steps * 1e6, 1),
             "times_first": round(seconds / measured[LOOPS[0]], 3),
-        }  # fmt: skip
+        }
 
 
 # (task, folder of its data, choices, examples, what differs from its recipe); all but HMDA's are of
@@ -116,10 +129,15 @@ EPOCHS = {
     "lstm": ("wikitext2_small", "wikitext2", {"model": "lstm"}, 512, {}),
     "gpt2": ("wikitext2_small", "wikitext2", {"model": "gpt2"}, 256, {}),
 } | {
-    f"lenet_{workers}": ("cifar10_small", "tfds", {"model": "lenet"}, 1024,
-                         {"workers": workers, "unit_size": 64 // workers})
+    f"lenet_{workers}": (
+        "cifar10_small",
+        "tfds",
+        {"model": "lenet"},
+        1024,
+        {"workers": workers, "unit_size": 64 // workers},
+    )
     for workers in (4, 16, 64)
-}  # fmt: skip
+}
 
 
 def epoch_rows(name: str, repeats: int, data_dir: str) -> Iterator[dict]:
@@ -139,10 +157,15 @@ def epoch_rows(name: str, repeats: int, data_dir: str) -> Iterator[dict]:
     for order, seconds, times in timing.compared(calls, repeats):
         middle, low, high = times["rr"]
         yield {
-            "part": "epochs", "row": name, "steps": steps, "order": row_of("order", order).label,
-            "s_per_epoch": float(f"{seconds:.3g}"), "times_rr": round(middle, 3),
-            "interval": f"{low:.3f} to {high:.3f}", "times_so": round(times["so"][0], 3),
-        }  # fmt: skip
+            "part": "epochs",
+            "row": name,
+            "steps": steps,
+            "order": row_of("order", order).label,
+            "s_per_epoch": float(f"{seconds:.3g}"),
+            "times_rr": round(middle, 3),
+            "interval": f"{low:.3f} to {high:.3f}",
+            "times_so": round(times["so"][0], 3),
+        }
 
 
 def peer_rows(repeats: int | None, *folders: str | None) -> Iterator[dict]:

@@ -81,8 +81,10 @@ def measured(case: Case, folder: pathlib.Path, seconds: float) -> dict:
         done = subprocess.run(
             [sys.executable, "-m", "benchmarks.block_readers", json.dumps(task)],
             env=os.environ | {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"},
-            stdout=subprocess.PIPE, stderr=errors, text=True,
-        )  # fmt: skip
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
         errors.seek(0)
         if done.returncode:
             raise RuntimeError(f"{case} ended with {done.returncode}:\n{errors.read()[-2000:]}")
@@ -97,8 +99,11 @@ def row_of(case: Case, results: list[dict]) -> dict:
 
     ratio = statistics.median(each["cold"]["rate"] / each["plain"] for each in results)
     return {
-        "files": case.files, "reader": case.way,
-        "block": case.block or "", "window": case.window or "", "readers": case.readers or "",
+        "files": case.files,
+        "reader": case.way,
+        "block": case.block or "",
+        "window": case.window or "",
+        "readers": case.readers or "",
         "thousand examples/s": f"{median('cold', 'rate') / 1e3:.1f}",
         "of a plain read": f"{ratio:.3f}",
         "requests": f"{1e3 * median('cold', 'requests'):.4g}",
@@ -107,7 +112,7 @@ def row_of(case: Case, results: list[dict]) -> dict:
         "resumed s": f"{statistics.median(each['resume'] for each in results):.2f}",
         "memory": f"{median('cold', 'memory'):.0f}",
         "warm: thousand examples/s": f"{median('warm', 'rate') / 1e3:.1f}",
-    }  # fmt: skip
+    }
 
 
 def rows(folder: pathlib.Path, count: int, seconds: float, turns: int, cases=CASES) -> Iterator:

@@ -75,9 +75,14 @@ def _of_blocks(place, saved, parts, decode):
     split = ordering.blocks.split(parts, unit_size=place.block, decode=decode if is_bytes else None)
     order = ordering.random_reshuffling(len(split), units_per_step=place.window)
     reads = ordering.blocks.read_blocks(
-        split, order, jax.random.key(0), batch_size=BATCH, readers=place.readers, num_epochs=1,
+        split,
+        order,
+        jax.random.key(0),
+        batch_size=BATCH,
+        readers=place.readers,
+        num_epochs=1,
         state=saved,
-    )  # fmt: skip
+    )
 
     def batches():
         with reads:
@@ -188,9 +193,12 @@ def _mosaicml(algorithm):
 
         streaming.base.util.clean_stale_shared_memory()
         dataset = streaming.StreamingDataset(
-            local=str(place.folder), batch_size=BATCH, shuffle=True, shuffle_algo=algorithm,
+            local=str(place.folder),
+            batch_size=BATCH,
+            shuffle=True,
+            shuffle_algo=algorithm,
             num_canonical_nodes=1,
-        )  # fmt: skip
+        )
         loader = streaming.StreamingDataLoader(
             dataset,
             batch_size=BATCH,

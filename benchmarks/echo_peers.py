@@ -107,9 +107,14 @@ def by_init2winit(folder: pathlib.Path, factor: int) -> Callable:
     def run(source):
         with prefetch_to_device(source, depth=1) as loader:
             yield from data_selectors.data_echoing(
-                loader, optimizer_state=None, params=None, batch_stats=None, global_step=0,
-                hps=types.SimpleNamespace(num_data_echoes=factor), constant_base_rng=None,
-            )  # fmt: skip
+                loader,
+                optimizer_state=None,
+                params=None,
+                batch_stats=None,
+                global_step=0,
+                hps=types.SimpleNamespace(num_data_echoes=factor),
+                constant_base_rng=None,
+            )
 
     return run
 
@@ -180,11 +185,14 @@ def rows(
         base, ratios, shares = np.array(measured).T
         middle, low, high = median_interval(ratios)
         yield {
-            "R": ratio, "way": way, "step ms": f"{1e3 * np.median(base):.2f}",
-            "loads per step": f"{np.median(shares):.3f}", "times the step": f"{middle:.3f}",
+            "R": ratio,
+            "way": way,
+            "step ms": f"{1e3 * np.median(base):.2f}",
+            "loads per step": f"{np.median(shares):.3f}",
+            "times the step": f"{middle:.3f}",
             "interval": f"{low:.3f} to {high:.3f}",
             "times ours": f"{median_interval(ratios / ours)[0]:.3f}",
-        }  # fmt: skip
+        }
 
 
 def main(argv):

@@ -74,8 +74,11 @@ def train(process, count, address, folder, long):
     first = jnp.zeros(SIZE)
     trees = local_opt.replicate((first, rounds.init(first)), here)
     saved = [*folder.glob("*.npz")]
-    whole = [s for s in {int(p.stem.split("_")[0]) for p in saved}
-             if all(folder / f"{s}_{n}.npz" in saved for n in range(count))]  # fmt: skip
+    whole = [
+        s
+        for s in {int(p.stem.split("_")[0]) for p in saved}
+        if all(folder / f"{s}_{n}.npz" in saved for n in range(count))
+    ]
     if whole:
         start, leaves = max(whole), jax.tree.leaves(trees)
         with np.load(folder / f"{start}_{process}.npz") as arrays:
@@ -184,7 +187,10 @@ def check(folder, left):
     members = {step: tuple(record["members"]) for step, record in recorded.items()}
     wanted = simulated(members)
     assert max(recorded) == STEPS and members[STEPS] == tuple(left), members
-    off = [np.max(np.abs(r["params"] - wanted[s]) / np.abs(wanted[s]).max()) for s, r in recorded.items()]  # noqa: E501  # fmt: skip
+    off = [
+        np.max(np.abs(r["params"] - wanted[s]) / np.abs(wanted[s]).max())
+        for s, r in recorded.items()
+    ]  # noqa: E501
     times = [record["time"] for record in recorded.values()]
     return max(off), max(np.diff(times)), len(recorded)
 
@@ -240,8 +246,10 @@ def killed_inside(count, deaths, draw, fewer):
         left = count - deaths if fewer else count
         again = [p.wait() for p in started(left, folder)]
         off, _, syncs = check(folder, range(left))
-        print(f"exit codes {codes} after {seconds:.1f} s, {named} named it; again with {left} "
-              f"processes: {again}, {syncs} syncs, off by {off:.1e}")  # fmt: skip
+        print(
+            f"exit codes {codes} after {seconds:.1f} s, {named} named it; again with {left} "
+            f"processes: {again}, {syncs} syncs, off by {off:.1e}"
+        )
         assert 0 not in codes and again == [0] * left and off < 1e-4
         return True
 

@@ -60,8 +60,9 @@ def check(problem: Problem) -> None:
     torch_tasks.check_models(problem)
     _, units = problem.y.shape
     for kind, shape, step in (
-        ("pair", (1, units, min(problem.parameters, 1000)), problem.step), ("mean", (1, 16, 20), 4)
-    ):  # fmt: skip
+        ("pair", (1, units, min(problem.parameters, 1000)), problem.step),
+        ("mean", (1, 16, 20), 4),
+    ):
         whole = torch_tasks.whole_numbers(shape, step)
         theirs, ours = sorted_by(whole, kind), order_epochs.ours(whole, SAME[kind])
         theirs()  # returns the order it began with, and ours the next one

@@ -96,12 +96,15 @@ def worker_rows(counts: list[int], repeats: int) -> Iterator[dict]:
             )
             step_us, epoch_us = (1e6 * times[part] / STEPS for part in ("step", "epoch"))
             yield {
-                "order": name, "workers": workers, "compile_s": round(compile_seconds, 2),
+                "order": name,
+                "workers": workers,
+                "compile_s": round(compile_seconds, 2),
                 "program_kb": round(len(program.as_text()) / 1e3),
-                "step_us": round(step_us, 1), "of_a_worker_us": round(step_us / workers, 2),
+                "step_us": round(step_us, 1),
+                "of_a_worker_us": round(step_us / workers, 2),
                 "next_epoch_us": round(epoch_us, 1),
                 "next_epoch_of_a_worker_us": round(epoch_us / workers, 2),
-            }  # fmt: skip
+            }
 
 
 def qsr(steps: int):
@@ -123,7 +126,7 @@ PLANS = {  # T -> plan
     "bernoulli, p = 1/4": lambda t: local_opt.bernoulli(0.25, total_steps=t, key=KEY(0)),
     "echo.bernoulli, p = 1/4": lambda t: echo.bernoulli(0.25, total_steps=t, key=KEY(0)),
     "error_diffusion, p = 0.3": lambda t: echo.error_diffusion(0.3, total_steps=t),
-}  # fmt: skip
+}
 
 
 def plan_row(name: str, steps: int, repeats: int) -> dict:
@@ -131,16 +134,21 @@ def plan_row(name: str, steps: int, repeats: int) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "plan.json")
         calls = {
-            "make": lambda: PLANS[name](steps), "hash": plan.digest,
-            "save": lambda: plan.save(path), "read": lambda: type(plan).read(path),
-        }  # fmt: skip
+            "make": lambda: PLANS[name](steps),
+            "hash": plan.digest,
+            "save": lambda: plan.save(path),
+            "read": lambda: type(plan).read(path),
+        }
         measured = {part: medians({part: call}, repeats)[part] for part, call in calls.items()}
         size = path.stat().st_size
     return {
-        "plan": name, "steps": f"{steps:,}", "stretches": f"{len(plan._marked):,}",
-        "held_kb": round(plan._bounds.nbytes / 1e3, 2), "file_kb": round(size / 1e3, 2),
+        "plan": name,
+        "steps": f"{steps:,}",
+        "stretches": f"{len(plan._marked):,}",
+        "held_kb": round(plan._bounds.nbytes / 1e3, 2),
+        "file_kb": round(size / 1e3, 2),
         **{f"{part}_ms": round(1e3 * measured[part], 2) for part in calls},
-    }  # fmt: skip
+    }
 
 
 def plan_rows(lengths: list[int], repeats: int) -> Iterator[dict]:

@@ -39,17 +39,19 @@ def global_pairs(m):
 ORDERS = {  # (workers, their units -> order)
     "random_reshuffling": (1, ordering.random_reshuffling),
     "block_reshuffling": (
-        1, lambda m: ordering.baselines.block_reshuffling(m, block_size=PER_STEP)
+        1,
+        lambda m: ordering.baselines.block_reshuffling(m, block_size=PER_STEP),
     ),
     "pair_balance": (1, lambda m: ordering.pair_balance(m, units_per_step=PER_STEP)),
     "grab": (1, lambda m: ordering.grab(m, units_per_step=PER_STEP)),
     "cd_grab": (2, lambda m: ordering.cd_grab(m, units_per_step=PER_STEP)),
     "cd_grab, at syncs": (
-        2, lambda m: ordering.cd_grab(m, units_per_step=PER_STEP, gathers="sync")
+        2,
+        lambda m: ordering.cd_grab(m, units_per_step=PER_STEP, gathers="sync"),
     ),
     "global_reshuffling": (2, ordering.global_reshuffling),
     "global cd_grab": (2, global_pairs),
-}  # fmt: skip
+}
 
 
 def mapped(order: ordering.Ordering, workers: int, numbers: int) -> tuple[Callable, ...]:
@@ -155,16 +157,20 @@ def unit_row(name: str, units: int, repeats: int) -> dict:
     peaks = {"order": max(peak, later), "checkpoint": peak_save}
     peaks["batch"] = max(megabytes for _, megabytes in batch.values())
     return {
-        "order": name, "units": f"{units:,}", "workers": workers,
+        "order": name,
+        "units": f"{units:,}",
+        "workers": workers,
         "state_mb": round(tree_bytes(state) / 1e6, 1),
         "in_place_mb": round(memory.alias_size_in_bytes / 1e6, 1),
         "step_temporary_kb": round(memory.temp_size_in_bytes / 1e3, 1),
         "observe_us": round(1e6 * observe_seconds / STEPS, 1),
-        "init_s": round(init_seconds, 3), "next_epoch_s": round(epoch_seconds, 3),
-        "save_s": round(save_seconds, 2), "restore_s": round(restore_seconds, 2),
+        "init_s": round(init_seconds, 3),
+        "next_epoch_s": round(epoch_seconds, 3),
+        "save_s": round(save_seconds, 2),
+        "restore_s": round(restore_seconds, 2),
         "first_batch_s": round(batch["read_epochs"][0], 3),
         "first_by_tf_data_s": round(batch["tf.data"][0], 3),
-    } | {f"peak_mb_{name}": round(peak_mb - before) for name, peak_mb in peaks.items()}  # fmt: skip
+    } | {f"peak_mb_{name}": round(peak_mb - before) for name, peak_mb in peaks.items()}
 
 
 def main(argv) -> None:

@@ -98,13 +98,14 @@ def rows(size: int, units: int, repeats: int) -> list[dict]:
     limit = min(measured.pop(read) for read in READS)
     return [
         {
-            "parameters": size, "way": name,
+            "parameters": size,
+            "way": name,
             "us_per_example": round(seconds / units * 1e6, 3),
             "times_read_once": round(seconds / limit, 2),
             "times_syncopate": round(seconds / measured["syncopate"], 2),
         }
         for name, seconds in {"read once": limit, **measured}.items()
-    ]  # fmt: skip
+    ]
 
 
 def signed_by_numpy(pairs: np.ndarray, total: np.ndarray) -> list[bool]:
@@ -135,9 +136,11 @@ def pair_rows(repeats: int) -> Iterator[dict]:
             np.testing.assert_array_equal(call(), calls["NumPy"](), err_msg=way)
         for way, seconds, ratios in compared(calls, repeats):
             yield {
-                "pairs": count, "way": way, "us_per_pair": round(seconds / count * 1e6, 3),
+                "pairs": count,
+                "way": way,
+                "us_per_pair": round(seconds / count * 1e6, 3),
                 "times_syncopate": "{:.2f} ({:.2f} to {:.2f})".format(*ratios["syncopate"]),
-            }  # fmt: skip
+            }
 
 
 def main(repeats: int = 7) -> None:

@@ -47,10 +47,11 @@ def run(way: str, data: pathlib.Path, logs: pathlib.Path, readers: int, saved: l
             subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.peer_readers", json.dumps(task)],
                 env=os.environ | {"MASTER_PORT": port, "JAX_PLATFORMS": "cpu"},
-                stdout=subprocess.DEVNULL, stderr=open(logs / f"{host}.errors", "wb"),
+                stdout=subprocess.DEVNULL,
+                stderr=open(logs / f"{host}.errors", "wb"),
                 start_new_session=True,
             )
-        )  # fmt: skip
+        )
     try:
         codes = [process.wait(TIMEOUT) for process in running]
     except subprocess.TimeoutExpired:

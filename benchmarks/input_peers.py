@@ -78,9 +78,13 @@ def read_epochs(data, how, source=None):
     order = ordering.baselines.shuffle_once(num_units, units_per_step=BATCH // workers)
     state = ordering.init_workers(order, jax.random.key(0), None, workers)
     return ordering.data.read_epochs(
-        source or arrays, order, jax.random.key(0), workers=workers, num_epochs=1,
+        source or arrays,
+        order,
+        jax.random.key(0),
+        workers=workers,
+        num_epochs=1,
         state=ordering.data.ReadState(state._replace(current=orders, next=orders)),
-    )  # fmt: skip
+    )
 
 
 def of_tf_data(data, how):
@@ -132,9 +136,11 @@ def of_mosaicml(data, how):
     import streaming
 
     dataset = streaming.StreamingDataset(
-        local=str(data.folder / "mds"), batch_size=BATCH, shuffle=how == SHUFFLED,
+        local=str(data.folder / "mds"),
+        batch_size=BATCH,
+        shuffle=how == SHUFFLED,
         num_canonical_nodes=1,
-    )  # fmt: skip
+    )
     if how == ORDERED:
         return read_epochs(data, how, dataset)
     return streaming.StreamingDataLoader(
@@ -196,11 +202,14 @@ def rows(folder: pathlib.Path, count: int, processes: int, repeats: int) -> Iter
         by = f" by {adapters[way[:2]]}" if how == ORDERED and adapters[way[:2]] else ""
         middle, low, high = times[storage, loader, SHUFFLED]
         yield {
-            "examples in": storage, "loader": loader, "epoch": how + by,
+            "examples in": storage,
+            "loader": loader,
+            "epoch": how + by,
             "thousand examples/s": f"{count / seconds / 1e3:.1f}",
-            "times shuffled": f"{middle:.2f}", "interval": f"{low:.2f} to {high:.2f}",
+            "times shuffled": f"{middle:.2f}",
+            "interval": f"{low:.2f} to {high:.2f}",
             "times ours": f"{times[OURS][0]:.2f}",
-        }  # fmt: skip
+        }
 
 
 def _read(read: Callable) -> None:

@@ -106,10 +106,11 @@ def _batches(pool, paths, size, side):
     for load in itertools.count():
         x, chosen = np.empty((size, side, side, 3), np.uint8), generator.choice(len(paths), size)
         jobs = [
-            pool.submit(decode, [paths[i] for i in chosen[at : at + PART]], (load, at),
-                        x[at : at + PART])
+            pool.submit(
+                decode, [paths[i] for i in chosen[at : at + PART]], (load, at), x[at : at + PART]
+            )
             for at in range(0, size, PART)
-        ]  # fmt: skip
+        ]
         pending.append(({"x": x, "y": np.int32(chosen % 10)}, jobs))
         if len(pending) == AHEAD:
             batch, jobs = pending.popleft()

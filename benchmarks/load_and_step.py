@@ -49,14 +49,22 @@ MODELS = {
     "vit_base": lambda: models.vit(**VIT, **SIZES["base"]),
     "resnet50": lambda: models.resnet(depth=50, dtype="bfloat16"),
     "mobilenet_v2": lambda: models.mobilenet_v2(
-        image_shape=IMAGE, num_classes=1000, stages=IMAGENET_STAGES, stem_channels=32,
-        stem_stride=2, head_channels=1280, dtype="bfloat16",
+        image_shape=IMAGE,
+        num_classes=1000,
+        stages=IMAGENET_STAGES,
+        stem_channels=32,
+        stem_stride=2,
+        head_channels=1280,
+        dtype="bfloat16",
     ),
     "patches": lambda: models.vit(**{**VIT, "pool": "mean"}, patch=56, width=8, depth=1),  # a toy
-}  # fmt: skip
+}
 NO_LOAD, NO_ECHO, DIFFUSED, ADAPTIVE = WAYS = (
-    "no load", "a load per step", "error_diffusion(1/R)", "adaptive"
-)  # fmt: skip
+    "no load",
+    "a load per step",
+    "error_diffusion(1/R)",
+    "adaptive",
+)
 
 
 class Sizes(NamedTuple):
@@ -199,14 +207,20 @@ def loop_rows(step: Step, ratio: float, paths, threads: int, sizes: Sizes) -> It
     for way, results in turns.items():
         seconds, loads, asking = np.array(results).T
         yield {
-            "part": "loop", "model": step.name, "batch": step.size, "threads": threads,
-            "R": round(ratio, 3), "way": way, "steps/s": round(1 / statistics.median(seconds), 2),
-            "range": span(1 / seconds, 2), "loads/s": round(statistics.median(loads / seconds), 2),
+            "part": "loop",
+            "model": step.name,
+            "batch": step.size,
+            "threads": threads,
+            "R": round(ratio, 3),
+            "way": way,
+            "steps/s": round(1 / statistics.median(seconds), 2),
+            "range": span(1 / seconds, 2),
+            "loads/s": round(statistics.median(loads / seconds), 2),
             "loads per step": round(statistics.median(loads), 3),
             "times no load": round(statistics.median(seconds / base), 3),
             "waiting": round(statistics.median(1 - base / seconds), 3),
             "in next": round(statistics.median(asking / seconds), 3),
-        }  # fmt: skip
+        }
 
 
 def rate_rows(folder: pathlib.Path, paths: Sequence, size: int, sizes: Sizes) -> Iterator[dict]:
@@ -215,11 +229,14 @@ def rate_rows(folder: pathlib.Path, paths: Sequence, size: int, sizes: Sizes) ->
     for threads in sorted({*sizes.threads, *sizes.loops}):
         results = load_rates(paths, threads, size, sizes)
         yield {
-            "part": "loads", "threads": threads, "cores": os.cpu_count(),
-            "kB per file": round(kilobytes, 1), "images/s": round(statistics.median(results), 1),
+            "part": "loads",
+            "threads": threads,
+            "cores": os.cpu_count(),
+            "kB per file": round(kilobytes, 1),
+            "images/s": round(statistics.median(results), 1),
             "range": span(results, 1),
             "images/s of as many processes": round(process_rate(folder, threads, sizes), 1),
-        }  # fmt: skip
+        }
 
 
 def rows(folder: pathlib.Path, steps: Sequence[str], sizes: Sizes) -> Iterator[dict]:
@@ -235,12 +252,16 @@ def rows(folder: pathlib.Path, steps: Sequence[str], sizes: Sizes) -> Iterator[d
         middle = statistics.median(seconds)
         for threads, rate in rates.items():
             yield {
-                "part": "ratio", "model": name, "batch": size, "threads": threads,
+                "part": "ratio",
+                "model": name,
+                "batch": size,
+                "threads": threads,
                 "step ms": round(middle * 1e3, 2),
                 "range": span([1e3 * s for s in seconds], 2),
-                "images/s of steps": round(size / middle, 1), "R": round(size / rate / middle, 3),
+                "images/s of steps": round(size / middle, 1),
+                "R": round(size / rate / middle, 3),
                 "compilation s": round(step.compilation, 1),
-            }  # fmt: skip
+            }
         for threads in sizes.loops if number < sizes.loops_of else ():
             yield from loop_rows(step, size / rates[threads] / middle, paths, threads, sizes)
 
@@ -250,9 +271,14 @@ def main(argv):
     values, device = flags.FLAGS, jax.devices()[0].device_kind
     threads, loops = ([int(n) for n in results if n] for results in (values.threads, values.loops))
     sizes = Sizes(
-        values.files, threads, loops, values.loops_of, values.steps_per_loop, values.seconds,
+        values.files,
+        threads,
+        loops,
+        values.loops_of,
+        values.steps_per_loop,
+        values.seconds,
         values.repeats,
-    )  # fmt: skip
+    )
     with tempfile.TemporaryDirectory() as folder:
         results = rows(pathlib.Path(folder), values.steps, sizes)
         results = ({"device": device, **row} for row in results)
@@ -263,9 +289,10 @@ if __name__ == "__main__":
     flags.DEFINE_string("folder", None, "where rows.jsonl is written")
     flags.DEFINE_integer("files", 1024, "number of JPEGs")
     flags.DEFINE_list(
-        "steps", ["vit_small:128", "resnet50:128", "vit_small:256", "resnet50:256"],
+        "steps",
+        ["vit_small:128", "resnet50:128", "vit_small:256", "resnet50:256"],
         f"model:batch, of {', '.join(MODELS)}",
-    )  # fmt: skip
+    )
     flags.DEFINE_list("threads", ["1", "2", "4", "8", "16"], "that decode")
     flags.DEFINE_list("loops", ["4", "16", "8"], "threads of the whole loops")
     flags.DEFINE_integer("loops_of", 2, "how many of the steps are put into whole loops")

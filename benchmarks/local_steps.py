@@ -83,10 +83,16 @@ def run(module: str, job: Job, folder: str) -> list[dict]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    ends, environment = socket.socketpair(), {
-        **os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
-        "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
-    }  # fmt: skip
+    ends, environment = (
+        socket.socketpair(),
+        {
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        },
+    )
     if not job.rounds:  # what is freed goes back at once, so that the next sync's peak shows
         environment["MALLOC_MMAP_THRESHOLD_"] = str(2**16)
     started = []

@@ -19,14 +19,28 @@ WORKERS = 4  # of a sync
 
 # What is trained, the shape of an input, examples, and steps of a timed call.
 MODELS = {
-    "mlp, 784-128-10, batch 32": (lambda: models.mlp(num_features=784, hidden=(128,),
-                                                     num_classes=10), (784,), 32, 200),
-    "mlp, 784-1024-1024-10, batch 64": (lambda: models.mlp(num_features=784, hidden=(1024, 1024),
-                                                           num_classes=10), (784,), 64, 20),
-    "resnet 16-32-64, 32x32, batch 16": (lambda: models.resnet(depth=8, stem="cifar", width=16,
-        products=True, image_shape=(32, 32, 3), num_classes=10), (32, 32, 3), 16, 8),
+    "mlp, 784-128-10, batch 32": (
+        lambda: models.mlp(num_features=784, hidden=(128,), num_classes=10),
+        (784,),
+        32,
+        200,
+    ),
+    "mlp, 784-1024-1024-10, batch 64": (
+        lambda: models.mlp(num_features=784, hidden=(1024, 1024), num_classes=10),
+        (784,),
+        64,
+        20,
+    ),
+    "resnet 16-32-64, 32x32, batch 16": (
+        lambda: models.resnet(
+            depth=8, stem="cifar", width=16, products=True, image_shape=(32, 32, 3), num_classes=10
+        ),
+        (32, 32, 3),
+        16,
+        8,
+    ),
     "vit 64x4, 32x32, batch 16": (models.vit, (32, 32, 3), 16, 8),
-}  # fmt: skip
+}
 INNER = {"sgd, momentum": optax.sgd(1e-3, momentum=0.9), "adamw": optax.adamw(1e-4)}
 
 
@@ -78,10 +92,14 @@ def local_rows(repeats: int, names: Iterable[str] | None = None) -> Iterator[dic
             }
             for way, seconds, times in timing.compared_with_first(calls, repeats):
                 yield {
-                    "part": "local_steps", "model": model_name, "optimizer": inner_name, "way": way,
-                    "us_per_step": round(seconds / steps * 1e6, 1), "times_plain": times[0],
+                    "part": "local_steps",
+                    "model": model_name,
+                    "optimizer": inner_name,
+                    "way": way,
+                    "us_per_step": round(seconds / steps * 1e6, 1),
+                    "times_plain": times[0],
                     "interval": times[1],
-                }  # fmt: skip
+                }
 
 
 def sync_rows(repeats: int, numbers: int = 10**7) -> Iterator[dict]:
@@ -138,10 +156,13 @@ def _sync_row(kind: str, numbers: int, repeats: int) -> dict:
     memory = sync.lower(*args).compile().memory_analysis()
     used = memory.argument_size_in_bytes + memory.output_size_in_bytes
     return {
-        "ms": f"{times[kind][0] * 1e3:.3f}", "ms of a pass": f"{times['pass'][0] * 1e3:.3f}",
-        "passes": times[kind][1][0], "interval": times[kind][1][1],
-        "GB in and out": f"{used / 1e9:.3f}", "GB beside": f"{memory.temp_size_in_bytes / 1e9:.3f}",
-    }  # fmt: skip
+        "ms": f"{times[kind][0] * 1e3:.3f}",
+        "ms of a pass": f"{times['pass'][0] * 1e3:.3f}",
+        "passes": times[kind][1][0],
+        "interval": times[kind][1][1],
+        "GB in and out": f"{used / 1e9:.3f}",
+        "GB beside": f"{memory.temp_size_in_bytes / 1e9:.3f}",
+    }
 
 
 def sync_kind_rows(repeats: int, sizes: Iterable[int]) -> Iterator[dict]:

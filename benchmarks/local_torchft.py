@@ -25,12 +25,21 @@ def manager_of(job: Job, model) -> tuple:
         beside.append(LighthouseServer(bind=address, min_replicas=WORKERS))
     beside.append(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
     manager = Manager(
-        pg=ProcessGroupGloo(timeout=TIMEOUT), min_replica_size=WORKERS, use_async_quorum=False,
-        load_state_dict=model.load_state_dict, state_dict=model.state_dict, init_sync=False,
-        replica_id=f"worker_{job.rank}", rank=0, world_size=1, store_addr="127.0.0.1",
-        store_port=beside[-1].port, lighthouse_addr=f"http://{address}", hostname="127.0.0.1",
+        pg=ProcessGroupGloo(timeout=TIMEOUT),
+        min_replica_size=WORKERS,
+        use_async_quorum=False,
+        load_state_dict=model.load_state_dict,
+        state_dict=model.state_dict,
+        init_sync=False,
+        replica_id=f"worker_{job.rank}",
+        rank=0,
+        world_size=1,
+        store_addr="127.0.0.1",
+        store_port=beside[-1].port,
+        lighthouse_addr=f"http://{address}",
+        hostname="127.0.0.1",
         timeout=TIMEOUT,
-    )  # fmt: skip
+    )
     return manager, beside
 
 

@@ -98,10 +98,12 @@ def sign_rows(sizes: Iterable[int], repeats: int) -> Iterator[dict]:
             np.testing.assert_array_equal(*(call()[1] for call in calls.values()))
             for way, seconds, times in timing.compared(calls, repeats):
                 yield {
-                    "rule": name, "signs": size, "way": way,
+                    "rule": name,
+                    "signs": size,
+                    "way": way,
                     "us_per_sign": f"{seconds / size * 1e6:.3f}",
                     "times_scan": f"{times['scan'][0]:.3f}",
-                }  # fmt: skip
+                }
 
 
 def gpt2_rows(shape: dict, windows: int, repeats: int) -> Iterator[dict]:
@@ -121,10 +123,13 @@ def gpt2_rows(shape: dict, windows: int, repeats: int) -> Iterator[dict]:
             raise AssertionError(f"{way}: the mean gradient is off by {float(off):.3g}")
     for way, seconds, times in timing.compared(calls, repeats):
         yield {
-            "model": f"GPT-2, {shape['width']}x{shape['depth']}", "windows": windows, "way": way,
-            "ms": f"{seconds * 1e3:.2f}", "times_plain": f"{times[WAYS[0]][0]:.3f}",
+            "model": f"GPT-2, {shape['width']}x{shape['depth']}",
+            "windows": windows,
+            "way": way,
+            "ms": f"{seconds * 1e3:.2f}",
+            "times_plain": f"{times[WAYS[0]][0]:.3f}",
             "interval": "{1:.3f} to {2:.3f}".format(*times[WAYS[0]]),
-        }  # fmt: skip
+        }
 
 
 def gradient_rows(names: Iterable[str], repeats: int) -> Iterator[dict]:

@@ -164,12 +164,15 @@ def rows_of(problem: Problem, ways: dict[str, Way]) -> Iterator[dict]:
     for name, seconds, times in compared:
         _, plain, rival = ways[name]
         row = {
-            "problem": problem.name, "workers x units": f"{workers} x {units:,}",
-            "parameters": f"{problem.parameters:,}", "way": name,
-            "ms of an epoch": f"{seconds * 1e3:.2f}", "times plain": f"{times[plain][0]:.2f}",
+            "problem": problem.name,
+            "workers x units": f"{workers} x {units:,}",
+            "parameters": f"{problem.parameters:,}",
+            "way": name,
+            "ms of an epoch": f"{seconds * 1e3:.2f}",
+            "times plain": f"{times[plain][0]:.2f}",
             "times ours": f"{times[rival][0]:.2f}",
             "interval": "{1:.2f} to {2:.2f}".format(*times[rival]),
-        }  # fmt: skip
+        }
         if problem.name != "softmax":
             reached = next((n for n, loss in enumerate(losses[name], 1) if loss <= target), None)
             row |= {

@@ -120,9 +120,10 @@ def grain_elastic(place, saved):
     import grain
 
     iterator = grain.experimental.ElasticIterator(
-        grain.MapDataset.source(Examples(place.folder)).shuffle(seed=0), BATCH,
+        grain.MapDataset.source(Examples(place.folder)).shuffle(seed=0),
+        BATCH,
         grain.sharding.ShardOptions(place.reader, place.readers),
-    )  # fmt: skip
+    )
     return _of_grain(iterator, saved)
 
 
@@ -235,9 +236,12 @@ def ours_in_torch(place, saved):
     source, done = Examples(place.folder), saved or 0
     steps = lists_of(_one_order(source), BATCH)
     loader = DataLoader(
-        source, batch_sampler=steps[done:], num_workers=place.readers, collate_fn=stacked,
+        source,
+        batch_sampler=steps[done:],
+        num_workers=place.readers,
+        collate_fn=stacked,
         multiprocessing_context="forkserver",
-    )  # fmt: skip
+    )
     return _counted(loader, done)
 
 

@@ -13,9 +13,17 @@ import sys
 from collections.abc import Mapping
 
 PEERS = (
-    "published_cd_grab", "grab_sampler", "single_examples", "opacus_norms", "dattri_projections",
-    "local_steps", "input_peers", "input_kills", "echo_peers", "block_costs",
-)  # fmt: skip
+    "published_cd_grab",
+    "grab_sampler",
+    "single_examples",
+    "opacus_norms",
+    "dattri_projections",
+    "local_steps",
+    "input_peers",
+    "input_kills",
+    "echo_peers",
+    "block_costs",
+)
 
 
 def run(flags: Mapping) -> None:

@@ -57,9 +57,11 @@ def _of_optax(mean_loss: Callable, to_sketch: Callable) -> dict[str, Callable]:
 
     def run(params, batch, size):
         gradients = microbatching.micro_grad(
-            mean_loss, microbatch_size=size, metrics_fn=to_sketch,
+            mean_loss,
+            microbatch_size=size,
+            metrics_fn=to_sketch,
             accumulator=microbatching.AccumulationType.MEAN,
-        )  # fmt: skip
+        )
         mean, aux = gradients(params, batch)
         return mean, aux.metrics
 
@@ -128,12 +130,14 @@ def rows_of(name: str, repeats: int) -> Iterator[dict]:
             memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
         )
         yield {
-            "model": name, "way": way, "ms": f"{seconds * 1e3:.2f}",
+            "model": name,
+            "way": way,
+            "ms": f"{seconds * 1e3:.2f}",
             "times_plain": f"{times['plain step'][0]:.2f}",
             "interval": "{1:.2f} to {2:.2f}".format(*times["plain step"]),
             "times_ours": f"{times['ordering.sketched_grads'][0]:.2f}",
             "megabytes": f"{used / 1e6:.1f}",
-        }  # fmt: skip
+        }
 
 
 def main(argv):

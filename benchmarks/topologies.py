@@ -77,10 +77,10 @@ def _of_gpus(name: str, shape: str, chip: Chip) -> dict:
     if not count or (hosts > 1 and count % PER_HOST):
         raise UserError(f"GPUs are counted, and hosts have {PER_HOST} of them")
     target = (
-        f'gpu_device_info {{ {chip.details} device_memory_size: {chip.memory} }} '
+        f"gpu_device_info {{ {chip.details} device_memory_size: {chip.memory} }} "
         'platform_name: "CUDA" runtime_version { major: 12 minor: 8 } '
         f'dnn_version_info {{ major: 9 minor: 8 }} device_description_str: "{name.upper()}"'
-    )  # fmt: skip
+    )
     shape = f"1x{hosts}x{count // hosts}"
     return {"topology_name": name, "topology": shape, "target_config": target}
 

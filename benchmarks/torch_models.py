@@ -212,12 +212,14 @@ def rows_of(name: str, peers: Callable, repeats: int) -> Iterator[dict]:
     for way, seconds, times in timing.compared(calls, repeats):
         base = times["plain step, JAX" if way in ours else "plain step, PyTorch"]
         yield {
-            "model": name, "way": way, "ms": f"{seconds * 1e3:.2f}",
+            "model": name,
+            "way": way,
+            "ms": f"{seconds * 1e3:.2f}",
             "times its plain step": f"{base[0]:.2f}",
             "interval": "{1:.2f} to {2:.2f}".format(*base),
             "times ours": f"{times['ordering.sketched_grads'][0]:.2f}",
             "megabytes": f"{growth[way] / 1e6:.1f}",
-        }  # fmt: skip
+        }
 
 
 def main(package: str, peers: Callable, *, repeats: int) -> None:

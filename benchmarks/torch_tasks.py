@@ -67,8 +67,9 @@ def load(name: str, data_dir: str | None) -> Problem:
     times its recipe's, which has 50 times as many steps in an epoch.
     """
     row, first, batch, times = {
-        "hmda": ("hmda", 32_768, 16, 1), "lenet": ("lenet_4", 1024, 64, 10)
-    }[name]  # fmt: skip
+        "hmda": ("hmda", 32_768, 16, 1),
+        "lenet": ("lenet_4", 1024, 64, 10),
+    }[name]
     task_name, folder, choices, *_ = bench.EPOCHS[row]
     folder = None if data_dir is None else os.path.join(data_dir, folder)
     task, recipe = recipes.load(task_name, folder, **choices)
@@ -130,11 +131,12 @@ def _lenet(params, x, y):
 MODELS = {
     "linear": (_linear_model, _linear),
     "softmax": (
-        lambda shape: models.softmax_regression(num_features=shape[0], num_classes=10), _softmax
+        lambda shape: models.softmax_regression(num_features=shape[0], num_classes=10),
+        _softmax,
     ),
     "hmda": (lambda shape: models.logistic_regression(num_features=shape[0]), _logistic),
     "lenet": (lambda shape: models.lenet(image_shape=shape), _lenet),
-}  # fmt: skip
+}
 
 
 def to_torch(params) -> dict:

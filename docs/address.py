@@ -140,9 +140,11 @@ CLONE = (  # what is typed in a clone, and without one; tests need a clone
     (r'pip install -e "\.(\[\w+\])"(?! && pytest)', rf'pip install "{syncopate.DISTRIBUTION}\1"'),
 )
 WRITERS: dict[str, Callable[[str, Address | None], str]] = {
-    "setup.cfg": in_setup, "CITATION.cff": in_citation, "mkdocs.yml": in_site,
+    "setup.cfg": in_setup,
+    "CITATION.cff": in_citation,
+    "mkdocs.yml": in_site,
     "README.md": in_readme,
-}  # fmt: skip
+}
 
 
 def write(root: pathlib.Path) -> None:

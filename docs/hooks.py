@@ -101,12 +101,19 @@ class Docstrings(griffe.Extension):
 
 SECTION = re.compile(r"^(?:Args|Attributes|Example|Fields|Raises|References|Returns):", re.M)
 SIGNS = {  # of an equation, as help() shows it: as a page does
-    r"\bx_bar\b": "x̄", r"\bsum(?=_)": "Σ", r"<-": "←", r"<=": "≤", r">=": "≥",
+    r"\bx_bar\b": "x̄",
+    r"\bsum(?=_)": "Σ",
+    r"<-": "←",
+    r"<=": "≤",
+    r">=": "≥",
     r"_\{([^}]*)\}": r"<sub>\1</sub>",
     r"(?<=[\w)|])\^(\w+|\([^)]*\))": r"<sup>\1</sup>",
     r"\b(\w|Σ|max|eta|fresh|ready|order|loss|lr)_(\w+|\([^)]*\))": r"\1<sub>\2</sub>",
-    r"\balpha\b": "α", r"\beta\b": "η", r"\bgamma\b": "γ", r"\bmu\b": "μ",
-}  # fmt: skip
+    r"\balpha\b": "α",
+    r"\beta\b": "η",
+    r"\bgamma\b": "γ",
+    r"\bmu\b": "μ",
+}
 
 
 def equations(text: str) -> str:

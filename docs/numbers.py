@@ -81,9 +81,10 @@ def _of_gpu():
     gpt = {row["way"]: float(row["times_plain"]) for row in rows if row["part"] == "gpt2_small"}
     times = gpt["ordering.sketched_grads"]
     results = {
-        "gpu_percent": f"{100 * times - 100:.1f}", "gpu_times": f"{times:.2f}",
+        "gpu_percent": f"{100 * times - 100:.1f}",
+        "gpu_times": f"{times:.2f}",
         "gpu_micro_grad": f"{gpt['optax micro_grad, microbatches 1']:.2f}",
-    }  # fmt: skip
+    }
     for row in rows:
         if row["part"] == "ratio":
             results[f"R_{row['model']}_{row['threads']}"] = f"{row['R']:.2f}"
@@ -170,9 +171,13 @@ def _of_all_three():
     for name, echo in (("", "error diffusion, cosine p"), ("_constant", "error diffusion")):
         compared = archive.load(f"combined_digits{name}")
         modelled = combined.modelled_table(machines(4.0, 2.0))(compared)[1]
-        for arm, row in (("order", "CD-GraB + parallel + no echo"), ("qsr", "D-RR + QSR + no echo"),
-                         ("echo", f"D-RR + parallel + {echo}"), ("both", "CD-GraB + QSR + no echo"),
-                         ("order_echo", f"CD-GraB + parallel + {echo}")):  # fmt: skip
+        for arm, row in (
+            ("order", "CD-GraB + parallel + no echo"),
+            ("qsr", "D-RR + QSR + no echo"),
+            ("echo", f"D-RR + parallel + {echo}"),
+            ("both", "CD-GraB + QSR + no echo"),
+            ("order_echo", f"CD-GraB + parallel + {echo}"),
+        ):
             results[f"modelled{name}_{arm}"] = cell(modelled, row, "load 4 steps")
     pair = combined.effects_table(archive.load("combined_digits_pair"))[1]
     results["pair_steps"] = cell(pair, "order", "steps to the target").strip("*× ")

@@ -141,11 +141,14 @@ def slow_sde(path: str) -> None:
 
 WHOLE = {"full": "full shuffle", "file": "file order", "buffer": "file order, buffer of 1/16"}
 READ = {  # how: a colour, a marker and a line
-    "full shuffle": (plots.BLACK, "o"), "file order": (plots.GREY, "D"),
-    "file order, buffer of 1/16": (plots.PINK, "v"), "blocks shuffled": (plots.SKY, "P-"),
-    "blocks shuffled, 4 at once": (plots.GREEN, "X:"), "blocks balanced": (plots.BLUE, "s-"),
+    "full shuffle": (plots.BLACK, "o"),
+    "file order": (plots.GREY, "D"),
+    "file order, buffer of 1/16": (plots.PINK, "v"),
+    "blocks shuffled": (plots.SKY, "P-"),
+    "blocks shuffled, 4 at once": (plots.GREEN, "X:"),
+    "blocks balanced": (plots.BLUE, "s-"),
     "blocks balanced, 4 at once": (plots.RED, "^:"),
-}  # fmt: skip
+}
 
 
 def blocks(path: str, schedule: str, ending: str = "") -> None:
@@ -187,8 +190,9 @@ def load_and_step(path: str) -> None:
     keys = [*names, *dict.fromkeys(r["way"] for r in loops)]
     styles = dict(zip(keys, plots.styles_of(keys).values(), strict=True))
     for axis, of_all, key, y in (
-        (axes[0], ratios, "model", "R"), (axes[1], loops, "way", "steps/s")
-    ):  # fmt: skip
+        (axes[0], ratios, "model", "R"),
+        (axes[1], loops, "way", "steps/s"),
+    ):
         for name in dict.fromkeys(r[key] for r in of_all):
             of_name = sorted((r for r in of_all if r[key] == name), key=lambda r: r["threads"])
             values = np.array([[r["threads"], r[y]] for r in of_name]).T
@@ -218,7 +222,10 @@ PICTURES = {  # a function and its arguments after the path
     "blocks_constant_rate_averaged.png": (blocks, "constant", statistics.AVERAGED),
     "blocks_cosine.png": (blocks, "cosine"),
     "combined_digits_comparison.png": (
-        curves, "combined_digits", "digits, 32 workers, 2400 steps", plots.COMBINED_PANELS
+        curves,
+        "combined_digits",
+        "digits, 32 workers, 2400 steps",
+        plots.COMBINED_PANELS,
     ),
     "combined_shakespeare_effects.png": (factorial,),
     "echoing_digits_R4.png": (curves, "echo_digits", "digits", plots.ECHO_PANELS[:1], 4),
@@ -229,12 +236,15 @@ PICTURES = {  # a function and its arguments after the path
     "outer.png": (differences, "matched", "", "Outer momentum and fragments, AdamW"),
     "outer_muon.png": (differences, "parallel", "_muon", "Muon inside local steps"),
     "qsr_cifar10_resnet.png": (
-        curves, "qsr_cifar10_resnet", "CIFAR-10, ResNet-8, 4 workers", ROUNDS
+        curves,
+        "qsr_cifar10_resnet",
+        "CIFAR-10, ResNet-8, 4 workers",
+        ROUNDS,
     ),
     "qsr_cifar10_vit.png": (curves, "qsr_cifar10_vit", "CIFAR-10, ViT, 4 workers", ROUNDS),
     "slow_sde.png": (slow_sde,),
     "slowrun.png": (curves, "slowrun", "Slowrun", slowrun.STUDY.panels, None, SLOWRUN),
-}  # fmt: skip
+}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])

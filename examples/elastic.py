@@ -33,9 +33,12 @@ def data_of(process):
 def train(process, address):
     jax.config.update("jax_enable_recoverability", True)  # a death does not end the others
     jax.distributed.initialize(
-        address, PROCESSES, process, heartbeat_timeout_seconds=HEARTBEAT,
+        address,
+        PROCESSES,
+        process,
+        heartbeat_timeout_seconds=HEARTBEAT,
         coordinator_bind_address=address,  # by default it listens at all addresses
-    )  # fmt: skip
+    )
     rate = optax.cosine_decay_schedule(0.02, STEPS)
     plan = local_opt.qsr(rate, total_steps=STEPS, alpha=0.06, h_base=20)
     rounds = local_opt.local_rounds(optax.sgd(rate, momentum=0.9))
@@ -48,9 +51,14 @@ def train(process, address):
         updates, state = rounds.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
 
-    step = jax.jit(local_opt.map_workers(
-        step, here, in_specs=("worker", "worker", "replicated", "replicated"), out_specs="worker"
-    ))  # fmt: skip
+    step = jax.jit(
+        local_opt.map_workers(
+            step,
+            here,
+            in_specs=("worker", "worker", "replicated", "replicated"),
+            out_specs="worker",
+        )
+    )
     params, state = local_opt.replicate((jnp.zeros(4), rounds.init(jnp.zeros(4))), here)
     for t in range(STEPS):
         unit = t % UNITS

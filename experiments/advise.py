@@ -71,11 +71,12 @@ def load() -> list[Factorial]:
     content = files.read_json(os.path.join(os.path.dirname(__file__), "runs", "map.json"))
     return [
         Factorial(
-            row["task"], Sizes(*row["sizes"]),
+            row["task"],
+            Sizes(*row["sizes"]),
             {Combination(*arm["of"]): np.array(arm["to"], float) for arm in row["taken"]},
         )
         for row in content["factorials"]
-    ]  # fmt: skip
+    ]
 
 
 def near(tasks: Sequence[Factorial], units_per_step: int) -> list[Factorial]:

@@ -68,9 +68,10 @@ def fit(study, task, recipe, values):
     if not is_short(values):
         return study
     return study._replace(
-        columns=tables.FIRST_ORDER_COLUMNS, panels=(FIRST,),
+        columns=tables.FIRST_ORDER_COLUMNS,
+        panels=(FIRST,),
         sections=(chosen_rates, *study.sections[1:]),
-    )  # fmt: skip
+    )
 
 
 STUDY = Study(

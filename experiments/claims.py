@@ -78,15 +78,24 @@ def ratio(less: float, more: float) -> float:
 LENET = "~.65 against ~.69 to .70", ratio(0.65, 0.695)
 BEST = "epochs to D-RR's best"
 FALLS = "independent balance falls to D-RR's level (LeNet)"
-RULES = {"constant": "constant H", "parallel": "parallel", "inverse": "H ~ 1/η, as many syncs",
-         "cubic": "H ~ 1/η³, as many syncs"}  # fmt: skip
+RULES = {
+    "constant": "constant H",
+    "parallel": "parallel",
+    "inverse": "H ~ 1/η, as many syncs",
+    "cubic": "H ~ 1/η³, as many syncs",
+}
 RULED = (  # (run, published: over which rule, how much)
     ("qsr_cifar10_vit", {"constant": ("+1.66 points", 1.66), "parallel": ("~+1.1 points", 1.1)}),
     ("qsr_cifar10_resnet", dict.fromkeys(("constant", "parallel"), ("higher", 0.0))),
     ("qsr_digits_mlp", dict.fromkeys(RULES, ("higher", 0.0))),
 )
-ECHOED = {"echo_resnet": (2, 8), "echo_resnet_gn": (2,), "echo_digits": (4,),
-          "echo_mobilenet": (2, 8), "echo_shakespeare": (2, 8)}  # fmt: skip
+ECHOED = {
+    "echo_resnet": (2, 8),
+    "echo_resnet_gn": (2,),
+    "echo_digits": (4,),
+    "echo_mobilenet": (2, 8),
+    "echo_shakespeare": (2, 8),
+}
 PUBLISHED = (
     Claim("hmda", "train loss", LOSS, "~.33545 against ~.3373", ratio(0.33545, 0.3373), rate=5e-3),
     Claim("m4", "test sMAPE", "test/smape", "~8.51 against ~8.87", ratio(8.51, 8.87), rate=1e-3),
@@ -112,16 +121,30 @@ PUBLISHED = (
           0.0, "diffusion+cosine", "diffusion", speed=4),
 )  # fmt: skip
 OURS = (
-    *(Claim(run, BEST, "epoch") for run in ("digits_w64", "sst2_w64", "m4_constant",
-                                            "lstm_constant")),
-    *(claim for run, scalar in (("digits_w64", ABOVE), ("hmda", ABOVE), ("sst2_w64", LOSS))
-      for claim in (Claim(run, f"averaged weights, {tables.name_of(scalar)}", scalar,
-                          averaged=True),
-                    Claim(run, f"averaged weights, {BEST}", "epoch", averaged=True))),
+    *(
+        Claim(run, BEST, "epoch")
+        for run in ("digits_w64", "sst2_w64", "m4_constant", "lstm_constant")
+    ),
+    *(
+        claim
+        for run, scalar in (("digits_w64", ABOVE), ("hmda", ABOVE), ("sst2_w64", LOSS))
+        for claim in (
+            Claim(run, f"averaged weights, {tables.name_of(scalar)}", scalar, averaged=True),
+            Claim(run, f"averaged weights, {BEST}", "epoch", averaged=True),
+        )
+    ),
     Claim("hmda", "train loss against unzip, which uses no gradients", LOSS, base="unzip"),
-    *(Claim(run, f"QSR, test accuracy over {RULES['parallel']}", "test/accuracy", arm="qsr",
-            base="parallel") for run in ("outer_gpt", "outer_gpt_muon")),
-)  # fmt: skip
+    *(
+        Claim(
+            run,
+            f"QSR, test accuracy over {RULES['parallel']}",
+            "test/accuracy",
+            arm="qsr",
+            base="parallel",
+        )
+        for run in ("outer_gpt", "outer_gpt_muon")
+    ),
+)
 PLANNED = {  # settings whose plan needs no run
     "imagenet_vit_b": ("QSR, ViT-B, 300 epochs", "9,711 rounds, 10.375 %"),
     "imagenet_resnet152": ("QSR, ResNet-152, 200 epochs", "24,792 rounds, 39.731 %"),
@@ -168,8 +191,10 @@ def verdict(size: float, effect: Effect) -> str:
 def effect_of(claim: Claim, recorded: Mapping[str, Comparison]) -> Effect:
     """The effect of a claim in the recorded runs, by their names."""
     if claim.more_than:
-        more, less = (effect_of(claim._replace(run=run, more_than=""), recorded)
-                      for run in (claim.run, claim.more_than))  # fmt: skip
+        more, less = (
+            effect_of(claim._replace(run=run, more_than=""), recorded)
+            for run in (claim.run, claim.more_than)
+        )
         ran = len(more.values) and len(less.values)
         both = (more.values - less.values).dropna() if ran else ()
         return Effect(both, f"{more.text}; with decay {less.text}")
@@ -194,9 +219,10 @@ def effect_of(claim: Claim, recorded: Mapping[str, Comparison]) -> Effect:
     values = better(claim.arm)
     if not len(values):
         lost = [
-            f"{compared.arms[arm]} diverges" for arm in (claim.arm, claim.base)
+            f"{compared.arms[arm]} diverges"
+            for arm in (claim.arm, claim.base)
             if statistics.diverged(compared.data, arm, claim.speed)
-        ]  # fmt: skip
+        ]
         return Effect(note=", ".join(lost))
     rows = [table.loc[arm].loc[values.index] for arm in (claim.arm, claim.base)]
     # The means of what is compared by ratios are geometric, as that of the ratios is.
@@ -272,12 +298,16 @@ def page(folder=None) -> str:
             more = undecided(claim, effect) if words[-1] == "undecided" else ""
             notes = words[-1], effect.note, more
             at = f", lr {claim.rate:g}" if claim.rate else ""
-            rows.append({
-                "claim": f"[{RUNS[claim.run]}](#{claim.run}): {claim.text}{at}",
-                **({"published": claim.paper} if claim.paper else {}), "ours": effect.text,
-                "verdict": "; ".join(filter(None, notes)), "seeds": len(effect.values) or "-",
-                "looks": looked(claim, effect, archive.looks(claim.run, folder)),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "claim": f"[{RUNS[claim.run]}](#{claim.run}): {claim.text}{at}",
+                    **({"published": claim.paper} if claim.paper else {}),
+                    "ours": effect.text,
+                    "verdict": "; ".join(filter(None, notes)),
+                    "seeds": len(effect.values) or "-",
+                    "looks": looked(claim, effect, archive.looks(claim.run, folder)),
+                }
+            )
         verdicts = [word for word in words if not word.startswith("not run")]
         tested += len(verdicts)
         counts = ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(words))
@@ -292,8 +322,14 @@ def page(folder=None) -> str:
         plan = plans_of(*recipes.planned(name), arm_of("qsr")).sync
         ours = f"{plan.rounds:,} rounds, {100 * plan.rounds / plan.total_steps:.3f} %"
         word = "reproduced" if ours == published else "none of that size"
-        plans += [{"claim": f"{text}: rounds, volume against parallel", "published": published,
-                   "ours": ours, "verdict": word}]  # fmt: skip
+        plans += [
+            {
+                "claim": f"{text}: rounds, volume against parallel",
+                "published": published,
+                "ours": ours,
+                "verdict": word,
+            }
+        ]
     return "\n\n".join([chance, *parts, "## Plans, which need no run", tables.markdown(plans)])
 
 

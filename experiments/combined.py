@@ -230,9 +230,12 @@ def fit(study, task, recipe, values):
     sections = (*study.sections, modelled_table(machines))
     slow = {"speeds": (values.load_steps,), "sync_steps": values.sync_steps}
     return study._replace(
-        arms=arms, criterion=criterion, sections=sections, paced=False,
+        arms=arms,
+        criterion=criterion,
+        sections=sections,
+        paced=False,
         **(slow if values.step_seconds else {}),
-    )  # fmt: skip
+    )
 
 
 STUDY = Study(

@@ -29,15 +29,31 @@ MORE = "free memory, or ask for more. Then the same command continues."
 NO_MEMORY = f"Error: memory ran out in a thread that others wait for: {MORE}\n".encode()
 THIS_COMMAND = f"{GROUP}this command"  # all of which it shows, besides these
 SHOWN = (
-    "task", "data_dir", "order", "sync", "echo", "arms", "seeds", "speeds", "workers", "epochs",
-    "total_steps", "learning_rate", "learning_rates", "output_dir", "dry_run",
-)  # fmt: skip
+    "task",
+    "data_dir",
+    "order",
+    "sync",
+    "echo",
+    "arms",
+    "seeds",
+    "speeds",
+    "workers",
+    "epochs",
+    "total_steps",
+    "learning_rate",
+    "learning_rates",
+    "output_dir",
+    "dry_run",
+)
 
 
 def main(
-    define: Callable[[flags.FlagValues], None], run: Callable, *, rest: bool = False,
+    define: Callable[[flags.FlagValues], None],
+    run: Callable,
+    *,
+    rest: bool = False,
     defaults: Callable[[flags.FlagValues], Mapping] = lambda values: {},
-) -> None:  # fmt: skip
+) -> None:
     """Runs a command, as `python -m` does.
 
     Args:

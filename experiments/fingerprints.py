@@ -23,9 +23,12 @@ import ordering.data
 PER_PROCESS = ("process_id", "coordinator_address", "data_dir")
 # Settings of JAX that affect a run's numbers.
 CONFIG = (
-    "jax_default_prng_impl", "jax_threefry_partitionable", "jax_random_seed_offset",
-    "jax_high_dynamic_range_gumbel", "jax_default_matmul_precision",
-)  # fmt: skip
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+    "jax_random_seed_offset",
+    "jax_high_dynamic_range_gumbel",
+    "jax_default_matmul_precision",
+)
 WHOLE = 2**28  # bytes up to which a set is hashed as a whole: about a second
 PACKAGES = ("experiments", "local_opt", "models", "ordering", "syncopate")
 SAMPLED = 1000  # examples of larger arrays and of sources, evenly spaced

@@ -68,11 +68,19 @@ MARGIN = 1 + 1e-12  # against rounding below a whole number
 RULES = {
     "parallel": Rule("parallel", 0.0, lambda rate, steps: local_opt.constant(1, total_steps=steps)),
     "constant": Rule("H = 4", 0.0, lambda rate, steps: local_opt.constant(4, total_steps=steps)),
-    "inverse": Rule("H = 1 / η", 1.0, lambda rate, steps: local_opt.qsr(
-        rate, total_steps=steps, alpha=MARGIN, h_base=1, power=1)),
-    "qsr": Rule("QSR, H = 0.5 / η²", math.inf, lambda rate, steps: local_opt.qsr(
-        rate, total_steps=steps, alpha=0.5**0.5 * MARGIN, h_base=1)),
-}  # fmt: skip
+    "inverse": Rule(
+        "H = 1 / η",
+        1.0,
+        lambda rate, steps: local_opt.qsr(rate, total_steps=steps, alpha=MARGIN, h_base=1, power=1),
+    ),
+    "qsr": Rule(
+        "QSR, H = 0.5 / η²",
+        math.inf,
+        lambda rate, steps: local_opt.qsr(
+            rate, total_steps=steps, alpha=0.5**0.5 * MARGIN, h_base=1
+        ),
+    ),
+}
 
 
 # The theory, in the notation of docs/results/slow_sde.md: l, S, V and psi.
@@ -183,9 +191,17 @@ def measure(name: str, workers: int, rate: float, repetitions: int) -> list[dict
         limit = flow(problem, in_the_limit, workers, rule.beta)[-1]
         theory = flow(problem, at_a_rate, workers, rate, float(period))[-1]
         *drifts, limit_drift = workers * np.asarray(strength(problem, jnp.append(reached, limit)))
-        rows.append({
-            "problem": name, "workers": workers, "learning_rate": rate, "rule": key,
-            "end": reached.tolist(), "theory": float(theory), "limit": float(limit),
-            "drift": list(map(float, drifts)), "limit_drift": float(limit_drift),
-        })  # fmt: skip
+        rows.append(
+            {
+                "problem": name,
+                "workers": workers,
+                "learning_rate": rate,
+                "rule": key,
+                "end": reached.tolist(),
+                "theory": float(theory),
+                "limit": float(limit),
+                "drift": list(map(float, drifts)),
+                "limit_drift": float(limit_drift),
+            }
+        )
     return rows

@@ -26,10 +26,19 @@ from experiments.report.tables import Column
 
 AVERAGED = "test/loss/averaged"
 ORDERS = (
-    "rr+documents", "rr+dealt", "rr", "rr+shifted", "blocks", "id_pair", "cd_grab",
-    "cd_grab+shifted", "cd_grab+sketch1024+shifted", "cd_grab+sketch1024", "cd_grab+scaled",
+    "rr+documents",
+    "rr+dealt",
+    "rr",
+    "rr+shifted",
+    "blocks",
+    "id_pair",
+    "cd_grab",
+    "cd_grab+shifted",
+    "cd_grab+sketch1024+shifted",
+    "cd_grab+sketch1024",
+    "cd_grab+scaled",
     "cd_grab+sketch1024+scaled",
-)  # fmt: skip
+)
 
 
 COLUMNS = (

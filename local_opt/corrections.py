@@ -97,8 +97,9 @@ def scaffold() -> Correction:
         eta = jnp.asarray(rate, jnp.float32)
         updates = jax.tree.map(
             lambda u, c: (u.astype(c.dtype) - eta.astype(c.real.dtype) * c).astype(u.dtype),
-            updates, state.variate,
-        )  # fmt: skip
+            updates,
+            state.variate,
+        )
         return updates, state._replace(rates=state.rates + eta)
 
     return Correction(init, update=update, counts=_bits_of_rates, sync=_new_variate)
@@ -183,7 +184,8 @@ def fedprox(strength: float) -> Correction:
             raise ValueError("fedprox needs the parameters: call update(grads, state, params).")
         return jax.tree.map(
             lambda g, d: (g.astype(d.dtype) + strength * d).astype(g.dtype),
-            grads, moved_from(anchor, params),
-        )  # fmt: skip
+            grads,
+            moved_from(anchor, params),
+        )
 
     return Correction(lambda params: (), gradient=gradient)

@@ -13,9 +13,14 @@ from syncopate.plans import as_array, check_function, check_whole
 __all__ = ["RunTime", "communication_time", "count_collectives", "sync_bytes"]
 
 KINDS = (
-    "all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute",
-    "collective-broadcast", "ragged-all-to-all",
-)  # fmt: skip
+    "all-reduce",
+    "all-gather",
+    "all-to-all",
+    "reduce-scatter",
+    "collective-permute",
+    "collective-broadcast",
+    "ragged-all-to-all",
+)
 
 
 def count_collectives(step: Callable, *args: Any) -> dict[str, int]:

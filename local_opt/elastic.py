@@ -230,8 +230,11 @@ class ElasticSync:
             count, records = self._membership.last.count + 1, self._membership.records()
             expected = self._membership.members or self._membership.everyone
             last = {n: records.get(n, Record()) for n in sorted(expected)}
-            late = [f"process {n} (last seen after step {r.step})" if r.count else f"process {n}"
-                    for n, r in last.items() if r.count < count]  # fmt: skip
+            late = [
+                f"process {n} (last seen after step {r.step})" if r.count else f"process {n}"
+                for n, r in last.items()
+                if r.count < count
+            ]
             names = ", ".join(late) or "the others"
             raise TimeoutError(f"{self._waited(step)} for {names}: {THEN}") from None
         except jax.errors.JaxRuntimeError as error:

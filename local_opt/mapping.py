@@ -301,9 +301,13 @@ def _on_mesh(one, arrays, words, over):
     # With check_vma=True JAX refuses a worker's scans that start from zeros, and sums gradients
     # with respect to replicated arguments over the workers.
     return jax.shard_map(
-        per_device, mesh=over.mesh, axis_names={over.axis_name}, check_vma=False,
-        in_specs=(_each(INPUTS, whole, rows),), out_specs=(whole, _each(words, whole, rows)),
-    )(passed)  # fmt: skip
+        per_device,
+        mesh=over.mesh,
+        axis_names={over.axis_name},
+        check_vma=False,
+        in_specs=(_each(INPUTS, whole, rows),),
+        out_specs=(whole, _each(words, whole, rows)),
+    )(passed)
 
 
 def _each(words, replicated, other) -> dict:

@@ -83,9 +83,12 @@ def take(tree: PyTree, words: Sequence[str] | None = None) -> Taken:
         name = f"{names[index]}.{inside}".removesuffix(".value").removesuffix(".")
         arrays[name], word_of[name] = x, of_objects[index]
     graph = Graph(
-        definition, jax.tree.structure(state), tuple(arrays), tuple(word_of.values()),
+        definition,
+        jax.tree.structure(state),
+        tuple(arrays),
+        tuple(word_of.values()),
         tuple(of_objects),
-    )  # fmt: skip
+    )
     words = [*of_others, *jax.tree.leaves(word_of)]  # in the order of a dict's leaves
     return Taken(structure.unflatten(places), Objects(graph, arrays), tuple(given), words)
 
@@ -113,9 +116,10 @@ def changes(before: Objects, objects: tuple) -> tuple[dict[str, Any], dict[str, 
     word_of = dict(zip(before.graph.names, before.graph.words, strict=True))
     arrays = dict(zip(before.graph.names, jax.tree.leaves(state), strict=True))
     arrays = {
-        name: x for name, x in arrays.items()
+        name: x
+        for name, x in arrays.items()
         if word_of[name] != "replicated" or x is not before.arrays[name]
-    }  # fmt: skip
+    }
     return arrays, {name: word_of[name] for name in arrays}
 
 

@@ -76,9 +76,16 @@ def diloco(
     """
     outer = outer_momentum("diloco", plan, learning_rate, momentum)
     return local_steps(
-        inner, plan, axis_name=axis_name, sync_opt_state=sync_opt_state, outer=outer,
-        compress=compress, correction=correction, specs=specs, drift=drift,
-    )  # fmt: skip
+        inner,
+        plan,
+        axis_name=axis_name,
+        sync_opt_state=sync_opt_state,
+        outer=outer,
+        compress=compress,
+        correction=correction,
+        specs=specs,
+        drift=drift,
+    )
 
 
 def slowmo(
@@ -136,9 +143,16 @@ def slowmo(
     outer = outer_momentum("slowmo", plan, learning_rate, momentum, nesterov=False)
     outer = _per_rate(outer, inner_rate) if callable(inner_rate) else outer
     return local_steps(
-        inner, plan, axis_name=axis_name, sync_opt_state=sync_opt_state, outer=outer,
-        compress=compress, correction=correction, specs=specs, drift=drift,
-    )  # fmt: skip
+        inner,
+        plan,
+        axis_name=axis_name,
+        sync_opt_state=sync_opt_state,
+        outer=outer,
+        compress=compress,
+        correction=correction,
+        specs=specs,
+        drift=drift,
+    )
 
 
 class PerRateState(NamedTuple):

@@ -147,12 +147,17 @@ def local_rounds(
     mesh.check_specs(specs, axis_name)
     return rounds_of(
         Local(
-            checked(inner), axis_name, state_lib.checked_policies(sync_opt_state),
-            None if outer is None else checked(outer, "outer"), compress,
+            checked(inner),
+            axis_name,
+            state_lib.checked_policies(sync_opt_state),
+            None if outer is None else checked(outer, "outer"),
+            compress,
             correction or Correction(init=lambda params: ()),  # which changes nothing
-            specs, drift, anchored=not (outer is None and compress is None and correction is None),
+            specs,
+            drift,
+            anchored=not (outer is None and compress is None and correction is None),
         )
-    )  # fmt: skip
+    )
 
 
 class Local(NamedTuple):
@@ -222,15 +227,22 @@ def _sync(of: Local, params, state, *, weight=None, **extra):
     change = moved_from(state.anchor, params) if of.anchored else params
     steps = state.since.astype(jnp.float32) if of.outer else ()
     (mean, fields, steps), relative_weight, totals = averaged(
-        (() if of.compress else change, fields, steps), axis, weight,
+        (() if of.compress else change, fields, steps),
+        axis,
+        weight,
         of.correction.counts(state.correction),
-    )  # fmt: skip
+    )
     residual = state.residual
     if of.compress is not None:
         mean, residual = synchronize_changes(
-            params, axis_name=axis, anchor=state.anchor, compressor=of.compress,
-            residual=residual, specs=of.specs, relative_weight=relative_weight,
-        )  # fmt: skip
+            params,
+            axis_name=axis,
+            anchor=state.anchor,
+            compressor=of.compress,
+            residual=residual,
+            specs=of.specs,
+            relative_weight=relative_weight,
+        )
     change = if_counted(change, mean, relative_weight)
     anchor, outer = _after_round(of, state, mean, steps)
     new = jax.tree.map(lambda a, x: a.astype(x.dtype), anchor, params)
@@ -245,10 +257,14 @@ def _sync(of: Local, params, state, *, weight=None, **extra):
         residual=residual,
         drift=state_lib.distance(change, mean, of_mean, of.specs) if of.drift else (),
         correction=of.correction.sync(
-            state.correction, change=change, mean=mean, totals=totals, axis_name=axis,
+            state.correction,
+            change=change,
+            mean=mean,
+            totals=totals,
+            axis_name=axis,
             relative_weight=relative_weight,
         ),
-    )  # fmt: skip
+    )
     return mesh.varying_like(state_lib.in_place((new, state), params, of.specs), given)
 
 
@@ -496,9 +512,15 @@ def local_steps(
     """
     check_plan(plan)
     rounds = local_rounds(
-        inner, axis_name=axis_name, sync_opt_state=sync_opt_state, outer=outer, compress=compress,
-        correction=correction, specs=specs, drift=drift,
-    )  # fmt: skip
+        inner,
+        axis_name=axis_name,
+        sync_opt_state=sync_opt_state,
+        outer=outer,
+        compress=compress,
+        correction=correction,
+        specs=specs,
+        drift=drift,
+    )
     overwrites = outer is not None or compress is not None
 
     @jax.transfer_guard("allow")

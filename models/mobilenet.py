@@ -136,8 +136,14 @@ def mobilenet_v2(
 
     def make(rngs):
         return _MobileNet(
-            blocks, image_shape[2], num_classes, stem_channels, stem_stride, head_channels, rngs,
+            blocks,
+            image_shape[2],
+            num_classes,
+            stem_channels,
+            stem_stride,
+            head_channels,
+            rngs,
             dtype=compute,
-        )  # fmt: skip
+        )
 
     return base.model_of(make, l2, inputs=(None, None, None, image_shape[2]), keys=Keys)

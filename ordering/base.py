@@ -163,9 +163,13 @@ class Scope(NamedTuple):
     def shard_map(self, function: Callable, in_specs: Any) -> Callable:
         """The function over the workers' axis of the mesh, with results [W, ...]."""
         return jax.shard_map(
-            function, mesh=self.mesh, in_specs=in_specs, out_specs=PartitionSpec(self.axis_name),
-            axis_names={self.axis_name}, check_vma=False,
-        )  # fmt: skip
+            function,
+            mesh=self.mesh,
+            in_specs=in_specs,
+            out_specs=PartitionSpec(self.axis_name),
+            axis_names={self.axis_name},
+            check_vma=False,
+        )
 
 
 def scope_of(workers: int | Mesh | None, axis_name: str | None) -> Scope:
@@ -216,9 +220,14 @@ def check_order(order: object) -> None:
 
 
 def checked(
-    order: Ordering, num_units: int, kind: type, *, observes: bool = True,
-    rule: SignRule | None = None, **has: bool,
-) -> Ordering:  # fmt: skip
+    order: Ordering,
+    num_units: int,
+    kind: type,
+    *,
+    observes: bool = True,
+    rule: SignRule | None = None,
+    **has: bool,
+) -> Ordering:
     """The order, made to refuse empty params, and states of other orders, which could lose units.
 
     Its states are of type `kind`, and `has` says whether they have arrays in the fields named.
@@ -389,10 +398,13 @@ def check_shapes(tree: PyTree, like: PyTree, what: str = "gradients") -> None:
     """Raises ValueError unless leaves [n, ...] have the shapes of `like` after the leading axis."""
     unit = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), tree)
     plans.check_like(
-        f"one unit of {what}", unit, like, "the state",
+        f"one unit of {what}",
+        unit,
+        like,
+        "the state",
         "call init with params shaped like one gradient (for sketches jnp.zeros(size)), and both "
         "under jax.vmap for several workers.",
-    )  # fmt: skip
+    )
 
 
 def of_only_axis(make: Callable[[str], Ordering]) -> Ordering:

@@ -83,9 +83,13 @@ def grab(
         base.check_shapes(gradients, state.mean)
         valid = state.position + jnp.arange(size) < num_units
         rule_state, running_sum, sign, taken = balance_blocks(
-            rule, state.rule, state.running_sum, gradients,
-            derive=lambda g: _centred(g, state.mean), valid=valid,
-        )  # fmt: skip
+            rule,
+            state.rule,
+            state.running_sum,
+            gradients,
+            derive=lambda g: _centred(g, state.mean),
+            valid=valid,
+        )
         following, left = _place(state, size, sign > 0)
         return state._replace(
             next=following,

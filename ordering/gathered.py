@@ -45,9 +45,13 @@ class GatheredState(NamedTuple):
 
 
 def gathered_pairs(
-    num_units: int, units_per_step: int, rule: signs.SignRule | None, axis_name: str,
-    when: str, team_size: int | None,
-) -> base.Ordering:  # fmt: skip
+    num_units: int,
+    units_per_step: int,
+    rule: signs.SignRule | None,
+    axis_name: str,
+    when: str,
+    team_size: int | None,
+) -> base.Ordering:
     """The order of `cd_grab(gathers=when, team_size=team_size)`."""
     num_units, units_per_step = base.check_units(num_units, units_per_step)
     if when not in WHEN:
@@ -158,8 +162,9 @@ def gathered_pairs(
         if large >= 4 * small and size_of_teams() == workers:
             state = jax.lax.while_loop(
                 lambda state: state.left + large <= observed,
-                functools.partial(window, size=large), state,
-            )  # fmt: skip
+                functools.partial(window, size=large),
+                state,
+            )
         return jax.lax.while_loop(
             lambda state: state.left < observed, functools.partial(window, size=small), state
         )

@@ -41,9 +41,14 @@ def block_size_of(axes: tuple[str, ...] = ()) -> int:
 
 
 def balance(
-    rule: SignRule, rule_state: State, total: PyTree, vectors: PyTree, *,
-    valid: Bool[Array, "n"], axes: tuple[str, ...] = (),
-) -> Signed:  # fmt: skip
+    rule: SignRule,
+    rule_state: State,
+    total: PyTree,
+    vectors: PyTree,
+    *,
+    valid: Bool[Array, "n"],
+    axes: tuple[str, ...] = (),
+) -> Signed:
     """`balance_blocks` of one block of vectors, leaves [n, ...]."""
     dots, gram = trees.dot(vectors, total), trees.gram(vectors)
     products = _added(jnp.concatenate([dots[:, None], gram], axis=1), axes)
@@ -54,11 +59,16 @@ def balance(
 
 
 def balance_blocks(
-    rule: SignRule, rule_state: State, total: PyTree, tree: PyTree, *,
+    rule: SignRule,
+    rule_state: State,
+    total: PyTree,
+    tree: PyTree,
+    *,
     derive: Callable[[PyTree], PyTree] = lambda element: element,
-    valid: Bool[Array, "n"] | None = None, axes: tuple[str, ...] = (),
+    valid: Bool[Array, "n"] | None = None,
+    axes: tuple[str, ...] = (),
     block_size: int | None = None,
-) -> Signed:  # fmt: skip
+) -> Signed:
     """Signs vectors one after the other, with the same signs for every block size.
 
     Args:
@@ -153,9 +163,12 @@ def add_weighted(
 
 
 def signs_of(
-    rule: SignRule, state: State, dots: Float32[Array, "n"], gram: Float32[Array, "n n"],
+    rule: SignRule,
+    state: State,
+    dots: Float32[Array, "n"],
+    gram: Float32[Array, "n n"],
     valid: Bool[Array, "n"],
-) -> Signs:  # fmt: skip
+) -> Signs:
     """(state, signs) from b and G; 0 for a vector that is not valid or has no finite product."""
     # The kernel holds the state of the rule in registers. Keys are not needed: coins are drawn.
     fits = all(mesh.is_key(leaf) or leaf.ndim == 0 for leaf in jax.tree.leaves(state))
@@ -226,15 +239,19 @@ def signs_in_kernel(
     every = mesh.varying([gram, *(x[None] for x in rows), *scalars])
     shapes = [jax.typeof(x) for x in (*every[4:], every[1])]
     call = pl.pallas_call(
-        sign_loop, out_shape=shapes, interpret=interpret,
+        sign_loop,
+        out_shape=shapes,
+        interpret=interpret,
         cost_estimate=_cost_of(size, every, shapes),
         compiler_params=_of_triton(gram.shape[0]) if triton else None,
-    )  # fmt: skip
+    )
     *scalars, signs = call(*every)
     state = jax.tree.map(
         lambda new, old: old if new is None else new.reshape(()),
-        structure.unflatten(scalars), state, is_leaf=lambda x: x is None,
-    )  # fmt: skip
+        structure.unflatten(scalars),
+        state,
+        is_leaf=lambda x: x is None,
+    )
     return state, signs[0, :size]
 
 

@@ -216,9 +216,14 @@ def _pair_balance(num_units, units_per_step, rule, axis_name, *, coordinated) ->
         valid = (pair < num_units // 2) & (2 * pair + 1 < end)
         pending, vectors = complete_pairs(state, gradients, num_pairs, workers)
         rule_state, running_sum, sign, _ = balance_blocks(
-            rule, state.rule, state.running_sum, vectors, derive=derive,
-            valid=jnp.repeat(valid, workers), axes=summed,
-        )  # fmt: skip
+            rule,
+            state.rule,
+            state.running_sum,
+            vectors,
+            derive=derive,
+            valid=jnp.repeat(valid, workers),
+            axes=summed,
+        )
         if coordinated:
             sign = sign.reshape(num_pairs, workers)[:, jax.lax.axis_index(axis_name)]
         state = state._replace(

@@ -20,9 +20,15 @@ from syncopate import mesh, plans
 
 
 def resize(
-    state: State, fresh: State, order: Ordering, units: Int[np.ndarray, "W M"] | None = None, *,
-    units_per_step: int, visited: int, axis_name: str = "worker",
-) -> tuple[State, Int[np.ndarray, "W2 M2"] | None]:  # fmt: skip
+    state: State,
+    fresh: State,
+    order: Ordering,
+    units: Int[np.ndarray, "W M"] | None = None,
+    *,
+    units_per_step: int,
+    visited: int,
+    axis_name: str = "worker",
+) -> tuple[State, Int[np.ndarray, "W2 M2"] | None]:
     """The state of an order for W' workers, in which each unit is still visited once per epoch.
 
     Each step of all workers keeps its W B units: worker 0 of the W' gets the first B' = W B / W' of
@@ -186,9 +192,12 @@ def _(fresh, state, current, visited):
         )
     rule = jax.tree.map(lambda x, new: _kept(x, workers, new), state.rule, fresh.rule)
     fresh = fresh._replace(
-        current=current, next=following, position=position, epoch=_kept(state.epoch, workers),
+        current=current,
+        next=following,
+        position=position,
+        epoch=_kept(state.epoch, workers),
         rule=rule,
-    )  # fmt: skip
+    )
     if isinstance(fresh, GatheredState):
         fresh = fresh._replace(left=position // 2)
     if isinstance(fresh, GrabState):

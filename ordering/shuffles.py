@@ -57,9 +57,12 @@ def epoch_permutation(key, epoch, size):
 
 
 def shuffled(
-    num_units: int, draw: Callable, first: Callable | None = None, kind: type = ShuffleState,
+    num_units: int,
+    draw: Callable,
+    first: Callable | None = None,
+    kind: type = ShuffleState,
     **fields: Any,
-) -> Ordering:  # fmt: skip
+) -> Ordering:
     """The ordering whose next order is `draw(key, epoch, current)`, from `first(key)` if given.
 
     `fields` are further fields of the `Ordering`.

@@ -150,8 +150,9 @@ def typed_axes(axis_name: Any) -> frozenset[str]:
     manual = jax.sharding.get_abstract_mesh().manual_axes
     indices = [
         jax.eval_shape(functools.partial(jax.lax.axis_index, name))
-        for name in names_of(axis_name) if name in manual
-    ]  # fmt: skip
+        for name in names_of(axis_name)
+        if name in manual
+    ]
     return frozenset().union(*map(varying_axes, indices))
 
 

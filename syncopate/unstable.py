@@ -10,9 +10,15 @@ from jax.experimental.layout import Format as Format  # nothing yet; what jax.Ar
 from jax.extend import core
 
 __all__ = [
-    "Format", "axis_names", "compilation_cache", "coordination_client", "multihost_utils",
-    "pallas", "topologies", "triton",
-]  # fmt: skip
+    "Format",
+    "axis_names",
+    "compilation_cache",
+    "coordination_client",
+    "multihost_utils",
+    "pallas",
+    "topologies",
+    "triton",
+]
 
 
 def axis_names() -> list[str]:

@@ -46,10 +46,31 @@ def batches(count=T):
 
 
 PLAN = echo.fixed(2, total_steps=T)
-POLICIES = [None, 3, "fixed", echo.fixed, echo.EchoPlan, local_opt.constant(2, total_steps=T),
-            FRESH, THING, {}, lambda t: True]  # fmt: skip
-LOADS = [3, "text", THING, {}, [None] * T, [{}] * T, ["text"] * T, [np.array(["a"])] * T,
-         {"x": np.ones(2)}, [THING] * T, [{"x": THING}] * T]  # fmt: skip
+POLICIES = [
+    None,
+    3,
+    "fixed",
+    echo.fixed,
+    echo.EchoPlan,
+    local_opt.constant(2, total_steps=T),
+    FRESH,
+    THING,
+    {},
+    lambda t: True,
+]
+LOADS = [
+    3,
+    "text",
+    THING,
+    {},
+    [None] * T,
+    [{}] * T,
+    ["text"] * T,
+    [np.array(["a"])] * T,
+    {"x": np.ones(2)},
+    [THING] * T,
+    [{"x": THING}] * T,
+]
 
 
 def echoed(loads=batches, plan=PLAN, **args):
@@ -67,13 +88,18 @@ CALLS |= {
     "EchoPlan.first_load": call(PLAN.first_load, step=also("step", 2, T + 1)),
     "fixed": call(echo.fixed, factor=2, total_steps=Arg(T, but_none(whole()))),
     "adaptive": call(
-        lambda **args: echo.adaptive(**args)[1:], max_factor=2,
+        lambda **args: echo.adaptive(**args)[1:],
+        max_factor=2,
         total_steps=Arg(T, but_none(whole())),
-        decided=Arg(DECIDED, [None, np.ones(T + 1, bool), *NOT_FRESH])),
+        decided=Arg(DECIDED, [None, np.ones(T + 1, bool), *NOT_FRESH]),
+    ),
     "repeat": call(
-        echoed, plan=Arg(PLAN, [*POLICIES, echo.adaptive(total_steps=T, max_factor=2)]),
-        loads=Arg(batches, [*LOADS, [], batches(2)]), first_step=also("first_step", 0, T + 1)),
-}  # fmt: skip
+        echoed,
+        plan=Arg(PLAN, [*POLICIES, echo.adaptive(total_steps=T, max_factor=2)]),
+        loads=Arg(batches, [*LOADS, [], batches(2)]),
+        first_step=also("first_step", 0, T + 1),
+    ),
+}
 
 
 # Sources and their orders.
@@ -86,9 +112,25 @@ NO_SOURCES = [
     {"x": THING}, [{"x": 1}, 3],
 ]  # fmt: skip
 NO_INDICES = [
-    None, 3, 1.0, "text", [0.5], [[0]], [12], [-13], [NAN], THING, {}, ["a"], np.array([0.0, 1.0]),
-    [True, False], 1j, [2**40], [None], Foreign(2),
-]  # fmt: skip
+    None,
+    3,
+    1.0,
+    "text",
+    [0.5],
+    [[0]],
+    [12],
+    [-13],
+    [NAN],
+    THING,
+    {},
+    ["a"],
+    np.array([0.0, 1.0]),
+    [True, False],
+    1j,
+    [2**40],
+    [None],
+    Foreign(2),
+]
 ORDER = ordering.random_reshuffling(6, units_per_step=2)
 STATE = ORDER.init(KEY, None)
 PLACE = ordering.data.ReadState(ordering.init_workers(ORDER, KEY, None, 2))
@@ -100,8 +142,12 @@ NO_ORDERS = [
     np.full((2, 6), 2**40), Foreign(2, 6), KEY,
 ]  # fmt: skip
 UNITS = also("units_per_step", 2, 7, 2**31)
-SIZES = {"orders": Arg(ORDERS, NO_ORDERS), "units_per_step": UNITS, "unit_size": 1,
-         "num_units": Arg(6, [5, *but_none(whole())])}  # fmt: skip
+SIZES = {
+    "orders": Arg(ORDERS, NO_ORDERS),
+    "units_per_step": UNITS,
+    "unit_size": 1,
+    "num_units": Arg(6, [5, *but_none(whole())]),
+}
 GLOBAL = {**SIZES, "orders": Arg(np.arange(12).reshape(2, 6), NO_ORDERS[:6]), "total": 12}
 SHARDINGS = [3, "cpu", THING, jax.P("worker"), {"x": 3}, jax.devices]
 

@@ -40,43 +40,84 @@ NO_ARRAYS = [None, 3, "text", THING, {}, np.array(["a"] * 2), jnp.ones(())]
 SHAPES = [None, 3, "text", (8, 8), (8, 8, 3, 1), (0, 8, 3), (-8, 8, 3), (8.5, 8, 3), (8, 8, 0), [],
           (8, 8, NAN), ("8", 8, 3), (8, 8, None), THING, {}, (8, 8, True), 1j]  # fmt: skip
 HIDDEN = [None, 3, "text", (0,), (-1,), (2.5,), ("2",), (NAN,), (None,), (True,), THING, [[2]]]
-STAGES = [None, 3, "text", (), (3,), THING, ((2, 4, 1),), ((2, 4, 1, 3),), ((2.5, 4, 1, 1),),
-          (("2", 4, 1, 1),), ((NAN, 4, 1, 1),), ((None, 4, 1, 1),)]  # fmt: skip
+STAGES = [
+    None,
+    3,
+    "text",
+    (),
+    (3,),
+    THING,
+    ((2, 4, 1),),
+    ((2, 4, 1, 3),),
+    ((2.5, 4, 1, 1),),
+    (("2", 4, 1, 1),),
+    ((NAN, 4, 1, 1),),
+    ((None, 4, 1, 1),),
+]
 
 
 def images(side, channels):
-    bad = [jnp.ones((2, side, side)), jnp.ones((2, side, side, channels + 1)), [[1.0]],
-           jnp.ones((side, side, channels)), jnp.ones((0, side, side, channels))]  # fmt: skip
+    bad = [
+        jnp.ones((2, side, side)),
+        jnp.ones((2, side, side, channels + 1)),
+        [[1.0]],
+        jnp.ones((side, side, channels)),
+        jnp.ones((0, side, side, channels)),
+    ]
     return Arg(jnp.ones((2, side, side, channels)), [*NO_ARRAYS, *bad])
 
 
 CLASSES = jnp.zeros(2, int)
-FEATURES = Arg(jnp.ones((2, 4)), [
-    *NO_ARRAYS, jnp.ones((2, 5)), jnp.ones(7), jnp.ones((3, 4)), [[1.0]]])  # fmt: skip
+FEATURES = Arg(
+    jnp.ones((2, 4)), [*NO_ARRAYS, jnp.ones((2, 5)), jnp.ones(7), jnp.ones((3, 4)), [[1.0]]]
+)
 LABELS = Arg(CLASSES, [*NO_ARRAYS, jnp.zeros(3, int), jnp.zeros((2, 1), int)])
 WHOLE_LABELS = Arg(CLASSES, [*LABELS.bad, jnp.zeros(2)])
 TOKENS = jnp.zeros((2, 4), int)
-TEXTS = [*NO_ARRAYS, jnp.zeros((2, 4)), jnp.zeros(4, int), jnp.zeros((3, 4), int),
-         jnp.zeros((2, 4, 1), int), jnp.zeros((2, 0), int)]  # fmt: skip
+TEXTS = [
+    *NO_ARRAYS,
+    jnp.zeros((2, 4)),
+    jnp.zeros(4, int),
+    jnp.zeros((3, 4), int),
+    jnp.zeros((2, 4, 1), int),
+    jnp.zeros((2, 0), int),
+]
 NEXT = Arg(TOKENS, [*NO_ARRAYS, jnp.zeros((2, 4)), jnp.zeros((2, 3), int), jnp.zeros(2, int)])
 SERIES = Arg(jnp.zeros((2, 2)), [*NO_ARRAYS, jnp.zeros(2), jnp.zeros((2, 3)), jnp.zeros((3, 2))])
 BY_WORDS = {"x": Arg(TOKENS, TEXTS), "y": NEXT}
 BY_IMAGES = {"x": images(8, 3), "y": WHOLE_LABELS}
 DRAWS = {"key": Arg(KEY, NO_KEYS)}
 USUAL = {
-    "num_features": 4, "num_classes": 3, "hidden": Arg((5,), HIDDEN), "lags": 4, "horizon": 2,
-    "vocab_size": 7, "context": 6, "width": 4, "depth": also("patch", 1), "heads": 2, "patch": 4,
-    "image_shape": Arg((8, 8, 3), SHAPES), "l2": 0.5,
-}  # fmt: skip
+    "num_features": 4,
+    "num_classes": 3,
+    "hidden": Arg((5,), HIDDEN),
+    "lags": 4,
+    "horizon": 2,
+    "vocab_size": 7,
+    "context": 6,
+    "width": 4,
+    "depth": also("patch", 1),
+    "heads": 2,
+    "patch": 4,
+    "image_shape": Arg((8, 8, 3), SHAPES),
+    "l2": 0.5,
+}
 CHANGES = {
-    "mlp": DRAWS, "forecaster": {"y": SERIES} | DRAWS, "logistic_regression": {"y": LABELS},
-    "lstm": DRAWS, "vit": DRAWS,
+    "mlp": DRAWS,
+    "forecaster": {"y": SERIES} | DRAWS,
+    "logistic_regression": {"y": LABELS},
+    "lstm": DRAWS,
+    "vit": DRAWS,
     "gpt2": {"x": Arg(TOKENS, [*TEXTS, jnp.zeros((2, 9), int)])} | DRAWS,
     "lenet": {"image_shape": Arg((28, 28, 1), SHAPES), "x": images(28, 1)},
     "resnet": {"depth": also("patch", 8, 7), "stem": "cifar"},
-    "mobilenet_v2": {"stem_channels": 4, "stem_stride": also("stem_stride", 1, 3),
-                     "head_channels": 8, "stages": Arg(((2, 4, 1, 2),), STAGES)},
-}  # fmt: skip
+    "mobilenet_v2": {
+        "stem_channels": 4,
+        "stem_stride": also("stem_stride", 1, 3),
+        "head_channels": 8,
+        "stages": Arg(((2, 4, 1, 2),), STAGES),
+    },
+}
 
 
 def model_call(make, changes):
@@ -94,11 +135,24 @@ CALLS = {
     for name, make in returning(models.Model, models).items()
 }
 BATCH = {"x": jnp.ones((2, 1)), "y": jnp.array([0, 1])}
-NO_BATCHES = [None, 3, "text", {}, {"x": BATCH["x"]}, BATCH | {"x": "text"}, THING,
-              BATCH | {"x": jnp.ones((2, 2))}, BATCH | {"x": jnp.full((2, 1), NAN)},
-              {"x": jnp.ones((0, 1)), "y": jnp.zeros(0, int)}]  # fmt: skip
+NO_BATCHES = [
+    None,
+    3,
+    "text",
+    {},
+    {"x": BATCH["x"]},
+    BATCH | {"x": "text"},
+    THING,
+    BATCH | {"x": jnp.ones((2, 2))},
+    BATCH | {"x": jnp.full((2, 1), NAN)},
+    {"x": jnp.ones((0, 1)), "y": jnp.zeros(0, int)},
+]
 CALLS["optimum"] = call(
-    models.optimum, batch=Arg(BATCH, NO_BATCHES), tolerance=Arg(1e-6, real()),
-    model=Arg(models.logistic_regression(num_features=1, l2=1.0),
-              [None, 3, "model", models.logistic_regression, THING, {}]),
-)  # fmt: skip
+    models.optimum,
+    batch=Arg(BATCH, NO_BATCHES),
+    tolerance=Arg(1e-6, real()),
+    model=Arg(
+        models.logistic_regression(num_features=1, l2=1.0),
+        [None, 3, "model", models.logistic_regression, THING, {}],
+    ),
+)

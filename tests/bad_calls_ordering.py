@@ -75,17 +75,24 @@ def epoch(make):
 
 NO_ROWS = [X, 3, "rows", THING, {}, [], ordering.Ordering]
 BAD_ROWS = [
-    *NO_ROWS, *(rows_of({"w": jnp.ones(shape)}) for shape in ((3, 3), (B, 7), (0, 3))),
-    rows_of({"w": 1j * jnp.ones((B, 3))}), rows_of({"w": np.full((B, 3), "a")}),
+    *NO_ROWS,
+    *(rows_of({"w": jnp.ones(shape)}) for shape in ((3, 3), (B, 7), (0, 3))),
+    rows_of({"w": 1j * jnp.ones((B, 3))}),
+    rows_of({"w": np.full((B, 3), "a")}),
     rows_of({"w": jnp.ones((B, 3)), "b": jnp.ones((B, 5))}),
-]  # fmt: skip
+]
 SHAPED = [rows_of(t) for t in ({"v": ROWS["w"]}, ROWS["w"], {"w": jnp.ones((B, 3, 1))})]
 SHAPELESS = [{}, None, "text", THING, {"w": "text"}, {"w": THING}, {"w": [1.0, "a"]}]
 OBSERVED = {"key": KEY, "params": Arg(X, SHAPELESS), "rows": Arg(rows_of(ROWS), BAD_ROWS)}
 AXIS = Arg("worker", but_none(KINDS["axis_name"]))  # None is the only one in scope
-SIZES = {"num_units": M, "units_per_step": also("units_per_step", B, M + 1),
-         "block_size": also("block_size", B, M + 1), "total": also("total", W * M, W * M - 1),
-         "axis_name": AXIS, "team_size": Arg(None, [1, 2])}  # fmt: skip
+SIZES = {
+    "num_units": M,
+    "units_per_step": also("units_per_step", B, M + 1),
+    "block_size": also("block_size", B, M + 1),
+    "total": also("total", W * M, W * M - 1),
+    "axis_name": AXIS,
+    "team_size": Arg(None, [1, 2]),
+}
 MAKES = returning(ordering.Ordering, ordering, ordering.baselines)
 del MAKES["global_order"]  # of an order, below
 
@@ -104,20 +111,37 @@ def order_call(make):
 
 CALLS |= {name: order_call(make) for name, make in MAKES.items()}
 COORDINATED = {
-    **OBSERVED, "num_units": M, "units_per_step": SIZES["units_per_step"], "axis_name": AXIS,
-    "rule": None, "team_size": also("team_size", 1, 3),
-}  # fmt: skip
+    **OBSERVED,
+    "num_units": M,
+    "units_per_step": SIZES["units_per_step"],
+    "axis_name": AXIS,
+    "rule": None,
+    "team_size": also("team_size", 1, 3),
+}
 for when in ("step", "sync"):
     make = lambda gathers=when, **args: ordering.cd_grab(gathers=gathers, **args)  # noqa: E731
     CALLS[f"cd_grab, {when}"] = call(epoch(make), **COORDINATED)
 CD, GRAB = ordering.cd_grab(M, units_per_step=B), ordering.grab(M, units_per_step=B)
-NOT_PAIRS = [None, 3, ordering.cd_grab, "cd_grab", THING, {}, GRAB, ordering.random_reshuffling(M),
-             ordering.cd_grab(M + 2, units_per_step=B), ordering.global_order(CD, M)]  # fmt: skip
+NOT_PAIRS = [
+    None,
+    3,
+    ordering.cd_grab,
+    "cd_grab",
+    THING,
+    {},
+    GRAB,
+    ordering.random_reshuffling(M),
+    ordering.cd_grab(M + 2, units_per_step=B),
+    ordering.global_order(CD, M),
+]
 CALLS["global_order"] = call(
-    epoch(ordering.global_order), order=Arg(CD, NOT_PAIRS), num_units=also("num_units", M, M - 1),
+    epoch(ordering.global_order),
+    order=Arg(CD, NOT_PAIRS),
+    num_units=also("num_units", M, M - 1),
     total=also("total", W * M, W * M - 1, 4 * M + 1, 2**31),
-    axis_name=AXIS, **OBSERVED,
-)  # fmt: skip
+    axis_name=AXIS,
+    **OBSERVED,
+)
 
 # States: of other orders, of other sizes, and what is none.
 ORDERS = {
@@ -152,8 +176,16 @@ def at(part, function, units=B):
 for name, make in ORDERS.items():
     shuffles = "reshuffling" in name
     wrong = [n for n in ORDERS if n != name and not (shuffles and "reshuffling" in n)]
-    states = [None, 3, (), {}, THING, lambda make=make: make(M), state_of(name, M - 2),
-              *(state_of(n, M) for n in wrong)]  # fmt: skip
+    states = [
+        None,
+        3,
+        (),
+        {},
+        THING,
+        lambda make=make: make(M),
+        state_of(name, M - 2),
+        *(state_of(n, M) for n in wrong),
+    ]
     if name in ("pair_balance", "cd_grab"):  # the ends of their epochs are alike
         states.pop(-1 - wrong[::-1].index("cd_grab" if name == "pair_balance" else "pair_balance"))
     for part in ("observe", "next_epoch", "sync"):
@@ -192,25 +224,42 @@ def loss_of(p, x, key):
 
 
 LOSSES = wrong_functions(
-    None, lambda p: 0.0, lambda p, x: 0.0, lambda p, x, key: None, lambda p, x, key: "text",
-    lambda p, x, key: loss_of(p, x, key) > 0, lambda p, x, key: 1j * loss_of(p, x, key),
-    lambda p, x, key: loss_of(p, x, key).astype(int), lambda p, x, key: (loss_of(p, x, key), 3),
+    None,
+    lambda p: 0.0,
+    lambda p, x: 0.0,
+    lambda p, x, key: None,
+    lambda p, x, key: "text",
+    lambda p, x, key: loss_of(p, x, key) > 0,
+    lambda p, x, key: 1j * loss_of(p, x, key),
+    lambda p, x, key: loss_of(p, x, key).astype(int),
+    lambda p, x, key: (loss_of(p, x, key), 3),
     lambda p, x, key: {"loss": loss_of(p, x, key)},
-)  # fmt: skip
-PER_EXAMPLE = [
-    lambda p, x, key: jnp.stack([loss_of(p, x, key)] * 3), lambda p, x, key: jnp.ones(2)
-]  # fmt: skip
+)
+PER_EXAMPLE = [lambda p, x, key: jnp.stack([loss_of(p, x, key)] * 3), lambda p, x, key: jnp.ones(2)]
 EMPTY = [{}, None, (), jnp.ones((0, 3))]
 BATCHES = [
-    *EMPTY, "text", 3, THING, jnp.ones(()), {"x": jnp.ones((4, 3)), "y": jnp.ones(3)},
-    {"x": jnp.ones((4, 3)), "y": "text"}, [np.ones(3), np.ones(3), "a"], np.array(["a"] * 4),
-]  # fmt: skip
+    *EMPTY,
+    "text",
+    3,
+    THING,
+    jnp.ones(()),
+    {"x": jnp.ones((4, 3)), "y": jnp.ones(3)},
+    {"x": jnp.ones((4, 3)), "y": "text"},
+    [np.ones(3), np.ones(3), "a"],
+    np.array(["a"] * 4),
+]
 # JAX takes legacy keys, and so may a loss.
 NO_KEYS = [key for key in KEYS if getattr(key, "dtype", None) != np.uint32]
-OF_LOSS = {"loss": Arg(loss_of, LOSSES + PER_EXAMPLE), "batch": Arg(jnp.ones((4, 3)), BATCHES),
-           "params": Arg(X, SHAPELESS[2:]), "key": Arg(KEY, NO_KEYS)}  # fmt: skip
-TO_SKETCH = Arg(ordering.make_sketch(KEY, size=2), wrong_functions(
-    lambda g: None, lambda g: "text", ordering.make_sketch))  # fmt: skip
+OF_LOSS = {
+    "loss": Arg(loss_of, LOSSES + PER_EXAMPLE),
+    "batch": Arg(jnp.ones((4, 3)), BATCHES),
+    "params": Arg(X, SHAPELESS[2:]),
+    "key": Arg(KEY, NO_KEYS),
+}
+TO_SKETCH = Arg(
+    ordering.make_sketch(KEY, size=2),
+    wrong_functions(lambda g: None, lambda g: "text", ordering.make_sketch),
+)
 CALLS |= {
     "per_example_grads": call(gradients(ordering.per_example_grads), has_aux=Arg(False, [True]),
                         to_sketch=TO_SKETCH, **OF_LOSS),
@@ -240,9 +289,18 @@ CALLS |= {
             ordering.sketch_plan(loss, params, batch, **args)), size=2,
         **OF_LOSS | {"key": Arg(KEY, [None, "0", THING])}),
 }  # fmt: skip
-STACKS = [{}, None, 3, jnp.ones(()), {"w": jnp.ones((0, 3))}, {"w": [[1.0, 2.0], [3.0, 4.0]]},
-          {"a": jnp.ones((2, 3)), "b": jnp.ones((3, 3))}, {"w": None}, *leaves_of(2, 3),
-          {"w": 1j * jnp.ones((2, 3))}]  # fmt: skip
+STACKS = [
+    {},
+    None,
+    3,
+    jnp.ones(()),
+    {"w": jnp.ones((0, 3))},
+    {"w": [[1.0, 2.0], [3.0, 4.0]]},
+    {"a": jnp.ones((2, 3)), "b": jnp.ones((3, 3))},
+    {"w": None},
+    *leaves_of(2, 3),
+    {"w": 1j * jnp.ones((2, 3))},
+]
 ADAM, LEAVES = optax.adam(0.1), [ordering.SketchLeaf("w", (3,), "formed", "product")]
 ONE = [{}, None, {"w": [1.0, "a"]}, {"w": 1j * jnp.ones(3)}, *leaves_of(3)]
 VECTORS, ORDER = jnp.arange(12.0).reshape(4, 3), jnp.arange(4)

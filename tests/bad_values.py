@@ -96,12 +96,29 @@ def wrong_functions(*more):
 def leaves_of(*shape):
     """Trees of a leaf that is no array of numbers, in place of {"w": float[shape]}."""
     texts = np.full(shape, "a")
-    return ["text", THING, {"w": "text"}, {"w": THING}, {"w": texts}, {"w": texts.astype(object)},
-            {"w": jnp.broadcast_to(KEY, shape)}, {"w": Foreign(*shape)}]  # fmt: skip
+    return [
+        "text",
+        THING,
+        {"w": "text"},
+        {"w": THING},
+        {"w": texts},
+        {"w": texts.astype(object)},
+        {"w": jnp.broadcast_to(KEY, shape)},
+        {"w": Foreign(*shape)},
+    ]
 
 
-KEYS = [0, jax.random.split(jax.random.PRNGKey(0)), np.zeros(3, np.uint32), "0", 0.5, None, THING,
-        [KEY], jax.random.split(KEY, 2)]  # fmt: skip
+KEYS = [
+    0,
+    jax.random.split(jax.random.PRNGKey(0)),
+    np.zeros(3, np.uint32),
+    "0",
+    0.5,
+    None,
+    THING,
+    [KEY],
+    jax.random.split(KEY, 2),
+]
 AXES = ["data", "", 3, None, 0.5, ["worker"], ("worker", "data"), THING]
 SCHEDULES = [
     -1.0, NAN, INF, "3", 1j, None, [0.5] * 3, np.ones((T, 2)), np.ones(9), THING, {},
@@ -109,24 +126,52 @@ SCHEDULES = [
     lambda t: "a", lambda t: None, lambda t: -0.5, lambda t: np.ones(2), lambda t: 1j,
     -2.7,
 ]  # fmt: skip
-OPTIMIZERS = [0.1, optax.sgd, "sgd", optax.sgd(0.1).init, optax.constant_schedule(0.1), {}, THING,
-              optax.GradientTransformation, [optax.sgd(0.1)]]  # fmt: skip
+OPTIMIZERS = [
+    0.1,
+    optax.sgd,
+    "sgd",
+    optax.sgd(0.1).init,
+    optax.constant_schedule(0.1),
+    {},
+    THING,
+    optax.GradientTransformation,
+    [optax.sgd(0.1)],
+]
 PARAMS = [{}, None, {"w": [1.0, "a"]}, *leaves_of(3)]
 LIKE_PARAMS = [
-    {}, None, {"v": jnp.ones(3)}, {"w": jnp.ones(4)}, {"w": jnp.ones((3, 1))}, {"w": jnp.ones(())},
-    {"w": jnp.ones(3), "b": jnp.ones(1)}, jnp.ones(3), [jnp.ones(3)], {"w": "text"}, {"w": None},
-    {"w": THING}, {"w": 1j * jnp.ones(3)},
-]  # fmt: skip
+    {},
+    None,
+    {"v": jnp.ones(3)},
+    {"w": jnp.ones(4)},
+    {"w": jnp.ones((3, 1))},
+    {"w": jnp.ones(())},
+    {"w": jnp.ones(3), "b": jnp.ones(1)},
+    jnp.ones(3),
+    [jnp.ones(3)],
+    {"w": "text"},
+    {"w": None},
+    {"w": THING},
+    {"w": 1j * jnp.ones(3)},
+]
 FRESH = np.arange(T) % 2 == 0
-NOT_FRESH = [3, "text", [1, 0], np.ones((2, 2), bool), FRESH.astype(float), THING, {}, KEY,
-             [False, True], [True, None], np.array(["a"] * T), Foreign(T)]  # fmt: skip
+NOT_FRESH = [
+    3,
+    "text",
+    [1, 0],
+    np.ones((2, 2), bool),
+    FRESH.astype(float),
+    THING,
+    {},
+    KEY,
+    [False, True],
+    [True, None],
+    np.array(["a"] * T),
+    Foreign(T),
+]
 SPECS = [3, "worker", THING, jax.P("worker"), {"w": 3}]
 COMPRESSORS = [3, "int8", THING, {}, local_opt.quantize, jnp.int8, ("int8",)]
-CORRECTIONS = [
-    3, "scaffold", corrections.scaffold, corrections.fedprox, THING, {}, optax.sgd(0.1)
-]  # fmt: skip
-RULES = [3, "greedy", ordering.baselines.self_balancing_walk, THING, {}, (),
-         ordering.grab(4)]  # fmt: skip
+CORRECTIONS = [3, "scaffold", corrections.scaffold, corrections.fedprox, THING, {}, optax.sgd(0.1)]
+RULES = [3, "greedy", ordering.baselines.self_balancing_walk, THING, {}, (), ordering.grab(4)]
 
 # By the name of the argument.
 KINDS = {
@@ -153,12 +198,23 @@ KINDS = {
     ) for name in names.split()
 }  # fmt: skip
 # What else a message may call an argument.
-NAMES = {"rows": "gradient", "grads": "gradient updates", "update_params": "parameters",
-         "x": "shape y", "params": "leaves leaf", "batches": "load batch", "loads": "source",
-         "batch": "gradient loss", "tree": "leaf rows params", "indices": "index",
-         "gradients": "gradient",
-         "function": "results words", "plans_of": "plan",
-         "to_sketch": "rows key", "vectors": "array"}  # fmt: skip
+NAMES = {
+    "rows": "gradient",
+    "grads": "gradient updates",
+    "update_params": "parameters",
+    "x": "shape y",
+    "params": "leaves leaf",
+    "batches": "load batch",
+    "loads": "source",
+    "batch": "gradient loss",
+    "tree": "leaf rows params",
+    "indices": "index",
+    "gradients": "gradient",
+    "function": "results words",
+    "plans_of": "plan",
+    "to_sketch": "rows key",
+    "vectors": "array",
+}
 
 
 class Arg(NamedTuple):
@@ -188,9 +244,11 @@ def call(run: Callable, **args: Any) -> Call:
 
 # (a valid value, bad ones) of arguments that neither KINDS nor a row knows.
 BY_TYPE = {
-    int: (2, [NAN, INF, 0.5, *NO_NUMBER]), float: (0.5, [NAN, *NO_NUMBER]),
-    bool: (False, []), str: ("", []),
-}  # fmt: skip
+    int: (2, [NAN, INF, 0.5, *NO_NUMBER]),
+    float: (0.5, [NAN, *NO_NUMBER]),
+    bool: (False, []),
+    str: ("", []),
+}
 
 
 def arguments(function: Callable, **usual: Any) -> dict[str, Arg]:
@@ -246,8 +304,15 @@ def outcome(run: Callable, name: str, value: Any) -> Outcome:
         # RuntimeErrors are those of loading; ImportErrors name a library that is not installed.
         if not isinstance(error, ValueError | RuntimeError | ImportError) or not _is_ours(error):
             return Outcome("raw", text)
-        names = [name, name.rstrip("s"), *name.split("_"), *NAMES.get(name, "").split(),
-                 str(value), repr(value)[:40], type(value).__name__]  # fmt: skip
+        names = [
+            name,
+            name.rstrip("s"),
+            *name.split("_"),
+            *NAMES.get(name, "").split(),
+            str(value),
+            repr(value)[:40],
+            type(value).__name__,
+        ]
         named = any(word and word.lower() in text.lower() for word in names)
         return Outcome("refused" if named else "unnamed", text)
     finally:

@@ -76,9 +76,12 @@ def _given_order(numbers, shape, ready, window):
         return Given(jnp.asarray(rows), following, jnp.int32(ready), jnp.int32(epoch))
 
     return ordering.Ordering(
-        lambda key, like: at(0), lambda state, rows: state, lambda state: at(state.epoch + 1),
-        units_per_step=window, is_global=True,
-    )  # fmt: skip
+        lambda key, like: at(0),
+        lambda state, rows: state,
+        lambda state: at(state.epoch + 1),
+        units_per_step=window,
+        is_global=True,
+    )
 
 
 class Case(NamedTuple):

@@ -17,17 +17,27 @@ from tests.cases import FAST_XLA
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DATA = [  # few examples, for two workers
-    "--num_train=96", "--num_test=200", "--workers=2", "--units_per_step=4", "--unit_size=1",
+    "--num_train=96",
+    "--num_test=200",
+    "--workers=2",
+    "--units_per_step=4",
+    "--unit_size=1",
     "--checkpoint_every=0",
-]  # fmt: skip
+]
 LENGTH = ["--total_steps=24", "--evaluations=4", "--warmup_steps=2", "--h_base=2"]
 SMALL = [*DATA, "--seeds=2", "--learning_rates=0.1,0.4"]  # of every study
 SHORT = [*DATA, *LENGTH, "--learning_rate=0.2", "--order=rr"]  # of a run
 SAVED = [*SHORT, "--checkpoint_every=7"]
 RUN = [
-    "experiments.train", "--order=cd_grab", "--sync=qsr", "--echo=diffusion+cosine",
-    "--total_steps=6000", "--evaluations=12", "--checkpoint_every=150", "--units_per_step=3",
-]  # fmt: skip
+    "experiments.train",
+    "--order=cd_grab",
+    "--sync=qsr",
+    "--echo=diffusion+cosine",
+    "--total_steps=6000",
+    "--evaluations=12",
+    "--checkpoint_every=150",
+    "--units_per_step=3",
+]
 TWO_DEVICES = ["--workers=2", "--run=mesh"]
 LAUNCH_TWO = ["experiments.launch", "--processes=2", "--"]
 
@@ -77,8 +87,13 @@ def start(command, folder, devices=1, *, again=False, stdout=subprocess.PIPE):
     if again:
         page = (ROOT / "docs" / "use" / "clusters.md").read_text()
         loop = re.search(r"^until COMMAND\n.*?^done\n", page, re.M | re.S)[0]
-        command = ["bash", "-c", loop.replace("COMMAND", '"$@"').replace("10", "0.2"), *command[:1],
-                   *command]  # fmt: skip
+        command = [
+            "bash",
+            "-c",
+            loop.replace("COMMAND", '"$@"').replace("10", "0.2"),
+            *command[:1],
+            *command,
+        ]
     options = {"stdout": stdout, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(command, cwd=ROOT, env=environment(devices), **options)
 

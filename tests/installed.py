@@ -37,9 +37,14 @@ def ended(arguments, folder=ROOT, *, given=None, **environment):
     inherited = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONSAFEPATH")}
     environment = inherited | {name: str(value) for name, value in environment.items()}
     return subprocess.run(
-        [*map(str, arguments)], cwd=folder, env=environment, input=given, capture_output=True,
-        text=True, timeout=600,
-    )  # fmt: skip
+        [*map(str, arguments)],
+        cwd=folder,
+        env=environment,
+        input=given,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
 
 
 def ran(arguments, folder, **options):

@@ -18,10 +18,19 @@ from tests.sources import Rolled
 
 WORKERS, STEPS, UNITS, PER_STEP = 4, 60, 11, 3
 SETTING = Recipe(
-    workers=WORKERS, units_per_step=PER_STEP, unit_size=1, learning_rates=(0.3,),
-    total_steps=STEPS, weight_decay=1e-3, schedule="cosine", floor=0.01, warmup_steps=3, h_base=2,
-    growth=1.5, echo_factor=3,
-)  # fmt: skip
+    workers=WORKERS,
+    units_per_step=PER_STEP,
+    unit_size=1,
+    learning_rates=(0.3,),
+    total_steps=STEPS,
+    weight_decay=1e-3,
+    schedule="cosine",
+    floor=0.01,
+    warmup_steps=3,
+    h_base=2,
+    growth=1.5,
+    echo_factor=3,
+)
 SIZES = config.Sizes(WORKERS, UNITS, PER_STEP, 1)
 STREAMED = {"reads": "thread"}
 

@@ -25,9 +25,16 @@ from experiments.trainer import config, measure, pipeline, program, run
 
 WORKERS, STEPS = 2, 24
 RECIPE = Recipe(
-    workers=WORKERS, units_per_step=2, unit_size=2, learning_rates=(0.1,), total_steps=STEPS,
-    schedule="linear", floor=0.1, h_base=2, echo_factor=2,
-)  # fmt: skip
+    workers=WORKERS,
+    units_per_step=2,
+    unit_size=2,
+    learning_rates=(0.1,),
+    total_steps=STEPS,
+    schedule="linear",
+    floor=0.1,
+    h_base=2,
+    echo_factor=2,
+)
 
 
 def small_task():

@@ -17,9 +17,14 @@ def batches(workers, make, state=None, stop=None):
     """([(numbers of this process's workers, and those workers)], the state then)."""
     order = make(13, units_per_step=3)
     reads = ordering.data.read_epochs(
-        (np.arange(26), ROWS), order, jax.random.key(0), like=jnp.zeros(4), workers=workers,
-        num_epochs=2, state=state,
-    )  # fmt: skip
+        (np.arange(26), ROWS),
+        order,
+        jax.random.key(0),
+        like=jnp.zeros(4),
+        workers=workers,
+        num_epochs=2,
+        state=state,
+    )
     results = []
     for numbers, rows in reads:
         shards = getattr(numbers, "addressable_shards", ())

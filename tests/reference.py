@@ -526,8 +526,9 @@ def scaffold(params, gradient, counts, rates, weights=None):
     every step, and c_i [W, D] and c [D] after every round.
     """
     many, x = gradient.workers, np.array(params, np.float64)
-    counts, rates = (np.asarray(a) if np.ndim(a) == 2 else np.stack([a] * many, 1)
-                     for a in (counts, rates))  # fmt: skip
+    counts, rates = (
+        np.asarray(a) if np.ndim(a) == 2 else np.stack([a] * many, 1) for a in (counts, rates)
+    )
     c, c_i, t = np.zeros(len(params)), np.zeros((many, len(params))), 0
     history, controls = [], []
     weights = np.ones(counts.shape) if weights is None else weights

@@ -66,10 +66,16 @@ def left_to_the_compiler(workers, check_vma=True, mesh=None):
     mesh, spec = mesh or mesh_of(workers), P("worker")
 
     def over(function, *_):
-        return jax.jit(jax.shard_map(
-            of_one(function), mesh=mesh, in_specs=spec, out_specs=spec,
-            axis_names={"worker"}, check_vma=check_vma,
-        ))  # fmt: skip
+        return jax.jit(
+            jax.shard_map(
+                of_one(function),
+                mesh=mesh,
+                in_specs=spec,
+                out_specs=spec,
+                axis_names={"worker"},
+                check_vma=check_vma,
+            )
+        )
 
     return over, loss
 
@@ -78,11 +84,14 @@ def by_hand(workers):
     """Both axes are manual; functions say where their arguments and results live."""
 
     def over(function, in_specs, out_specs):
-        return jax.jit(jax.shard_map(
-            of_one(function), mesh=mesh_of(workers),
-            in_specs=tuple(map(per_worker, in_specs)),
-            out_specs=jax.tree.map(per_worker, out_specs),
-        ))  # fmt: skip
+        return jax.jit(
+            jax.shard_map(
+                of_one(function),
+                mesh=mesh_of(workers),
+                in_specs=tuple(map(per_worker, in_specs)),
+                out_specs=jax.tree.map(per_worker, out_specs),
+            )
+        )
 
     def add(hidden, w2):
         return lax.psum(hidden @ w2, "model")

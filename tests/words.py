@@ -7,9 +7,10 @@ def further(kind: str) -> dict[str, str]:
     """{word: its flag} of all options of a table; of numbers one stands for all."""
     return {
         word: flag
-        for flag, option in OPTIONS.items() if option.of == kind
+        for flag, option in OPTIONS.items()
+        if option.of == kind
         for word in ([f"{flag}16"] if isinstance(option.words, str) else option.words)
-    }  # fmt: skip
+    }
 
 
 def taken(kind: str, name: str) -> dict[str, str]:

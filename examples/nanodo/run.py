@@ -68,9 +68,16 @@ def made_vocabulary(text: pathlib.Path, size: int, folder: pathlib.Path) -> path
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         sentencepiece.SentencePieceTrainer.train(
-            input=str(text), model_prefix=str(folder / "unfinished"), vocab_size=size, pad_id=0,
-            unk_id=1, bos_id=2, eos_id=3, minloglevel=1, num_threads=1,
-        )  # fmt: skip
+            input=str(text),
+            model_prefix=str(folder / "unfinished"),
+            vocab_size=size,
+            pad_id=0,
+            unk_id=1,
+            bos_id=2,
+            eos_id=3,
+            minloglevel=1,
+            num_threads=1,
+        )
         (folder / "unfinished.model").rename(path)
     return path
 

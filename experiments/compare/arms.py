@@ -107,7 +107,9 @@ def _cd_grab(s: OrderSetting, sketched=False, rule=None, **options):
 
 ORDERS = {
     "rr": Order(
-        "D-RR", lambda s: syncopate.ordering.random_reshuffling(s.num_units), observes=False,
+        "D-RR",
+        lambda s: syncopate.ordering.random_reshuffling(s.num_units),
+        observes=False,
         takes=("dealt", "cut"),
     ),
     "blocks": Order(
@@ -130,11 +132,14 @@ ORDERS = {
         takes=("sketch", "scale", "deal", "shifted"),
     ),
     "cd_grab": Order(
-        "CD-GraB", _cd_grab, coordinated=True,
+        "CD-GraB",
+        _cd_grab,
+        coordinated=True,
         takes=("sketch", "team", "scale", "signs", "deal", "shifted"),
     ),
     "so": Order(
-        "shuffle once", lambda s: syncopate.ordering.baselines.shuffle_once(s.num_units),
+        "shuffle once",
+        lambda s: syncopate.ordering.baselines.shuffle_once(s.num_units),
         observes=False,
     ),
     "herding": Order(
@@ -143,7 +148,7 @@ ORDERS = {
             s.num_units, units_per_step=s.units_per_step
         ),
     ),
-}  # fmt: skip
+}
 
 
 def _order(row: Order, *, sketch=None, team=None, scale=None, signs=None, deal=None, cut=None):
@@ -207,9 +212,14 @@ def _switched(config: RunConfig, name: str, share: float, before: int, after: in
 
 def _power(config: RunConfig, power: float, alpha: float, **options):
     return syncopate.local_opt.qsr(
-        config.rates, total_steps=config.total_steps, alpha=alpha, h_base=config.h_base,
-        power=power, warmup_steps=config.warmup_steps, **options,
-    )  # fmt: skip
+        config.rates,
+        total_steps=config.total_steps,
+        alpha=alpha,
+        h_base=config.h_base,
+        power=power,
+        warmup_steps=config.warmup_steps,
+        **options,
+    )
 
 
 def _qsr(config: RunConfig, **options):
@@ -242,16 +252,22 @@ SYNC_RULES = {
     "accumulate": SyncRule("gradient accumulation", _constant, ACCUMULATED, reads=("h_base",)),
     "constant": SyncRule("constant H", _constant, takes=LOCAL, reads=("h_base",)),
     "matched": SyncRule(
-        "constant H, as many syncs as QSR", _matched, takes=LOCAL,
+        "constant H, as many syncs as QSR",
+        _matched,
+        takes=LOCAL,
         reads=("h_base", "growth"),
     ),
     "post_local": SyncRule(
-        "post-local", lambda c: _switched(c, "post-local", POST_LOCAL_UNTIL, 1, c.h_base),
-        takes=LOCAL, reads=("h_base",),
+        "post-local",
+        lambda c: _switched(c, "post-local", POST_LOCAL_UNTIL, 1, c.h_base),
+        takes=LOCAL,
+        reads=("h_base",),
     ),
     "swap": SyncRule(
-        "SWAP", lambda c: _switched(c, "SWAP", SWAP_UNTIL, c.h_base, c.total_steps),
-        takes=LOCAL, reads=("h_base",),
+        "SWAP",
+        lambda c: _switched(c, "SWAP", SWAP_UNTIL, c.h_base, c.total_steps),
+        takes=LOCAL,
+        reads=("h_base",),
     ),
     "inverse": SyncRule("H ~ 1/η", _at_volume_of_qsr(1), takes=LOCAL, reads=("h_base", "growth")),
     "qsr": SyncRule("QSR", _qsr, takes=LOCAL, reads=("h_base", "growth")),
@@ -263,7 +279,7 @@ SYNC_RULES = {
         "gradient accumulation over e steps", _every_factor, ACCUMULATED, reads=("echo_factor",)
     ),
     "coins": SyncRule("coins of 1 / e", _coins, takes=ROUNDS, reads=("echo_factor",)),
-}  # fmt: skip
+}
 
 
 def _sync_rule(row: SyncRule, *, align=None, compress=None, **of_rounds):
@@ -409,9 +425,10 @@ def choices_of(kind: str) -> str:
     """All words of a table, for people."""
     further = [
         f"+{word}"
-        for flag, option in OPTIONS.items() if option.of == kind
+        for flag, option in OPTIONS.items()
+        if option.of == kind
         for word in ([f"{flag}N"] if isinstance(option.words, str) else option.words)
-    ]  # fmt: skip
+    ]
     return f"{', '.join(TABLES[kind])}, and of {', '.join(further)}"
 
 
@@ -459,10 +476,15 @@ class Arm:
     """
 
     def __init__(
-        self, label: str | None = None, order: str | None = None, sync: str = "parallel",
-        echo: str = "none", *, rate_factor: Callable[[RunConfig], float] = lambda config: 1,
+        self,
+        label: str | None = None,
+        order: str | None = None,
+        sync: str = "parallel",
+        echo: str = "none",
+        *,
+        rate_factor: Callable[[RunConfig], float] = lambda config: 1,
         **options,
-    ):  # fmt: skip
+    ):
         if strange := [name for name in options if name not in OPTIONS]:
             raise UserError(f"an arm has no {strange}: its options are {', '.join(OPTIONS)}.")
         if order is None:

@@ -160,9 +160,13 @@ def _forecast(define):
 
 
 GROUPS = {
-    "task": _task, "setting": _setting, "run": _run, "output": _output,
-    "processes": _processes, "forecast": _forecast,
-}  # fmt: skip
+    "task": _task,
+    "setting": _setting,
+    "run": _run,
+    "output": _output,
+    "processes": _processes,
+    "forecast": _forecast,
+}
 
 
 def choices() -> dict[str, tuple[recipes.Choice, list[str]]]:

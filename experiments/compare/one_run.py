@@ -73,15 +73,25 @@ def _prepared(task, recipe, rows, values, saved):
             worker_of, task, recipe, order, rule.rounds, in_turn=recipe.run == "turns"
         )
         begun, units = resize.begun(
-            saved, of_sizes, plans, sizes, policy=values.elastic, seed=values.seed,
+            saved,
+            of_sizes,
+            plans,
+            sizes,
+            policy=values.elastic,
+            seed=values.seed,
             traffic=functools.partial(traffic, task, order, rule),
-        )  # fmt: skip
+        )
     reads = None if values.input == "device" else values.input
     built = program.build(
-        task, recipe, order, rule.rounds, sizes=sizes, units=units,
+        task,
+        recipe,
+        order,
+        rule.rounds,
+        sizes=sizes,
+        units=units,
         mesh=devices.mesh_of(recipe.run, recipe.workers),
         reads="thread" if policy.online and reads is None else reads,
-    )  # fmt: skip
+    )
     if text := config.left_out(task, sizes, deals=order.deals):
         processes.say(text)
     return built, plans, begun
@@ -114,9 +124,11 @@ def _train(task, recipe, arm, built, plans, values, folder, settings, begun, don
             progress.note(bar, record, examples=built.sizes.examples_per_step)
 
         watch = training_run.Watch(
-            on_record, scalars, on_step=lambda step: bar.update(step - bar.n),
+            on_record,
+            scalars,
+            on_step=lambda step: bar.update(step - bar.n),
             traffic=traffic(task, *arm.rows[:2], built.sizes, built.sync_in_step),
-        )  # fmt: skip
+        )
         return training_run.train(built, plans, watch, seed=values.seed, begun=begun, saving=saving)
 
 

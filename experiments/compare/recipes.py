@@ -44,21 +44,41 @@ class Setting(NamedTuple):
 
 # Cosines down to a thousandth, on which synchronisation rules are compared.
 COSINE = Recipe(
-    workers=4, units_per_step=32, unit_size=1, learning_rates=(0.05, 0.1, 0.2, 0.4),
-    total_steps=2000, weight_decay=1e-4, schedule="cosine", warmup_steps=100, floor=1e-3,
+    workers=4,
+    units_per_step=32,
+    unit_size=1,
+    learning_rates=(0.05, 0.1, 0.2, 0.4),
+    total_steps=2000,
+    weight_decay=1e-4,
+    schedule="cosine",
+    warmup_steps=100,
+    floor=1e-3,
     evaluations=20,
-)  # fmt: skip
+)
 # Constant rates and a target, to which arms race when input is slow. Steps are at most those of
 # e = 2; the horizon is about as long as the target takes.
 RACE = Recipe(
-    workers=4, units_per_step=16, unit_size=1, learning_rates=(0.025, 0.05, 0.1, 0.2),
-    total_steps=500, weight_decay=1e-4, horizon=80, evaluate_every=5, target=0.96,
-)  # fmt: skip
+    workers=4,
+    units_per_step=16,
+    unit_size=1,
+    learning_rates=(0.025, 0.05, 0.1, 0.2),
+    total_steps=500,
+    weight_decay=1e-4,
+    horizon=80,
+    evaluate_every=5,
+    target=0.96,
+)
 # At full size, for accelerators. Targets and rates are ours: the paper's are not public.
 FULL_RACE = RACE._replace(
-    units_per_step=32, learning_rates=(0.05, 0.1, 0.2), total_steps=78_000, weight_decay=5e-4,
-    horizon=39_000, evaluate_every=390, target=0.9, run="turns",
-)  # fmt: skip
+    units_per_step=32,
+    learning_rates=(0.05, 0.1, 0.2),
+    total_steps=78_000,
+    weight_decay=5e-4,
+    horizon=39_000,
+    evaluate_every=390,
+    target=0.9,
+    run="turns",
+)
 SMALL_CIFAR = {"size": 16, "num_train": 20_000}
 LARGE = {"evaluations": 20, "run": "turns"}
 

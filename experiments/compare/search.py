@@ -110,15 +110,26 @@ def _search(study, task, recipe, folder, done, settings, values):
         processes.say(f"a step takes {1e3 * seconds:.2f} ms; a load R times that")
     reads = None if values.input == "device" else values.input
     trains = Trainer(
-        study, task, recipe, folder=folder, reads=reads, mesh=mesh, step_seconds=seconds,
-        checkpoint_every=values.checkpoint_every, about=settings,
-    )  # fmt: skip
+        study,
+        task,
+        recipe,
+        folder=folder,
+        reads=reads,
+        mesh=mesh,
+        step_seconds=seconds,
+        checkpoint_every=values.checkpoint_every,
+        about=settings,
+    )
     kept = kept_records(folder, done)
     processes.say(f"Compiling {len(study.arms)} arms", file=sys.stderr)
     with records.writing(folder, trackers=values.track, keep=kept) as write:
         result = search(
-            study, trains, seeds=values.seeds, done=kept, on_record=write,
-        )  # fmt: skip
+            study,
+            trains,
+            seeds=values.seeds,
+            done=kept,
+            on_record=write,
+        )
     if trains.seconds:
         processes.say(f"The runs took {training_run.duration(trains.seconds)}.", file=sys.stderr)
     return result
@@ -135,9 +146,13 @@ def go_on(values: absl_flags.FlagValues) -> str:
 
 
 def next_run(
-    study, arm: str, speed: float | None, rates: Sequence[float], records: Sequence[dict],
+    study,
+    arm: str,
+    speed: float | None,
+    rates: Sequence[float],
+    records: Sequence[dict],
     seeds: int,
-) -> Run | None:  # fmt: skip
+) -> Run | None:
     """The next run that an arm needs at a speed, after these whole runs; None if it is done."""
     of_arm = [r for r in records if (r["arm"], r["speed"]) == (arm, speed)]
     ended, phase = _by_run(of_arm), "run" if speed is None else "tune"
@@ -167,9 +182,13 @@ def planned(rates: int, seeds: int, finalists: int | None, speed: float | None) 
 
 
 def search(
-    study, trainer, *, seeds: int, done: Sequence[dict] = (),
+    study,
+    trainer,
+    *,
+    seeds: int,
+    done: Sequence[dict] = (),
     on_record: Callable[[dict], None] = lambda record: None,
-) -> tuple[list[dict], int]:  # fmt: skip
+) -> tuple[list[dict], int]:
     """Trains the runs that the protocol needs, of a study's arms at its speeds, by a `Trainer`.
 
     Args:
@@ -180,16 +199,20 @@ def search(
     """
     asked = [
         (arm, speed, trainer.rates(arm, speed))
-        for speed in study.speeds or (None,) for arm in study.arms
-    ]  # fmt: skip
+        for speed in study.speeds or (None,)
+        for arm in study.arms
+    ]
     records, stopped, steps, before = list(done), 0, 0, 0
     for arm, speed, rates in asked:
         steps += planned(len(rates), seeds, study.finalists, speed) * trainer.steps(arm, speed)
         before += sum(  # an earlier call may have asked for others
-            r["step"] for r in done
-            if r.get("ended") and (r["arm"], r["speed"]) == (arm, speed)
-            and r["learning_rate"] in rates and r["seed"] < seeds
-        )  # fmt: skip
+            r["step"]
+            for r in done
+            if r.get("ended")
+            and (r["arm"], r["speed"]) == (arm, speed)
+            and r["learning_rate"] in rates
+            and r["seed"] < seeds
+        )
     trainer.prepare(g[:2] for g in asked if next_run(study, *g, whole_runs(records), seeds))
     with progress.bar(total=steps, initial=before, unit="step", smoothing=0) as bar:
         for group in asked:
@@ -240,10 +263,18 @@ class Trainer:
     """
 
     def __init__(
-        self, study, task: Task, recipe: Recipe, *, folder: str | None = None,
-        reads: str | None = None, mesh=None, checkpoint_every: int | None = None,
-        step_seconds: float = 0.0, about: Mapping = {},
-    ):  # fmt: skip
+        self,
+        study,
+        task: Task,
+        recipe: Recipe,
+        *,
+        folder: str | None = None,
+        reads: str | None = None,
+        mesh=None,
+        checkpoint_every: int | None = None,
+        step_seconds: float = 0.0,
+        about: Mapping = {},
+    ):
         self.study, self.task, self.recipe = study, task, recipe
         self.examples = recipe.workers * recipe.units_per_step * recipe.unit_size  # of a step
         self._folder, self._about, self._every = folder, about, checkpoint_every
@@ -265,9 +296,12 @@ class Trainer:
         return self._plans_of(arm, speed, 1.0, 0).total_steps
 
     def train(
-        self, this: Run, kept: Sequence[dict], on_record: Callable,
+        self,
+        this: Run,
+        kept: Sequence[dict],
+        on_record: Callable,
         on_step: Callable[[int], None] = lambda step: None,
-    ) -> int:  # fmt: skip
+    ) -> int:
         """Trains a run, after its records so far. Returns the signal that stopped it, or 0."""
         order, rule, policy = self.study.arms[this.arm].rows
         plans = self._plans_of(*this[:4])
@@ -285,10 +319,12 @@ class Trainer:
             step = checkpoint.newest(folder) if kept else checkpoint.reconcile(folder, [])
             begun = checkpoint.restore(folder, step, plans, built.shapes, about)
         watch = training_run.Watch(
-            lambda record: on_record(record | further), scalars, on_step=on_step,
+            lambda record: on_record(record | further),
+            scalars,
+            on_step=on_step,
             traffic=traffic(self.task, order, rule, built.sizes, built.sync_in_step),
             ends=ends_at(self.study.criterion, kept),
-        )  # fmt: skip
+        )
         slow = pipeline.Slow((this.speed or 0) * delay, self.study.sync_steps * delay)
         outcome = training_run.train(
             built, plans, watch, seed=this.seed, begun=begun, saving=saving, slow=slow

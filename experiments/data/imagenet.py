@@ -17,14 +17,28 @@ NUM_CLASSES = 1000
 NUM_TRAIN, NUM_TEST = 1_281_167, 50_000
 
 RESNET = Recipe(
-    workers=16, units_per_step=1, unit_size=256, epochs=200, learning_rates=(0.8,),
-    weight_decay=1e-4, schedule="cosine", warmup_steps=1_560, floor=1e-6 / 0.8, h_base=2,
+    workers=16,
+    units_per_step=1,
+    unit_size=256,
+    epochs=200,
+    learning_rates=(0.8,),
+    weight_decay=1e-4,
+    schedule="cosine",
+    warmup_steps=1_560,
+    floor=1e-6 / 0.8,
+    h_base=2,
     growth=0.25,
-)  # fmt: skip
+)
 VIT = RESNET._replace(
-    epochs=300, learning_rates=(8e-3,), optimizer="adamw", weight_decay=0.05, warmup_steps=10_000,
-    floor=1e-6 / 8e-3, h_base=4, growth=0.0175 / 8e-3,
-)  # fmt: skip
+    epochs=300,
+    learning_rates=(8e-3,),
+    optimizer="adamw",
+    weight_decay=0.05,
+    warmup_steps=10_000,
+    floor=1e-6 / 8e-3,
+    h_base=4,
+    growth=0.0175 / 8e-3,
+)
 
 
 # Networks of published size take seconds to trace, so each is built once.

@@ -19,9 +19,14 @@ from syncopate.refusals import UserError
 SIDE = 32  # of CIFAR's images
 DIGITS, DIGITS_FEATURES = 1797, 64
 DIGITS_RECIPE = Recipe(
-    workers=32, units_per_step=2, unit_size=1, epochs=100, momentum=0.0, bound_every=10,
+    workers=32,
+    units_per_step=2,
+    unit_size=1,
+    epochs=100,
+    momentum=0.0,
+    bound_every=10,
     learning_rates=(0.0625, 0.125, 0.25, 0.5, 1.0),
-)  # fmt: skip
+)
 
 
 class Choice(NamedTuple):
@@ -42,8 +47,9 @@ def _mlp(num_features: int, *, width: int, depth: int = 1, **unused):
 
 
 DIGITS_MODELS = {  # of all choices
-    "softmax": partial(_softmax, DIGITS_FEATURES), "mlp": partial(_mlp, DIGITS_FEATURES),
-}  # fmt: skip
+    "softmax": partial(_softmax, DIGITS_FEATURES),
+    "mlp": partial(_mlp, DIGITS_FEATURES),
+}
 
 
 def digits(
@@ -138,9 +144,14 @@ SMALL_VIT = SMALL._replace(learning_rates=(1e-3,), optimizer="adamw")
 # Cooper et al., CD-GraB, 2023, https://arxiv.org/abs/2302.00845: batches of 64. No augmentation,
 # because it would change the gradients that orders remember.
 LENET = Recipe(
-    workers=4, units_per_step=1, unit_size=16, epochs=100, learning_rates=(1e-3,),
-    bound_every=10, weight_decay=1e-2,
-)  # fmt: skip
+    workers=4,
+    units_per_step=1,
+    unit_size=16,
+    epochs=100,
+    learning_rates=(1e-3,),
+    bound_every=10,
+    weight_decay=1e-2,
+)
 # The usual setting for networks of full size; the papers on orders and syncs have none.
 FULL = SMALL._replace(epochs=200, weight_decay=5e-4, schedule="cosine")
 
@@ -190,13 +201,17 @@ class Images(NamedTuple):
 
 
 CIFAR10 = Images(
-    "cifar10", 10,
-    np.array([0.4914, 0.4822, 0.4465], np.float32), np.array([0.2470, 0.2435, 0.2616], np.float32),
-)  # fmt: skip
+    "cifar10",
+    10,
+    np.array([0.4914, 0.4822, 0.4465], np.float32),
+    np.array([0.2470, 0.2435, 0.2616], np.float32),
+)
 CIFAR100 = Images(  # the 100 fine classes
-    "cifar100", 100,
-    np.array([0.5071, 0.4865, 0.4409], np.float32), np.array([0.2673, 0.2564, 0.2762], np.float32),
-)  # fmt: skip
+    "cifar100",
+    100,
+    np.array([0.5071, 0.4865, 0.4409], np.float32),
+    np.array([0.2673, 0.2564, 0.2762], np.float32),
+)
 
 
 def cifar(

@@ -34,9 +34,15 @@ LAGS, HORIZON = 20, 6  # inputs and targets of a window
 FUTURE = 13  # weeks in a series' test part
 NUM_SERIES, NUM_WINDOWS = 359, 357_937
 M4_RECIPE = Recipe(
-    workers=4, units_per_step=1, unit_size=4, epochs=30, learning_rates=(1e-3,),
-    schedule="step", decay_every=10, decay_factor=0.25,
-)  # fmt: skip
+    workers=4,
+    units_per_step=1,
+    unit_size=4,
+    epochs=30,
+    learning_rates=(1e-3,),
+    schedule="step",
+    decay_every=10,
+    decay_factor=0.25,
+)
 
 
 def hmda(

@@ -36,23 +36,42 @@ SOURCES = {
 }
 RECIPES = {
     "lstm": Recipe(
-        workers=4, units_per_step=1, unit_size=4, epochs=50, learning_rates=(5.0,),
-        schedule="step", decay_every=10, decay_factor=0.1,
+        workers=4,
+        units_per_step=1,
+        unit_size=4,
+        epochs=50,
+        learning_rates=(5.0,),
+        schedule="step",
+        decay_every=10,
+        decay_factor=0.1,
     ),
     "gpt2": Recipe(
-        workers=64, units_per_step=1, unit_size=1, epochs=30, learning_rates=(5e-4,),
+        workers=64,
+        units_per_step=1,
+        unit_size=1,
+        epochs=30,
+        learning_rates=(5e-4,),
         optimizer="adamw",
     ),
-}  # fmt: skip
+}
 RECIPES["gpt2_small"] = RECIPES["gpt2"]._replace(
     workers=8, unit_size=8, epochs=1, learning_rates=(6e-4,)
 )
 # NanoGPT Slowrun's tiny track: 256 sequences per step. The rates, of Muon, are ours.
 RECIPES["slowrun"] = Recipe(
-    workers=8, units_per_step=1, unit_size=32, epochs=15, learning_rates=(0.01, 0.02),
-    optimizer="muon_valley", momentum=0.95, weight_decay=0.8, schedule="cycles", decay_every=1,
-    average=("swa",), evaluations=5,
-)  # fmt: skip
+    workers=8,
+    units_per_step=1,
+    unit_size=32,
+    epochs=15,
+    learning_rates=(0.01, 0.02),
+    optimizer="muon_valley",
+    momentum=0.95,
+    weight_decay=0.8,
+    schedule="cycles",
+    decay_every=1,
+    average=("swa",),
+    evaluations=5,
+)
 
 
 class Size(NamedTuple):
@@ -143,9 +162,14 @@ def load(
         net = network("lstm", vocab_size=vocab_size, width=size.width, depth=size.depth)
     else:
         net = network(
-            "gpt2", vocab_size=vocab_size, context=length, width=size.width, depth=size.depth,
-            heads=size.heads, dtype=size.dtype,
-        )  # fmt: skip
+            "gpt2",
+            vocab_size=vocab_size,
+            context=length,
+            width=size.width,
+            depth=size.depth,
+            heads=size.heads,
+            dtype=size.dtype,
+        )
     return Task(corpus, net, train, test, RECIPES[model], metric=size.metric, recut=recut)
 
 

@@ -107,9 +107,12 @@ def opened(command: str, values: flags.FlagValues) -> Iterator[str]:
 
 
 def write_all(
-    folder: str, title: str, texts: Mapping[str, str], pictures: Mapping[str, Callable | str],
+    folder: str,
+    title: str,
+    texts: Mapping[str, str],
+    pictures: Mapping[str, Callable | str],
     asked: tuple[str, str] = ("", ""),
-) -> str:  # fmt: skip
+) -> str:
     """Writes tables, pictures, and report.html of both. Returns the tables.
 
     Args:

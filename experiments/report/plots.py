@@ -42,8 +42,14 @@ METHODS = {
 }  # fmt: skip
 CURVES = 5  # of one panel, at most
 LOGARITHMIC = (
-    "train/above_optimum", "bound/linf", "bound/l2", "drift", "loads", "rounds", "allreduces",
-)  # fmt: skip
+    "train/above_optimum",
+    "bound/linf",
+    "bound/l2",
+    "drift",
+    "loads",
+    "rounds",
+    "allreduces",
+)
 
 
 class Panel(NamedTuple):
@@ -242,9 +248,17 @@ def _arrival(axis, taken: Iterable[float], target: float, style):
     mean, half = interval(taken)
     if math.isfinite(mean):
         axis.errorbar(
-            mean, target, xerr=np.nan_to_num(half), color=style["color"], marker=style["marker"],
-            ms=10, markeredgecolor="white", linewidth=2.5, capsize=5, zorder=4,
-        )  # fmt: skip
+            mean,
+            target,
+            xerr=np.nan_to_num(half),
+            color=style["color"],
+            marker=style["marker"],
+            ms=10,
+            markeredgecolor="white",
+            linewidth=2.5,
+            capsize=5,
+            zorder=4,
+        )
 
 
 def _scale(axis, x):
@@ -299,9 +313,12 @@ def styles_of(names: Iterable[str]) -> dict[str, dict]:
 
 
 def effects(
-    responses: Sequence, path: str, title: str, subtitle: str = "effects, first level to second",
+    responses: Sequence,
+    path: str,
+    title: str,
+    subtitle: str = "effects, first level to second",
     styles: Mapping[str, dict] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Writes a PNG: a panel per `combined.Response`, a row per effect with its interval."""
     columns = min(3, len(responses))
     size = 5 * columns, len(responses) // columns * (1.6 + 0.3 * len(responses[0].effects))

@@ -74,10 +74,12 @@ def data_of(records):
         null = given is None or given != given
         return worst(name) if null and ("/" in name or name == "drift") else given
 
-    data = pandas.DataFrame([
-        {"timed": True, "diverged": None} | {name: value(name, v) for name, v in record.items()}
-        for record in records
-    ])  # fmt: skip
+    data = pandas.DataFrame(
+        [
+            {"timed": True, "diverged": None} | {name: value(name, v) for name, v in record.items()}
+            for record in records
+        ]
+    )
     return data.sort_values(["seed", "step"], kind="stable", ignore_index=True)
 
 

@@ -17,7 +17,7 @@ from experiments.report.statistics import (
     interval,
     named,
     paired,
-)  # fmt: skip
+)
 
 # Of scalars and costs of the records; those without a row go by their name.
 LABELS = {
@@ -83,18 +83,20 @@ def table(comparison: Comparison, columns: Sequence, speed: float | None = None)
     Where averaged weights were recorded, the same table of them follows.
     """
     words = {
-        "base": next(iter(comparison.arms.values())), "train_loss": _train_loss(comparison),
+        "base": next(iter(comparison.arms.values())),
+        "train_loss": _train_loss(comparison),
         "objective": name_of(comparison.criterion.scalar),
         "metric": name_of(named(comparison, "metric")),
-    }  # fmt: skip
+    }
     rows = [
         {
             column.head.format(**words): column.cell(comparison, chosen)
-            if column.always or len(chosen.runs) else "-"
+            if column.always or len(chosen.runs)
+            else "-"
             for column in columns
         }
         for chosen in comparison.at(speed)
-    ]  # fmt: skip
+    ]
     if comparison.averaged is None:
         return markdown(rows)
     more = table(comparison.averaged, columns, speed)
@@ -262,10 +264,11 @@ ECHO_COLUMNS = (
     Column("rounds", "{:.0f}", "to rounds", word="arrive"),
     Column("ms per step", "{:.2f}", lambda runs: 1e3 * (runs.seconds / runs.step)),
     Column(
-        "loads per step", lambda values: f"{interval(values)[0]:.2f}",
+        "loads per step",
+        lambda values: f"{interval(values)[0]:.2f}",
         lambda runs: runs.loads / runs.step,
     ),
-)  # fmt: skip
+)
 COMBINED_COLUMNS = (
     arm("arm"),
     rate("best lr"),
@@ -292,11 +295,13 @@ def course(rows: Sequence[Mapping]) -> str:
     first, last = rows[0], rows[-1]
     names = sorted((name for name in last if "/" in name), key=lambda name: name.split("/")[0])
     names += [name for name in ("drift", *COSTS) if name in last and name != "step"]
-    return markdown([
-        {"of the run": _label_of(name)}
-        | {f"step {r['step']:,}": _one(name, r.get(name)) for r in (first, last)}
-        for name in names
-    ])  # fmt: skip
+    return markdown(
+        [
+            {"of the run": _label_of(name)}
+            | {f"step {r['step']:,}": _one(name, r.get(name)) for r in (first, last)}
+            for name in names
+        ]
+    )
 
 
 def _label_of(scalar: str) -> str:
@@ -355,8 +360,10 @@ def answer(comparison: Comparison) -> str:
 def late(comparison: Comparison) -> list[str]:
     """The arms that miss the target with some seed."""
     speed = comparison.speeds[0]
-    steps = {one.label: column(frame(comparison, speed=speed), one.arm, "to step")
-             for one in comparison.at(speed)}  # fmt: skip
+    steps = {
+        one.label: column(frame(comparison, speed=speed), one.arm, "to step")
+        for one in comparison.at(speed)
+    }
     return [label for label, taken in steps.items() if np.isinf(taken).any()]
 
 
@@ -374,8 +381,9 @@ def diverged_rates(comparison):
     """A line per learning rate at which an arm diverged."""
     return "\n\n".join(
         f"{chosen.label} diverged at learning rate {rate:g}."
-        for chosen in comparison.at() for rate in chosen.diverged
-    )  # fmt: skip
+        for chosen in comparison.at()
+        for rate in chosen.diverged
+    )
 
 
 def baseline_differences(comparison: Comparison) -> str:
@@ -412,13 +420,16 @@ def _gains(comparison, chosen) -> Mapping[str, str]:
     )
     late = np.isinf(after).sum()
     return {
-        "at the end": chosen.label, "weights": "last" if plain == scalar else "averaged",
-        "lr": marked(chosen.rate, chosen.tried), "seeds": f"{chosen.runs.seed.nunique()}",
+        "at the end": chosen.label,
+        "weights": "last" if plain == scalar else "averaged",
+        "lr": marked(chosen.rate, chosen.tried),
+        "seeds": f"{chosen.runs.seed.nunique()}",
         name_of(scalar): show(ends[chosen.arm], form),
         f"less {base.label}": show(change, form.replace(":", ":+")),
-        "times fewer epochs at this lr": f"{len(after) - late} of {len(after)} arrive" if late
+        "times fewer epochs at this lr": f"{len(after) - late} of {len(after)} arrive"
+        if late
         else times(statistics.ratio_of(after, before)),
-    }  # fmt: skip
+    }
 
 
 def arrival(run, scalar: str, target: float) -> float:
@@ -443,10 +454,12 @@ def times_faster(comparison: Comparison) -> str:
         return FASTER.cell(comparison, comparison.chosen[arm, speed])
 
     head = f"times faster than {next(iter(comparison.arms.values()))}"
-    return markdown([
-        {head: label} | {f"R = {speed:g}": cell(arm, speed) for speed in comparison.speeds}
-        for arm, label in comparison.arms.items()
-    ])  # fmt: skip
+    return markdown(
+        [
+            {head: label} | {f"R = {speed:g}": cell(arm, speed) for speed in comparison.speeds}
+            for arm, label in comparison.arms.items()
+        ]
+    )
 
 
 def rates_tried(head: str = "arm"):

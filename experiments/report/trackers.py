@@ -45,9 +45,14 @@ def wandb(folder, run, run_id, step):
 
     number = run_id or uuid.uuid4().hex
     opened = package.init(
-        project=os.environ.get("WANDB_PROJECT", "syncopate"), group=_name(folder), name=run,
-        id=number, resume="allow", dir=folder, reinit="finish_previous",
-    )  # fmt: skip
+        project=os.environ.get("WANDB_PROJECT", "syncopate"),
+        group=_name(folder),
+        name=run,
+        id=number,
+        resume="allow",
+        dir=folder,
+        reinit="finish_previous",
+    )
     return number, lambda step, numbers: opened.log(numbers, step=step), opened.finish
 
 

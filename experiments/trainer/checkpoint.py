@@ -68,10 +68,11 @@ def opened(folder: str) -> Iterator:
 
     folder = os.path.abspath(folder)
     written = ocp.AsyncOptions(
-        timeout_secs=ORBAX_SECONDS, create_directories_asynchronously=False,
+        timeout_secs=ORBAX_SECONDS,
+        create_directories_asynchronously=False,
         post_finalization_callback=lambda: _write_digest(folder),
         barrier_sync_fn=functools.partial(_barrier, folder) if deadlines.several() else None,
-    )  # fmt: skip
+    )
     options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, async_options=written)
     with deadlines.for_disk("the folder of checkpoints", folder):
         manager = ocp.CheckpointManager(folder, options=options)
@@ -144,9 +145,14 @@ def _barrier(folder: str, *, key: str, timeout_ms: int) -> None:
 
 
 def save(
-    manager, program: Program, plans: Plans, at: Progress, state: TrainState, seen: Evaluation,
+    manager,
+    program: Program,
+    plans: Plans,
+    at: Progress,
+    state: TrainState,
+    seen: Evaluation,
     about: Mapping,
-) -> None:  # fmt: skip
+) -> None:
     """Starts to write the state and its step, and returns once the state has been copied.
 
     An existing checkpoint of the same step is kept.
@@ -295,8 +301,9 @@ def read_state(path: str, shapes: TrainState, sharding=None) -> TrainState:
 
     like = jax.tree.map(
         lambda x, y: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or y.sharding),
-        jax.eval_shape(pipeline.key_data, shapes), shapes,
-    )  # fmt: skip
+        jax.eval_shape(pipeline.key_data, shapes),
+        shapes,
+    )
     place = os.path.join(os.path.abspath(path), STATE)
     with (
         deadlines.for_others("their parts of a checkpoint"),

@@ -283,5 +283,8 @@ def _kinds(program, plans) -> set[Kind]:
     units = {int(timeline.units_of(n, sizes)) for n in (0, sizes.loads_per_epoch - 1)}
     return {
         Kind(fresh, n, sync, end)
-        for fresh in (True, False) for n in units for sync in syncs for end in (True, False)
-    }  # fmt: skip
+        for fresh in (True, False)
+        for n in units
+        for sync in syncs
+        for end in (True, False)
+    }

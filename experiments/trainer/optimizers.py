@@ -70,8 +70,11 @@ def _muon_valley(decay: float, momentum: float) -> tuple:
 
 # (weight decay, momentum) -> transformations; the learning rate is whoever's trains.
 OPTIMIZERS = {
-    "momentum": _momentum, "adamw": _adamw, "muon": _muon, "muon_valley": _muon_valley,
-}  # fmt: skip
+    "momentum": _momentum,
+    "adamw": _adamw,
+    "muon": _muon,
+    "muon_valley": _muon_valley,
+}
 
 
 def inner(recipe: Recipe) -> optax.GradientTransformationExtraArgs:

@@ -82,9 +82,13 @@ class Reads(batches.Reader):
         self._orders, units = orders, sizes.units_per_step
         epoch, step = divmod(first_load, sizes.loads_per_epoch)
         super().__init__(
-            load, batches.Sizes(sizes.num_units, units), epoch=epoch, unit=step * units,
-            loads=first_load, ahead=LOOK_AHEAD,
-        )  # fmt: skip
+            load,
+            batches.Sizes(sizes.num_units, units),
+            epoch=epoch,
+            unit=step * units,
+            loads=first_load,
+            ahead=LOOK_AHEAD,
+        )
 
     def newest_state(self):
         return self._orders()
@@ -122,15 +126,20 @@ def read_epochs(
     def load(orders, first_step, epoch, number):
         del first_step  # the orders begin there
         indices, _ = ordering.data.step_indices(
-            orders, units_per_step=sizes.units_per_step, unit_size=sizes.unit_size,
-            num_units=sizes.num_units, total=source.total,
-        )  # fmt: skip
+            orders,
+            units_per_step=sizes.units_per_step,
+            unit_size=sizes.unit_size,
+            num_units=sizes.num_units,
+            total=source.total,
+        )
         placed = map(place, reads(at_epoch(epoch), examples_of(indices, source)))
         return ordering.data.prefetch_to_device(
-            throttled(placed) if delay else placed, depth=DEPTH, first_load=number,
+            throttled(placed) if delay else placed,
+            depth=DEPTH,
+            first_load=number,
             # A load may wait for the first of the next epoch, each of which may be delayed.
             timeout=deadlines.timeout + (DEPTH + 2) * delay,
-        )  # fmt: skip
+        )
 
     return Reads(load, orders, sizes, first_load)
 

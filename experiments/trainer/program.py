@@ -132,8 +132,11 @@ def mapped(worker: Worker, over, function: Callable, *more: str, in_turn=False) 
     fields = len(TrainState._fields)
     of_all = local_opt.map_workers(
         lambda *a: tuple(function(TrainState(*a[:fields]), *a[fields:])),
-        over, in_specs=(*worker.sides, *more), out_specs=tuple(worker.sides), in_turn=in_turn,
-    )  # fmt: skip
+        over,
+        in_specs=(*worker.sides, *more),
+        out_specs=tuple(worker.sides),
+        in_turn=in_turn,
+    )
     return jax.jit(lambda state, *rest: TrainState(*of_all(*state, *rest)), donate_argnums=0)
 
 

@@ -86,9 +86,15 @@ def sizes_of(task: Task, recipe: Recipe, saved: Saved | None, *, deals: str | No
 
 
 def begun(
-    saved: Saved, worker_of: Callable[[Sizes], Worker], plans: Plans, sizes: Sizes, *,
-    policy: str, seed: int, traffic: Callable,
-) -> tuple:  # fmt: skip
+    saved: Saved,
+    worker_of: Callable[[Sizes], Worker],
+    plans: Plans,
+    sizes: Sizes,
+    *,
+    policy: str,
+    seed: int,
+    traffic: Callable,
+) -> tuple:
     """(where the run goes on, on the host; the units that workers own).
 
     None for the first, where the checkpoint has as many workers. A collective.
@@ -141,9 +147,13 @@ def _changed(state: TrainState, worker: Worker, before: Sizes, visited: int, pol
         if per_worker:
             opt_state = local_opt.resize.resize(opt_state, fresh.opt_state, sizes.workers, policy)
         orders, units = ordering.resize(
-            state.orders, fresh.orders, worker.order, units,
-            units_per_step=before.units_per_step, visited=visited,
-        )  # fmt: skip
+            state.orders,
+            fresh.orders,
+            worker.order,
+            units,
+            units_per_step=before.units_per_step,
+            visited=visited,
+        )
     if units is not None and (units.reshape(-1) == np.arange(units.size)).all():
         units = None
     sums = local_opt.resize.mean_of(state.stats.sums, sizes.workers)

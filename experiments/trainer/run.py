@@ -167,10 +167,12 @@ class Recorder:
         scalars = processes.of_first(files.plain(scalars))  # all processes end, or none
         self.ended = at.step == self._total or self._watch.ends(scalars)
         self.seen = self.seen._replace(
-            step=at.step, rounds=at.rounds, seconds=scalars["seconds"],
+            step=at.step,
+            rounds=at.rounds,
+            seconds=scalars["seconds"],
             batch_loss=scalars.get("train/batch_loss", self.seen.batch_loss),
             records=self.seen.records + 1,
-        )  # fmt: skip
+        )
         online = {"load_steps": np.flatnonzero(at.decided).tolist()} if at.decided else {}
         closing = {"ended": self.ended, "diverged": None} | (online if self.ended else {})
         self._watch.on_record(scalars | closing)

@@ -111,9 +111,14 @@ class Worker(NamedTuple):
 
 
 def worker_of(
-    task: Task, recipe: Recipe, row, rounds_of: Callable, sizes: Sizes, *,
+    task: Task,
+    recipe: Recipe,
+    row,
+    rounds_of: Callable,
+    sizes: Sizes,
+    *,
     in_turn: bool = False,
-) -> Worker:  # fmt: skip
+) -> Worker:
     """A worker of a training of `task`, whose data may be shapes only.
 
     Workers in turn cannot synchronise within steps: they accumulate gradients and take the same
@@ -202,9 +207,11 @@ def worker_step(worker: Worker, *, fresh: bool) -> Callable:
             model.loss, units_per_step=units.shape[0], separate=separate, sketch=sketch
         )
         losses, mean, rows = gradients(
-            state.params, batch, key=jax.random.fold_in(state.key, t),
+            state.params,
+            batch,
+            key=jax.random.fold_in(state.key, t),
             scale=state.scale if scales_rows else None,
-        )  # fmt: skip
+        )
         bad = bad_unit(jnp.isfinite(losses), finite_units(rows))
         # The proximal correction depends on whether the batch is new.
         updates, opt_state = worker.rounds.update(
@@ -299,9 +306,14 @@ def _scaled(worker: Worker, state: TrainState) -> TrainState:
 
 
 def scale_of(
-    task: Task, recipe: Recipe, rounds: local_opt.Rounds, sizes: Sizes, sketch: int | None, *,
+    task: Task,
+    recipe: Recipe,
+    rounds: local_opt.Rounds,
+    sizes: Sizes,
+    sketch: int | None,
+    *,
     power: float,
-) -> Callable:  # fmt: skip
+) -> Callable:
     """`(state of rounds, params) -> scale` of one worker, the same for all of them.
 
     It is taken at the end of every epoch. Where workers synchronise in every step it is also taken

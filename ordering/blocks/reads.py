@@ -35,8 +35,15 @@ class BlockEpochs(Epochs):
       window_units: the number of blocks in the window of the last batch.
     """
 
-    def __init__(self, load: Any, sizes: Sizes, order: Ordering, scope: base.Scope,
-                 start: BlockState, num_epochs: int | None):  # fmt: skip
+    def __init__(
+        self,
+        load: Any,
+        sizes: Sizes,
+        order: Ordering,
+        scope: base.Scope,
+        start: BlockState,
+        num_epochs: int | None,
+    ):
         place = ReadState(*start[:6])
         super().__init__(
             load, sizes, order, scope, place, num_epochs, sizes.batches, int(start.batch)

@@ -118,9 +118,17 @@ class Reader(Iterator, contextlib.AbstractContextManager):
     """
 
     def __init__(
-        self, load: Load, sizes: Sizes, *, epoch: int, unit: int = 0, skip: int = 0, loads: int = 0,
-        num_epochs: int | None = None, ahead: int = 2,
-    ):  # fmt: skip
+        self,
+        load: Load,
+        sizes: Sizes,
+        *,
+        epoch: int,
+        unit: int = 0,
+        skip: int = 0,
+        loads: int = 0,
+        num_epochs: int | None = None,
+        ahead: int = 2,
+    ):
         self._load, self._sizes, self._num_epochs, self._ahead = load, sizes, num_epochs, ahead
         self._batches = EpochBatches(load, sizes, epoch, loads, unit, skip)
         self._following: EpochBatches | None = None

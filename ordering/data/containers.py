@@ -179,9 +179,11 @@ def refuse_source(name: str, x: Any) -> NoReturn:
     kind = type(x).__name__
     if isinstance(x, Iterable) and not isinstance(x, str | bytes | type):
         refuse(
-            name, f"a {kind}, and an order needs {name}[i]", f"list({name})",
+            name,
+            f"a {kind}, and an order needs {name}[i]",
+            f"list({name})",
             ", or read files in blocks (ordering.blocks)",
-        )  # fmt: skip
+        )
     raise ValueError(
         f"{name} is a {kind}, and an order needs {name}[i]: pass arrays, a tuple or dict of them, "
         "or an object with __len__ and __getitem__, as tfds.data_source in place of tfds.load. "

@@ -34,14 +34,29 @@ class Epochs(Reader):
       epoch_ended: whether the last batch was the last of its epoch.
     """
 
-    def __init__(self, load: Load, sizes: Sizes, order: Ordering, scope: Scope, state: ReadState,
-                 num_epochs: int | None, ahead: int, skip: int = 0):  # fmt: skip
+    def __init__(
+        self,
+        load: Load,
+        sizes: Sizes,
+        order: Ordering,
+        scope: Scope,
+        state: ReadState,
+        num_epochs: int | None,
+        ahead: int,
+        skip: int = 0,
+    ):
         epoch, units, loads, self.steps, self.uses = map(int, state[1:])
         unit = units // (scope.workers or 1)
         super().__init__(
-            load, sizes, epoch=epoch, unit=unit, skip=skip, loads=loads, num_epochs=num_epochs,
+            load,
+            sizes,
+            epoch=epoch,
+            unit=unit,
+            skip=skip,
+            loads=loads,
+            num_epochs=num_epochs,
             ahead=ahead,
-        )  # fmt: skip
+        )
         self.order_state, self._scope = state.order, scope
         self._order_of_all = base.compiled(order, scope)
         self._observes = hasattr(state.order, "position")  # then every step must be observed

@@ -166,9 +166,10 @@ def carried_settings() -> Callable[[], contextlib.AbstractContextManager]:
     @contextlib.contextmanager
     def entered():
         with (
-            jax.enable_x64(x64), jax.default_device(device),
+            jax.enable_x64(x64),
+            jax.default_device(device),
             jax.default_matmul_precision(precision),
-        ):  # fmt: skip
+        ):
             yield
 
     return entered

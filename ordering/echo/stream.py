@@ -32,8 +32,16 @@ class Repeated(Iterator):
       fresh: whether it was the first step with this load.
     """
 
-    def __init__(self, loads: Any, plan: Any, steps: int, count: int, uses: int, again: bool,
-                 stop_with_loads: bool):  # fmt: skip
+    def __init__(
+        self,
+        loads: Any,
+        plan: Any,
+        steps: int,
+        count: int,
+        uses: int,
+        again: bool,
+        stop_with_loads: bool,
+    ):
         self._loads, self._source, self._plan = loads, iter(loads), plan
         self.step, self.load, self.fresh = steps - 1, count - 1, False
         self._uses, self._stop_with_loads = uses, stop_with_loads

@@ -316,5 +316,11 @@ def _slice(value, length, place):
 # Primitives that contain a jaxpr, and those whose result is still a parameter.
 PROGRAMS = {"jit": _jit, "remat2": _remat, "scan": _scan}
 MOVES = (
-    "broadcast_in_dim", "convert_element_type", "copy", "name", "reshape", "squeeze", "transpose"
-)  # fmt: skip
+    "broadcast_in_dim",
+    "convert_element_type",
+    "copy",
+    "name",
+    "reshape",
+    "squeeze",
+    "transpose",
+)

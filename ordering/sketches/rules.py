@@ -88,9 +88,16 @@ def _dot_general(equation, values, handler):
 
     precision, multiply = precision_of(equation), _matmul(equation, side)
     use = Use(
-        PRODUCT, rows, cols, math.prod(counts), through(_rows_as_one(multiply)), through(multiply),
-        sums, columns, precision,
-    )  # fmt: skip
+        PRODUCT,
+        rows,
+        cols,
+        math.prod(counts),
+        through(_rows_as_one(multiply)),
+        through(multiply),
+        sums,
+        columns,
+        precision,
+    )
     return [handler.use(use, param, (x,))]
 
 
@@ -141,8 +148,9 @@ def _gather(equation, values, handler):
     if not isinstance(table, Param):
         return _look_up(equation, values, handler)
     how, (table_shape, shape) = (
-        equation.params["dimension_numbers"], [v.aval.shape for v in equation.invars]
-    )  # fmt: skip
+        equation.params["dimension_numbers"],
+        [v.aval.shape for v in equation.invars],
+    )
     batch, width = len(shape) - 1, len(table_shape) - 1
     is_look_up = (
         is_plain(indices)  # places may be constants
@@ -167,10 +175,13 @@ def _gather(equation, values, handler):
         A look-up that promises indices in bounds clamps them, but its gradient drops them.
         """
         (rows_of,) = bind(
-            equation, [table, indices], dimension_numbers=how._replace(offset_dims=(batch,)),
-            slice_sizes=(1, table.shape[1]), fill_value=0,
+            equation,
+            [table, indices],
+            dimension_numbers=how._replace(offset_dims=(batch,)),
+            slice_sizes=(1, table.shape[1]),
+            fill_value=0,
             mode=modes.CLIP if clips else modes.FILL_OR_DROP,
-        )  # fmt: skip
+        )
         return rows_of.reshape(-1, table.shape[1])
 
     def sums(signs, count, groups, indices):
@@ -220,9 +231,7 @@ def _convolution(equation, values, handler):
         return _natural(matrix(dy), cols)
 
     rank = math.prod(result.shape) // max(1, result.shape[features])
-    use = Use(
-        "convolution", rows, cols, rank, apply, apply, sums, columns, precision_of(equation)
-    )  # fmt: skip
+    use = Use("convolution", rows, cols, rank, apply, apply, sums, columns, precision_of(equation))
     return [handler.use(use, param, (x,))]
 
 

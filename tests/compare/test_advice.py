@@ -109,11 +109,17 @@ def test_the_network_of_a_mesh_is_an_all_reduce_of_the_parameters(monkeypatch):
         advise.machines_of(*flags.setting_from_flags(values), values)
 
 
-@pytest.mark.parametrize("taken_by_order,expected", [
-    ([400] * 3, "Use order: 2.5 times as fast as none (2.5 to 2.5, 95 % over 3 tasks). No"),
-    ([100, 400, 1600], "Nothing is shown to help: order is 2.5 times as fast as none (0.1 to 7"),
-    ([2000] * 3, "Nothing is shown to help.\n"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "taken_by_order,expected",
+    [
+        ([400] * 3, "Use order: 2.5 times as fast as none (2.5 to 2.5, 95 % over 3 tasks). No"),
+        (
+            [100, 400, 1600],
+            "Nothing is shown to help: order is 2.5 times as fast as none (0.1 to 7",
+        ),
+        ([2000] * 3, "Nothing is shown to help.\n"),
+    ],
+)
 def test_what_may_be_slower_is_not_recommended(taken_by_order, expected):
     """Without: 1,000 steps. The interval of three tasks is wide, and may include 1."""
     counts = [{ORDER: taken(n, n, n), ALL: taken(9e9, 1, 1)} for n in taken_by_order]

@@ -25,13 +25,18 @@ def test_every_word_belongs_to_one_table():
     [
         ("rr", {"order": "rr"}, "D-RR"),
         ("qsr+int8+epoch", {"sync": "qsr+int8+epoch"}, "QSR, int8, to the epoch"),
-        ("cd_grab+sketch48+dealt+diffusion+cosine",
-         {"order": "cd_grab+sketch48+dealt", "echo": "diffusion+cosine"},
-         "CD-GraB, 48 numbers, dealt + error diffusion, cosine p"),
-        ("rr+dealt+constant+none", {"order": "rr+dealt", "sync": "constant", "echo": "none"},
-         "D-RR, dealt + constant H + no echo"),
+        (
+            "cd_grab+sketch48+dealt+diffusion+cosine",
+            {"order": "cd_grab+sketch48+dealt", "echo": "diffusion+cosine"},
+            "CD-GraB, 48 numbers, dealt + error diffusion, cosine p",
+        ),
+        (
+            "rr+dealt+constant+none",
+            {"order": "rr+dealt", "sync": "constant", "echo": "none"},
+            "D-RR, dealt + constant H + no echo",
+        ),
     ],
-)  # fmt: skip
+)
 def test_words_name_decisions(text, decisions, label):
     arm = arm_of(text)
     assert decisions.items() <= arm.words.items() and arm.label == label
@@ -94,10 +99,13 @@ def test_every_row_builds_its_decision():
 OTHERS = {"h_base": 9, "growth": 2.5, "echo_factor": 3, "horizon": 9}
 
 
-@pytest.mark.parametrize("kind,name", [
-    *(("sync", name) for name in TABLES["sync"]),
-    *(("echo", name) for name in (*TABLES["echo"], "diffusion+cosine")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind,name",
+    [
+        *(("sync", name) for name in TABLES["sync"]),
+        *(("echo", name) for name in (*TABLES["echo"], "diffusion+cosine")),
+    ],
+)
 def test_a_row_says_which_fields_of_a_recipe_change_its_plan(kind, name):
     row, given = row_of(kind, name), setting_of(600, floor=1e-3, horizon=40)
 

@@ -26,9 +26,17 @@ from tests.compiled_runs import kinds
 pytestmark = pytest.mark.usefixtures("optimised")  # what users compile
 WORKERS = 4
 RECIPE = Recipe(
-    WORKERS, 2, 4, (0.1,), total_steps=40, schedule="cosine", floor=1e-3, h_base=4, metric="loss",
+    WORKERS,
+    2,
+    4,
+    (0.1,),
+    total_steps=40,
+    schedule="cosine",
+    floor=1e-3,
+    h_base=4,
+    metric="loss",
     target=0.5,
-)  # fmt: skip
+)
 
 
 def task(width=64, classes=10):

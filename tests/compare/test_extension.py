@@ -16,8 +16,17 @@ from tests.additions import ADDITIONS
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 # Their names, in those of tests and of the rows that tests go through.
-NAMES = ("backwards", "alternating", "thirds", "late", "blobs", "cosine_classifier", "power",
-         "plain_momentum", "forgetting")  # fmt: skip
+NAMES = (
+    "backwards",
+    "alternating",
+    "thirds",
+    "late",
+    "blobs",
+    "cosine_classifier",
+    "power",
+    "plain_momentum",
+    "forgetting",
+)
 # Tests of the whole tree; of others those that name an addition.
 WHOLE = (
     "test_structure",
@@ -50,9 +59,13 @@ def call(folder, *command, **environment):
     """What a command prints in the copy, which ends well."""
     inherited = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "XLA_FLAGS")}
     done = subprocess.run(
-        [*map(str, command)], cwd=folder, capture_output=True, text=True, timeout=1200,
+        [*map(str, command)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=1200,
         env=inherited | {"PYTHONPATH": str(folder), "JAX_PLATFORMS": "cpu"} | environment,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     return done.stdout
 
@@ -104,15 +117,25 @@ def test_an_addition_touches_few_files(copy):
 def test_the_tests_of_the_tree_and_those_that_go_through_rows_take_the_additions(copy):
     folder, _ = copy
     files = [
-        *(f"tests/project/test_{name}.py" for name in (
-            "structure", "docs", "conventions", "words", "keys", "plans")),
+        *(
+            f"tests/project/test_{name}.py"
+            for name in ("structure", "docs", "conventions", "words", "keys", "plans")
+        ),
         "tests/project/test_use.py::test_the_page_of_commands_has_them_all",
-        "tests/ordering/test_orders.py", "tests/ordering/test_echo_plans.py",
-        "tests/local_opt/test_plans.py", "tests/data/test_abstract.py",
-        "tests/data/test_optimizers.py", "tests/compare/test_arms.py",
-        "ordering/backwards.py", "ordering/baselines/rules.py", "ordering/echo/plans.py",
-        "local_opt/rules.py", "local_opt/presets.py", "local_opt/formats.py", "models/angles.py",
-    ]  # fmt: skip
+        "tests/ordering/test_orders.py",
+        "tests/ordering/test_echo_plans.py",
+        "tests/local_opt/test_plans.py",
+        "tests/data/test_abstract.py",
+        "tests/data/test_optimizers.py",
+        "tests/compare/test_arms.py",
+        "ordering/backwards.py",
+        "ordering/baselines/rules.py",
+        "ordering/echo/plans.py",
+        "local_opt/rules.py",
+        "local_opt/presets.py",
+        "local_opt/formats.py",
+        "models/angles.py",
+    ]
     chosen = f"({' or '.join((*WHOLE, *NAMES))}) and not pictures"
     options = ("-q", "-n", "0", "-p", "no:cacheprovider", "-k", chosen)
     text = call(folder, sys.executable, "-m", "pytest", *options, *files)
@@ -156,9 +179,17 @@ def test_a_study_of_the_additions_runs(copy, tmp_path):
     folder, _ = copy
     out = tmp_path / "out"
     call(
-        folder, sys.executable, "-m", "experiments.to_and_fro", "--distance=3", "--total_steps=40",
-        "--schedule=power", "--evaluations=2", "--seeds=2", f"--output_dir={out}",
-    )  # fmt: skip
+        folder,
+        sys.executable,
+        "-m",
+        "experiments.to_and_fro",
+        "--distance=3",
+        "--total_steps=40",
+        "--schedule=power",
+        "--evaluations=2",
+        "--seeds=2",
+        f"--output_dir={out}",
+    )
     results = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     last = next(r for r in reversed(results) if r["arm"] == "all")
     assert (last["step"], last["rounds"], last["loads"], last["epoch"]) == (40, 3, 30, 3.0)

@@ -44,20 +44,29 @@ def test_every_field_of_a_recipe_is_a_flag_with_help():
     assert {"order", "workers", "track", "coordinator_address"} < shown
 
 
-@pytest.mark.parametrize("words,table", [
-    (base.FIELDS["optimizer"][2], optimizers.OPTIMIZERS),
-    (base.FIELDS["average"][2], AVERAGES),
-    (train.POLICIES, resize.POLICIES),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words,table",
+    [
+        (base.FIELDS["optimizer"][2], optimizers.OPTIMIZERS),
+        (base.FIELDS["average"][2], AVERAGES),
+        (train.POLICIES, resize.POLICIES),
+    ],
+)
 def test_the_words_that_flags_take_are_those_of_the_tables(words, table):
     assert [*words] == [*table]
 
 
-@pytest.mark.parametrize("given,expected", [
-    ([], {"workers": 32, "schedule": "cosine", "learning_rate": 0.25, "model": "softmax"}),
-    (["--task=digits_wide"], {"target": 0.96, "width": 512, "total_steps": 500, "epochs": None}),
-    (["--task=hmda"], {"model": "logistic", "state": "NJ"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "given,expected",
+    [
+        ([], {"workers": 32, "schedule": "cosine", "learning_rate": 0.25, "model": "softmax"}),
+        (
+            ["--task=digits_wide"],
+            {"target": 0.96, "width": 512, "total_steps": 500, "epochs": None},
+        ),
+        (["--task=hmda"], {"model": "logistic", "state": "NJ"}),
+    ],
+)
 def test_help_knows_what_the_setting_gives_where_a_flag_is_unset(given, expected):
     values = flags.defaults(parsed(train, *given))
     assert {name: values[name] for name in expected} == expected
@@ -83,8 +92,9 @@ def test_choices_of_a_task_are_flags(monkeypatch):
     assert setting("--task=tinyshakespeare", "--length=16")[0].train["x"].shape[1] == 16
     result = flags.choices()
     assert {name: (result[name][0].kind, result[name][1]) for name in ("state", "augment")} == {
-        "state": (str, ["hmda"]), "augment": (bool, ["imagenet2012"]),
-    }  # fmt: skip
+        "state": (str, ["hmda"]),
+        "augment": (bool, ["imagenet2012"]),
+    }
     assert "abstract" not in result and "data_dir" not in result
 
     def load(data_dir=None, model="m", *, sharpness=0.5, kinds: int | None = None, abstract=False):
@@ -113,17 +123,19 @@ def test_settings_hold_what_the_runs_of_a_folder_share():
     assert not {"learning_rates", "seeds", "arms", "data_dir", "output_dir"} & set(shared)
 
 
-test_settings_that_cannot_run = refuses({
-    " ".join(given): (lambda given=given: setting(*given), message)
-    for message, *given in [
-        ("--task is cats: choose one of digits_cosine", "--task=cats"),
-        ("wikitext2_small. Did you mean digits_mlp or", "--task=digit_mlp"),
-        ("--state is MD: digits has no such choice. It has model", "--state=MD"),
-        ("--width is 7: of digits only --model=mlp has it, and the model is soft", "--width=7"),
-        ("--width is 7: of mnist", "--width=7", "--task=mnist", "--model=lenet"),
-        ("--data_dir is /x: digits come with scikit-learn. Leave it out", "--data_dir=/x"),
-    ]
-})  # fmt: skip
+test_settings_that_cannot_run = refuses(
+    {
+        " ".join(given): (lambda given=given: setting(*given), message)
+        for message, *given in [
+            ("--task is cats: choose one of digits_cosine", "--task=cats"),
+            ("wikitext2_small. Did you mean digits_mlp or", "--task=digit_mlp"),
+            ("--state is MD: digits has no such choice. It has model", "--state=MD"),
+            ("--width is 7: of digits only --model=mlp has it, and the model is soft", "--width=7"),
+            ("--width is 7: of mnist", "--width=7", "--task=mnist", "--model=lenet"),
+            ("--data_dir is /x: digits come with scikit-learn. Leave it out", "--data_dir=/x"),
+        ]
+    }
+)
 
 
 def test_commands_without_flags_need_no_data():
@@ -299,18 +311,27 @@ DRY = ("train", "cd_grab", "qsr", "echoing", "combined")
 GIVEN = {f"{c} --dry_run" if c.split()[0] in DRY else c: message for c, message in UNUSED.items()}
 for flag in ("--gigabits=3", "--device_teraflops=3", "--nocompile"):
     GIVEN[f"train {flag}"] = "changes nothing: it is for --dry_run"
-test_a_flag_that_changes_nothing_is_refused = refuses({
-    command: (functools.partial(run, *command.split()), text) for command, text in GIVEN.items()
-})  # fmt: skip
+test_a_flag_that_changes_nothing_is_refused = refuses(
+    {command: (functools.partial(run, *command.split()), text) for command, text in GIVEN.items()}
+)
 
 
-@pytest.mark.parametrize("command", [
-    "cd_grab --arms=rr+constant --h_base=9", "qsr --arms=parallel --growth=3", "qsr --floor=0.001",
-    "qsr --schedule=step --floor=0.1 --decay_every=3", "qsr --epochs=2 --total_steps=200",
-    "cd_grab --task=hmda --data_dir=DIR", "train --sync=parallel --h_base=4 --bound_every=0",
-    "combined --arms=rr+constant", "combined --target=0.1 --metric=loss", "train --h_base=9",
-    "train --average=ema --ema_epochs=2",
-    "train --output_dir=x --track=wandb --checkpoint_every=3 --overwrite",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "command",
+    [
+        "cd_grab --arms=rr+constant --h_base=9",
+        "qsr --arms=parallel --growth=3",
+        "qsr --floor=0.001",
+        "qsr --schedule=step --floor=0.1 --decay_every=3",
+        "qsr --epochs=2 --total_steps=200",
+        "cd_grab --task=hmda --data_dir=DIR",
+        "train --sync=parallel --h_base=4 --bound_every=0",
+        "combined --arms=rr+constant",
+        "combined --target=0.1 --metric=loss",
+        "train --h_base=9",
+        "train --average=ema --ema_epochs=2",
+        "train --output_dir=x --track=wandb --checkpoint_every=3 --overwrite",
+    ],
+)
 def test_what_a_preset_may_give_and_another_flag_override_is_accepted(command):
     run(*command.split(), "--dry_run")

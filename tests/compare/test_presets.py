@@ -33,14 +33,18 @@ PUBLISHED = {
     "echoing_cifar10_resnet18": (11_173_962, None),
     # 16 blocks of width 1024.
     "slowrun_fineweb": (
-        (50_257 + 2048 + 2) * 1024 + 16 * (12 * 1024**2 + 13 * 1024), 2**19 // 2048
+        (50_257 + 2048 + 2) * 1024 + 16 * (12 * 1024**2 + 13 * 1024),
+        2**19 // 2048,
     ),
-}  # fmt: skip
+}
 NAMES = sorted(PUBLISHED)
 DATA_FOLDERS = {  # of tasks
-    "hmda": "hmda", "wikitext2_small": "wikitext2", "m4_weekly": "m4", "sst2": "sst2",
+    "hmda": "hmda",
+    "wikitext2_small": "wikitext2",
+    "m4_weekly": "m4",
+    "sst2": "sst2",
     "cifar10": "tfds",
-}  # fmt: skip
+}
 
 
 @pytest.fixture(autouse=True)
@@ -102,12 +106,15 @@ def test_a_preset_has_the_published_network_and_batch_and_tiny_makes_it_small(na
     assert len(shares) == 1 and small.warmup_steps <= steps / 4 and len(small.learning_rates) == 1
 
 
-@pytest.mark.parametrize("task,parameters", [
-    ("cifar100_resnet18", 11_173_962 + 90 * 513),
-    pytest.param("cifar10_mobilenet_v2", 2_236_682, marks=pytest.mark.slow),
-    pytest.param("cifar100_mobilenet_v2", 2_236_682 + 90 * 1281, marks=pytest.mark.slow),
-    ("wikitext2_gpt2", GPT2 + (33_278 - 50_257) * 128),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "task,parameters",
+    [
+        ("cifar100_resnet18", 11_173_962 + 90 * 513),
+        pytest.param("cifar10_mobilenet_v2", 2_236_682, marks=pytest.mark.slow),
+        pytest.param("cifar100_mobilenet_v2", 2_236_682 + 90 * 1281, marks=pytest.mark.slow),
+        ("wikitext2_gpt2", GPT2 + (33_278 - 50_257) * 128),
+    ],
+)
 def test_a_flag_after_a_preset_gives_the_other_networks_of_echoing(task, parameters):
     path = FOLDER / "echoing_cifar10_resnet18.flags"
     other, _ = setting_of(path, f"--task={task}")
@@ -123,9 +130,14 @@ def plan_of(name, *more):
 
 PUBLISHED_ROUNDS = {"qsr_vit_b_4096": 9711, "qsr_resnet152_4096": 24_792}
 EPOCHS = {"vit_b": 100, "resnet152": 60}  # of a step decay
-DECAYS = {net: {"cosine": (), "linear": ("--schedule=linear",),
-                "step": ("--schedule=step", f"--decay_every={epochs}")}
-          for net, epochs in EPOCHS.items()}  # fmt: skip
+DECAYS = {
+    net: {
+        "cosine": (),
+        "linear": ("--schedule=linear",),
+        "step": ("--schedule=step", f"--decay_every={epochs}"),
+    }
+    for net, epochs in EPOCHS.items()
+}
 
 
 @pytest.mark.parametrize("decay", ["cosine", "linear", "step"])
@@ -156,15 +168,23 @@ def run(path, *more, timeout):
     command = [sys.executable, "-m", f"experiments.{entrypoint(path)}", f"--flagfile={path}", *more]
     clean = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}  # of this test process
     done = subprocess.run(
-        command, env=clean | {"JAX_PLATFORMS": "cpu"}, cwd=ROOT, capture_output=True, text=True,
+        command,
+        env=clean | {"JAX_PLATFORMS": "cpu"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
         timeout=timeout,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
-ARMS = {"cd_grab": "rr,cd_grab", "qsr": "parallel,qsr", "echoing": "none,diffusion,measured",
-        "slowrun": "rr+documents,cd_grab+sketch1024+shifted"}  # fmt: skip
+ARMS = {
+    "cd_grab": "rr,cd_grab",
+    "qsr": "parallel,qsr",
+    "echoing": "none,diffusion,measured",
+    "slowrun": "rr+documents,cd_grab+sketch1024+shifted",
+}
 
 
 @pytest.mark.slow

@@ -36,11 +36,17 @@ def searched(accuracy, *, diverges=lambda run: False, of=None, **options):
     def go(run, kept, on_record, on_step):
         trained.append(run)
         for i in range(len(kept), 2):
-            on_record({
-                "step": 5 * (i + 1), "seconds": 1.0, "ended": i == 1, "train/batch_loss": 1.0,
-                "valid/accuracy": accuracy(run), "test/accuracy": accuracy(run),
-                "diverged": "at once" if i == 1 and diverges(run) else None,
-            })  # fmt: skip
+            on_record(
+                {
+                    "step": 5 * (i + 1),
+                    "seconds": 1.0,
+                    "ended": i == 1,
+                    "train/batch_loss": 1.0,
+                    "valid/accuracy": accuracy(run),
+                    "test/accuracy": accuracy(run),
+                    "diverged": "at once" if i == 1 and diverges(run) else None,
+                }
+            )
         return 0
 
     result, stopped = search.search(
@@ -93,8 +99,12 @@ def test_all_rates_run_once_then_two_finalists_with_all_seeds_and_it_resumes():
     assert len(trained) == 2 * search.planned(3, 3, 2, None)
     first = recorded[0]
     assert (first["study"], first["order"], first["sync"], first["speed"], first["phase"]) == (
-        "fake", "rr+dealt", "parallel", None, "run",
-    )  # fmt: skip
+        "fake",
+        "rr+dealt",
+        "parallel",
+        None,
+        "run",
+    )
     assert statistics.best_rate(statistics.data_of(recorded), "a", None, asked().criterion) == 0.4
     again, same, new = searched(rate_of, seeds=3, done=recorded[:7])
     assert same == recorded and new == recorded[7:]

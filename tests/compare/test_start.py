@@ -41,8 +41,18 @@ with compilations() as compiled:
 facts = {"first": first[0], "all": compiled, "modules": modules}
 print(json.dumps(facts))
 """
-UNUSED = {"datasets", "grain", "IPython.terminal", "matplotlib", "pandas", "sklearn", "tensorflow",
-          "tensorflow_datasets", "torch", "transformers"}  # fmt: skip
+UNUSED = {
+    "datasets",
+    "grain",
+    "IPython.terminal",
+    "matplotlib",
+    "pandas",
+    "sklearn",
+    "tensorflow",
+    "tensorflow_datasets",
+    "torch",
+    "transformers",
+}
 
 
 @pytest.fixture(scope="module")
@@ -122,10 +132,15 @@ def test_the_comparison_is_short_only_where_no_flag_says_what_is_compared(argume
     assert asked(*arguments)[1] == runs
 
 
-@pytest.mark.parametrize("given,arms", [
-    ("cd_grab", ["rr", "cd_grab"]), ("cd_grab+sketch4", ["rr", "cd_grab+sketch4"]),
-    ("rr", ["rr"]), ("id_pair,cd_grab", ["id_pair", "cd_grab"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "given,arms",
+    [
+        ("cd_grab", ["rr", "cd_grab"]),
+        ("cd_grab+sketch4", ["rr", "cd_grab+sketch4"]),
+        ("rr", ["rr"]),
+        ("id_pair,cd_grab", ["id_pair", "cd_grab"]),
+    ],
+)
 def test_one_arm_is_compared_with_the_baseline(given, arms, tmp_path, monkeypatch):
     run = []
     monkeypatch.setattr(search, "_carry_out", lambda *args: run.append([*args[1].arms]))

@@ -15,21 +15,32 @@ from tests.commands import LENGTH, SHORT, SMALL, study_run, train_run
 
 STUDIES = {  # the study, its flags, its pictures
     "cd_grab": (
-        cd_grab, ["--epochs=4", "--bound_every=2", "--arms=rr,cd_grab+sketch16"],
+        cd_grab,
+        ["--epochs=4", "--bound_every=2", "--arms=rr,cd_grab+sketch16"],
         ["comparison.png"],
     ),
     "qsr": (qsr, [*LENGTH, "--width=8", "--arms=parallel,qsr+int8"], ["comparison.png"]),
     "echoing": (
         echoing,
-        ["--width=8", "--arms=none,diffusion", "--speeds=2", "--total_steps=40", "--horizon=20",
-         "--evaluate_every=5", "--target=0.5", "--step_seconds=0.001", "--seeds=1"],
+        [
+            "--width=8",
+            "--arms=none,diffusion",
+            "--speeds=2",
+            "--total_steps=40",
+            "--horizon=20",
+            "--evaluate_every=5",
+            "--target=0.5",
+            "--step_seconds=0.001",
+            "--seeds=1",
+        ],
         ["comparison_R2.png"],
     ),
     "combined": (
-        combined, [*LENGTH, "--echo_factor=2", "--learning_rates=0.1"],
+        combined,
+        [*LENGTH, "--echo_factor=2", "--learning_rates=0.1"],
         ["comparison.png", "effects.png"],
     ),
-}  # fmt: skip
+}
 
 
 def written(folder):
@@ -118,12 +129,16 @@ def test_one_run_writes_its_plans_and_its_model(tmp_path):
     assert [r["step"] for r in recorded] == [6, 12, 18, 24]
     last = recorded[-1]
     assert last["ended"] and (last["order"], last["sync"], last["echo"]) == (
-        "cd_grab+sketch16", "qsr", "diffusion+cosine",
-    )  # fmt: skip
+        "cd_grab+sketch16",
+        "qsr",
+        "diffusion+cosine",
+    )
     settings = json.loads((tmp_path / "settings.json").read_text())
     assert (settings["task"], settings["seed"], settings["learning_rate"]) == (
-        "digits_cosine", 0, 0.2,
-    )  # fmt: skip
+        "digits_cosine",
+        0,
+        0.2,
+    )
     assert (tmp_path / "sync_plan.json").exists() and (tmp_path / "echo_plan.json").exists()
     with ocp.StandardCheckpointer() as checkpointer:
         model = checkpointer.restore(os.path.abspath(tmp_path / "model"))

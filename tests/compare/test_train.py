@@ -70,9 +70,13 @@ def slow_run(plans, start):
     return params[0], np.stack(orders)
 
 
-@pytest.mark.parametrize("sync,echo", [
-    ("qsr", "diffusion+cosine"), ("coins", "bernoulli+cosine"),  # the echoing paper's Algorithm 2
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "sync,echo",
+    [
+        ("qsr", "diffusion+cosine"),
+        ("coins", "bernoulli+cosine"),  # the echoing paper's Algorithm 2
+    ],
+)
 def test_the_loop_equals_a_slow_reference(sync, echo):
     plans, program, results = plans_of(sync, echo), built("cd_grab", sync), []
     params, orders = slow_run(plans, program.init(0))

@@ -98,12 +98,14 @@ class Tied(eqx.Module):
 CASES = {
     **{
         f"Adaptive{how}Pool{n}d": {"": _pooled(f"Adaptive{how}Pool{n}d", n, 2)}
-        for how in ("Avg", "Max") for n in (1, 2, 3)
+        for how in ("Avg", "Max")
+        for n in (1, 2, 3)
     },
     "AdaptivePool": {"": _pooled("AdaptivePool", 1, 4, 1, jnp.mean)},
     **{
         f"{how}Pool{n}d": {"": _pooled(f"{how}Pool{n}d", n, 2, 2)}
-        for how in ("Avg", "Max") for n in (1, 2, 3)
+        for how in ("Avg", "Max")
+        for n in (1, 2, 3)
     },
     "Pool": {"": _pooled("Pool", 2, 0.0, jax.lax.add, 2, 2, 1)},
     "BatchNorm": {
@@ -115,8 +117,7 @@ CASES = {
         "": lambda: (nn.Conv1d(3, 4, 3, key=K), LINE),
         "causal": lambda: (nn.Conv1d(3, 4, 3, padding=((2, 0),), key=K), LINE),
         "depthwise": lambda: (nn.Conv1d(3, 3, 3, groups=3, key=K), LINE),
-        "circular": lambda: (
-            nn.Conv1d(3, 4, 3, padding=1, padding_mode="CIRCULAR", key=K), LINE),
+        "circular": lambda: (nn.Conv1d(3, 4, 3, padding=1, padding_mode="CIRCULAR", key=K), LINE),
     },
     "Conv2d": {
         "": lambda: (nn.Conv2d(3, 4, 3, key=K), IMAGE),
@@ -124,7 +125,9 @@ CASES = {
         "dilated": lambda: (nn.Conv2d(3, 4, 2, dilation=2, key=K), IMAGE),
         "groups": lambda: (nn.Conv2d(3, 6, 3, groups=3, use_bias=False, key=K), IMAGE),
         "reflect": lambda: (
-            nn.Conv2d(3, 4, 3, padding="SAME", padding_mode="REFLECT", key=K), IMAGE),
+            nn.Conv2d(3, 4, 3, padding="SAME", padding_mode="REFLECT", key=K),
+            IMAGE,
+        ),
     },
     "Conv3d": {"": lambda: (nn.Conv3d(2, 3, 2, key=K), CUBE)},
     "ConvTranspose": {"": lambda: (nn.ConvTranspose(2, 3, 4, 3, stride=2, key=K), IMAGE)},
@@ -171,14 +174,16 @@ CASES = {
     "Sequential": {"": _then(nn.Lambda(jnp.tanh), nn.Linear(6, 3, key=K))},
     "Shared": {"": lambda: (Tied(), "ids")},
     "SpectralNorm": {
-        "": lambda: (nn.SpectralNorm(nn.Linear(5, 6, key=K), "weight", inference=True, key=K),
-                     VECTOR)
+        "": lambda: (
+            nn.SpectralNorm(nn.Linear(5, 6, key=K), "weight", inference=True, key=K),
+            VECTOR,
+        )
     },
     "WeightNorm": {
         "": lambda: (nn.WeightNorm(nn.Linear(5, 6, key=K), "weight"), VECTOR),
         "conv": lambda: (nn.WeightNorm(nn.Conv2d(3, 4, 3, key=K), "weight"), IMAGE),
     },
-}  # fmt: skip
+}
 
 
 def names():

@@ -48,10 +48,11 @@ def score(y, n=None):
     """One number, or n, of any results: what is real and floating is weighed."""
     leaves = [leaf for leaf in jax.tree.leaves(y) if hasattr(leaf, "dtype")]
     leaves = [
-        part for leaf in leaves
+        part
+        for leaf in leaves
         for part in ((leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,))
         if jnp.issubdtype(part.dtype, jnp.floating)
-    ]  # fmt: skip
+    ]
     total = 0.0
     for leaf in leaves:
         flat = leaf.astype(jnp.float32).reshape(*(() if n is None else (n,)), -1)
@@ -93,8 +94,10 @@ def _cond(row):
         first = jnp.ravel(jax.tree.leaves(batch)[0])[0].astype(jnp.float32)
         return jax.lax.cond(
             jnp.sin(9 * first) > 0,
-            lambda p: row.loss(p, batch, key), lambda p: 2 * row.loss(p, batch, key), params,
-        )  # fmt: skip
+            lambda p: row.loss(p, batch, key),
+            lambda p: 2 * row.loss(p, batch, key),
+            params,
+        )
 
     return row._replace(loss=loss)
 
@@ -361,13 +364,15 @@ class Table(NamedTuple):
         theirs, ways = self.count("theirs"), Counter()
         for v in self.results.values():
             ways.update(v.why.split() if v.kind == "right" else ())
-        return "\n".join([
-            f"{self.name}: {len(self.results) - theirs} tried, {self.count('right')} right, "
-            f"{self.count('refused')} refused, {self.count('raw')} raw, "
-            f"{self.count('wrong')} wrong; {theirs} that JAX does not differentiate either "
-            f"(parameters of right rows: {', '.join(f'{n} {w}' for w, n in ways.items())})",
-            *(f"  {v.kind} {row} [{mode}] {v.why}" for (row, mode), v in self.faults().items()),
-        ])  # fmt: skip
+        return "\n".join(
+            [
+                f"{self.name}: {len(self.results) - theirs} tried, {self.count('right')} right, "
+                f"{self.count('refused')} refused, {self.count('raw')} raw, "
+                f"{self.count('wrong')} wrong; {theirs} that JAX does not differentiate either "
+                f"(parameters of right rows: {', '.join(f'{n} {w}' for w, n in ways.items())})",
+                *(f"  {v.kind} {row} [{mode}] {v.why}" for (row, mode), v in self.faults().items()),
+            ]
+        )
 
 
 def in_mode(row: Row, mode: str) -> Verdict:

@@ -18,11 +18,13 @@ LEFT_OUT = {
     "RNNCore": "the base of cores",
     "SNParamsTree": "normalises parameters, as SpectralNorm does",
     "nets.ResNet": "the base of ResNet18 to ResNet200",
-    "nets.ResNet34": "as ResNet18, with more blocks", "nets.ResNet50": "as ResNet18",
-    "nets.ResNet101": "as ResNet18", "nets.ResNet152": "as ResNet18",
+    "nets.ResNet34": "as ResNet18, with more blocks",
+    "nets.ResNet50": "as ResNet18",
+    "nets.ResNet101": "as ResNet18",
+    "nets.ResNet152": "as ResNet18",
     "nets.ResNet200": "as ResNet18",
     "nets.VectorQuantizerEMA": "has no parameters: its codes are averages",
-}  # fmt: skip
+}
 LINE, IMAGE, CUBE, VECTOR, SEQUENCE = (9, 3), (6, 6, 3), (4, 4, 4, 2), (5,), (6, 5)
 
 

@@ -29,31 +29,49 @@ def _gathers():
         yield f"take flat {mode}", lambda t, i, mode=mode: jnp.take(t, i, mode=mode)
         yield f"take of columns {mode}", lambda t, i, mode=mode: jnp.take(t.T, i, 1, mode=mode)
     for mode in (None, "fill", "clip"):
-        yield f"take_along_axis {mode}", lambda t, i, mode=mode: jnp.take_along_axis(
-            t, i[:, None], 0, mode=mode)  # fmt: skip
+        yield (
+            f"take_along_axis {mode}",
+            lambda t, i, mode=mode: jnp.take_along_axis(t, i[:, None], 0, mode=mode),
+        )
     yield "take fill 7", lambda t, i: jnp.take(t, i, axis=0, mode="fill", fill_value=7.0)
     for mode in WAYS:
         for fill in (None, 0.0, 7.0) if mode in ("fill", "drop") else (None,):
             options = {"mode": mode, "fill_value": fill}
             yield f"at.get {mode} {fill}", lambda t, i, o=options: t.at[i].get(**o)
             yield f"at.get of columns {mode} {fill}", lambda t, i, o=options: t.T.at[:, i].get(**o)
-            yield f"at.get raw {mode} {fill}", lambda t, i, o=options: t.at[i].get(
-                **o, wrap_negative_indices=False)  # fmt: skip
+            yield (
+                f"at.get raw {mode} {fill}",
+                lambda t, i, o=options: t.at[i].get(**o, wrap_negative_indices=False),
+            )
     for mode in ("fill", "clip", "promise_in_bounds"):
         for fill in (None, 7.0) if mode == "fill" else (None,):
             rows = functools.partial(
-                lax.gather, dimension_numbers=NUMBERS((1,), (0,), (0,)), slice_sizes=(1, 5),
-                mode=mode, fill_value=fill)  # fmt: skip
+                lax.gather,
+                dimension_numbers=NUMBERS((1,), (0,), (0,)),
+                slice_sizes=(1, 5),
+                mode=mode,
+                fill_value=fill,
+            )
             blocks = functools.partial(
-                lax.gather, dimension_numbers=NUMBERS((1, 2), (), (0,)), slice_sizes=(2, 3),
-                mode=mode, fill_value=fill)  # fmt: skip
+                lax.gather,
+                dimension_numbers=NUMBERS((1, 2), (), (0,)),
+                slice_sizes=(2, 3),
+                mode=mode,
+                fill_value=fill,
+            )
             points = functools.partial(
-                lax.gather, dimension_numbers=NUMBERS((), (0, 1), (0, 1)), slice_sizes=(1, 1),
-                mode=mode, fill_value=fill)  # fmt: skip
+                lax.gather,
+                dimension_numbers=NUMBERS((), (0, 1), (0, 1)),
+                slice_sizes=(1, 1),
+                mode=mode,
+                fill_value=fill,
+            )
             yield f"gather {mode} {fill}", lambda t, i, f=rows: f(t, i[:, None])
             yield f"gather of blocks {mode} {fill}", lambda t, i, f=blocks: f(t, i[:, None])
-            yield f"gather of points {mode} {fill}", lambda t, i, f=points: f(
-                t, jnp.stack([i, i % 5], 1))  # fmt: skip
+            yield (
+                f"gather of points {mode} {fill}",
+                lambda t, i, f=points: f(t, jnp.stack([i, i % 5], 1)),
+            )
     yield "sorted", lambda t, i: t.at[jnp.sort(i)].get(indices_are_sorted=True)
     yield "unique", lambda t, i: t.at[jnp.arange(3) + i[0]].get(unique_indices=True)
 
@@ -117,7 +135,8 @@ def _scatters():
     yield "at.power", lambda t, i: (1 + t**2).at[i].power(2.0) * i[0]
     for mode in ("fill", "clip", "promise_in_bounds"):
         write = functools.partial(
-            lax.scatter_add, dimension_numbers=PUT((1,), (0,), (0,)), mode=mode)  # fmt: skip
+            lax.scatter_add, dimension_numbers=PUT((1,), (0,), (0,)), mode=mode
+        )
         yield f"scatter_add {mode}", lambda t, i, f=write: f(data(i), i[:, None], t[:3])
         yield f"scatter_add {mode} of data", lambda t, i, f=write: f(t, i[:, None], data(i)[:3])
     yield "segment_sum", lambda t, i: jax.ops.segment_sum(t[:3] * i[0], i % 3, 3)

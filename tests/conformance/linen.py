@@ -31,9 +31,7 @@ class Scanned(nn.Module):
     @nn.compact
     def __call__(self, x):
         block = nn.remat(Block) if self.rematerialised else Block
-        loop = nn.scan(
-            block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3
-        )  # fmt: skip
+        loop = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
         return loop()(x, None)[0]
 
 
@@ -56,9 +54,12 @@ class Experts(nn.Module):
     @nn.compact
     def __call__(self, x):
         many = nn.vmap(
-            nn.Dense, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=None,
+            nn.Dense,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            in_axes=None,
             axis_size=3,
-        )  # fmt: skip
+        )
         return many(4)(x).mean(0)
 
 
@@ -69,9 +70,11 @@ class Switched(nn.Module):
         if self.is_initializing():
             return sum(layer(x) for layer in layers)
         return nn.switch(
-            jnp.int32(x.reshape(-1)[0] > 0), [lambda m, x: layers[0](x), lambda m, x: layers[1](x)],
-            self, x,
-        )  # fmt: skip
+            jnp.int32(x.reshape(-1)[0] > 0),
+            [lambda m, x: layers[0](x), lambda m, x: layers[1](x)],
+            self,
+            x,
+        )
 
 
 def _rnn(cell):

@@ -96,8 +96,9 @@ NAMES = sorted(OPTIMIZERS)
 ROWS = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in NAMES]
 PAIRS = [
     pytest.param(workers, weighs, marks=() if (workers, weighs) == (7, True) else pytest.mark.slow)
-    for workers in WORKERS for weighs in (False, True)
-]  # fmt: skip
+    for workers in WORKERS
+    for weighs in (False, True)
+]
 
 
 def training(name, how, compress, policy):

@@ -15,9 +15,11 @@ def shapes(tree):
 
 # Where the data of the sets lie that are compared, and further models; others need none.
 FOLDERS = {
-    "mnist": "tfds", "m4_weekly": "m4", "tinyshakespeare": "tinyshakespeare",
+    "mnist": "tfds",
+    "m4_weekly": "m4",
+    "tinyshakespeare": "tinyshakespeare",
     "wikitext2_small": "wikitext2",
-}  # fmt: skip
+}
 MODELS = {"mnist": "lenet"}
 CASES = [(name, MODELS.get(name)) for name in TASKS] + [("wikitext2_small", "gpt2")]
 

@@ -60,7 +60,7 @@ WRONG = {  # {what: (task, files, message)}
     "no label": ("sst2", {"train.tsv": b"sentence\tlabel\ngood\n"}, "train.tsv'.*a tab and 0 or 1"),
     "an array": ("sst2", {"embeddings.npz": ids(np.zeros(9))["train.npy"]}, "npz'.*Save it with"),
     "unprepared": ("mnist", {"mnist/dataset_info.json": b""}, "mnist' holds no split .train. .*Pr"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", WRONG)

@@ -45,9 +45,13 @@ def test_models_of_cifar_have_the_published_widths_and_a_logit_for_every_class(m
 
 
 @pytest.mark.parametrize(
-    "name,numbers,side", [("cifar10", (50_000, 10_000), 16), ("cifar10_small", (4_096, 2_000), 32),
-                          ("cifar100", (50_000, 10_000), 16)]
-)  # fmt: skip
+    "name,numbers,side",
+    [
+        ("cifar10", (50_000, 10_000), 16),
+        ("cifar10_small", (4_096, 2_000), 32),
+        ("cifar100", (50_000, 10_000), 16),
+    ],
+)
 def test_abstract_cifar_has_the_published_shapes_and_reads_nothing(name, numbers, side):
     task, _ = recipes.load(name, abstract=True)
     for part, number in zip((task.train, task.test), numbers, strict=True):

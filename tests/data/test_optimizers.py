@@ -36,8 +36,17 @@ AFTER = {
 @pytest.mark.parametrize("warmup", [0, 8, 30])
 @pytest.mark.parametrize("name", schedules.SCHEDULES)
 def test_a_schedule_comes_after_a_linear_warmup(name, warmup):
-    recipe = Recipe(1, 1, 1, (0.2,), schedule=name, warmup_steps=warmup, floor=0.1, decay_every=1,
-                    decay_factor=0.5)  # fmt: skip
+    recipe = Recipe(
+        1,
+        1,
+        1,
+        (0.2,),
+        schedule=name,
+        warmup_steps=warmup,
+        floor=0.1,
+        decay_every=1,
+        decay_factor=0.5,
+    )
     rates = evaluate_schedule(schedules.schedule(recipe, STEPS, loads_per_epoch=5), STEPS, "lr")
     rise, left = np.arange(warmup) / max(1, warmup), STEPS - warmup
     np.testing.assert_allclose(rates[:warmup], rise, rtol=1e-5)

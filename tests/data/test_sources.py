@@ -42,11 +42,14 @@ def imagenet_folder(tmp_path_factory):
 
     labels = {"train": range(0, 84, 7), "validation": [3, 1, 2], "test": [-1]}
     tfds.dataset_builders.AdhocBuilder(
-        name="imagenet2012", version="5.1.0", data_dir=folder, file_format="array_record",
+        name="imagenet2012",
+        version="5.1.0",
+        data_dir=folder,
+        file_format="array_record",
         features=tfds.builder("imagenet2012", data_dir=folder).info.features,
         split_datasets={part: rows(part, y) for part, y in labels.items()},
         disable_shuffling=True,
-    ).download_and_prepare()  # fmt: skip
+    ).download_and_prepare()
     return folder
 
 

@@ -116,8 +116,10 @@ def test_smape_rolls_a_forecast_out(horizon, monkeypatch):
     def predict(params, x):
         ahead = [x]
         for _ in range(horizon):
-            ahead.append(ahead[-1][:, -1:] + (ahead[-1][:, -2:-1] if ahead[-1].shape[1] > 1
-                                              else ahead[-2][:, -1:]))  # fmt: skip
+            ahead.append(
+                ahead[-1][:, -1:]
+                + (ahead[-1][:, -2:-1] if ahead[-1].shape[1] > 1 else ahead[-2][:, -1:])
+            )
         return jnp.concatenate(ahead[1:], axis=1)
 
     x = np.array([[1.0, 1.0], [0.0, 2.0]], np.float32)

@@ -137,10 +137,16 @@ def test_slowrun_trains_on_windows_that_are_cut_anew(words, tmp_path, monkeypatc
 
     monkeypatch.setitem(text.CUTS, "documents", noted)
     arguments = [
-        f"--data_dir={words}", "--num_train=10", "--workers=2", "--length=5", "--epochs=5",
-        "--arms=rr+documents", "--learning_rates=0.02", "--seeds=2",
+        f"--data_dir={words}",
+        "--num_train=10",
+        "--workers=2",
+        "--length=5",
+        "--epochs=5",
+        "--arms=rr+documents",
+        "--learning_rates=0.02",
+        "--seeds=2",
         "--optimizer=momentum",
-    ]  # fmt: skip
+    ]
     commands.study_run(slowrun, arguments, tmp_path)
     assert {*itertools.product(range(2), range(5))} <= {*epochs}
     for seed in range(2):
@@ -176,8 +182,9 @@ def test_the_error_for_a_missing_text_names_its_source(words):
     for folder in (None, str(words)):
         for task, expected in {
             "wikitext2": f"{wikitext.SOURCES['wikitext2']}.* Or pass --task=wikitext2_small",
-            "tinyshakespeare": text.SHAKESPEARE, "sst2": text.SST2,
-        }.items():  # fmt: skip
+            "tinyshakespeare": text.SHAKESPEARE,
+            "sst2": text.SST2,
+        }.items():
             with pytest.raises(ValueError, match=expected):
                 TASKS[task](folder)
 

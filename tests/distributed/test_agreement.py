@@ -50,8 +50,9 @@ def test_processes_that_differ_or_do_not_answer_are_named_on_all():
     results = ["process 1 has --seed=1 where process 0 has --seed=0"]
     assert differences(same, same | other, same) == [results] * 3
     assert differences(same, other)[0] == [
-        "process 1 has no order where process 0 has --order=rr", *results
-    ]  # fmt: skip
+        "process 1 has no order where process 0 has --order=rr",
+        *results,
+    ]
     results = differences({}, {}, seconds=0.2, count=3)
     assert results == [["process 2 did not answer within 0.2 s: look at its output"]] * 2
 

@@ -34,9 +34,12 @@ def started(folder, source, launch=LAUNCH):
     environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     return subprocess.Popen(
         [sys.executable, *launch, "child", "--flag"],
-        env=environment | {"PYTHONPATH": path}, cwd=folder, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        env=environment | {"PYTHONPATH": path},
+        cwd=folder,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 FAILS = """

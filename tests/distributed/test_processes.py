@@ -109,8 +109,11 @@ def test_waiting_for_missing_processes_has_a_timeout(tmp_path):
         address = f"--coordinator_address=127.0.0.1:{deaf.getsockname()[1]}"
         result = subprocess.run(
             [sys.executable, tmp_path / "child.py", address, "--num_processes=2", "--process_id=1"],
-            env=environment(), capture_output=True, text=True, timeout=120,
-        )  # fmt: skip
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
     assert result.returncode == 1  # not 134, as of JAX's abort
     output = f"not all processes connected to {address.split('=')[1]} within 1 s: start"
     assert output in result.stderr
@@ -131,13 +134,15 @@ PART = {"num_processes": 2, "process_id": 1}
         *(
             (half, ValueError)
             for half in (
-                {"num_processes": 2}, AUTO | {"process_id": 0}, PART,
+                {"num_processes": 2},
+                AUTO | {"process_id": 0},
+                PART,
                 PART | {"coordinator_address": "host"},
                 PART | {"coordinator_address": "h:1", "process_id": 2},
             )
         ),
     ],
-)  # fmt: skip
+)
 def test_processes_are_configured_by_their_flags(given, chosen, monkeypatch):
     values, calls, updates = flags.FlagValues(), [], []
     experiments.compare.flags.define(values, "run")
@@ -157,11 +162,16 @@ def test_processes_are_configured_by_their_flags(given, chosen, monkeypatch):
     assert bool(updates) == (chosen is not None)
 
 
-@pytest.mark.parametrize("host,place", [
-    ("localhost", "127.0.0.1"), ("127.0.0.2", "127.0.0.2"), ("0.0.0.0", "0.0.0.0"),
-    ("203.0.113.7", None),  # of no machine
-    ("node1", "127.0.0.3"),  # a name of this one
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "host,place",
+    [
+        ("localhost", "127.0.0.1"),
+        ("127.0.0.2", "127.0.0.2"),
+        ("0.0.0.0", "0.0.0.0"),
+        ("203.0.113.7", None),  # of no machine
+        ("node1", "127.0.0.3"),  # a name of this one
+    ],
+)
 def test_the_coordinator_listens_at_the_address_that_is_meant(host, place, monkeypatch, capsys):
     real = socket.getaddrinfo
     asked = lambda host, *more, **o: real(host.replace("node1", "127.0.0.3"), *more, **o)  # noqa: E731
@@ -208,9 +218,14 @@ def test_who_has_lost_another_says_so_in_one_line(kind, monkeypatch, capsys):
 LOST = RuntimeError("Gloo: Connection reset by peer")
 
 
-@pytest.mark.parametrize("error,first,ends", [
-    (LOST, False, True), (LOST, True, False), (ValueError("7"), False, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "error,first,ends",
+    [
+        (LOST, False, True),
+        (LOST, True, False),
+        (ValueError("7"), False, False),
+    ],
+)
 def test_a_process_that_jax_would_abort_ends_once_it_has_told_its_error(
     monkeypatch, capsys, error, first, ends
 ):

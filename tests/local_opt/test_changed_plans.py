@@ -117,9 +117,15 @@ def test_fragments_go_on_under_other_plans(name):
         for was, now in zip(*(p.values() for p in plans), strict=True)
     ]
     expected = reference.streaming_diloco(
-        problems.flat(problems.START), problems.square_gradient, ([0, 1], [2, 3, 4, 5]), ends,
-        [RATE] * total, delay=delay, mixing=0.5, outer=(0.7, 0.5),
-    )  # fmt: skip
+        problems.flat(problems.START),
+        problems.square_gradient,
+        ([0, 1], [2, 3, 4, 5]),
+        ends,
+        [RATE] * total,
+        delay=delay,
+        mixing=0.5,
+        outer=(0.7, 0.5),
+    )
     assert problems.distance(actual, expected) < 2e-6
 
 

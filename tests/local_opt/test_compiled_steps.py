@@ -34,13 +34,14 @@ STREAM = local_opt.streaming.streaming_rounds(
 )
 HOT = {
     "an outer step, a mean moment": (
-        rounds_of(optax.adamw(0.1), outer=NESTEROV, sync_opt_state=dict(mu="mean", nu="mean")), {}),
-    "planned": (
-        local_opt.local_steps(optax.adamw(0.1), PLAN, axis_name="worker"), {"sync": False}),
+        rounds_of(optax.adamw(0.1), outer=NESTEROV, sync_opt_state=dict(mu="mean", nu="mean")),
+        {},
+    ),
+    "planned": (local_opt.local_steps(optax.adamw(0.1), PLAN, axis_name="worker"), {"sync": False}),
     "control variates": (rounds_of(correction=local_opt.corrections.scaffold()), {}),
     "proximal": (rounds_of(correction=local_opt.corrections.fedprox(0.1)), {}),
     "streaming": (STREAM, {}),
-}  # fmt: skip
+}
 SYNCS = {
     "plain": {},
     "mean": {"sync_opt_state": "mean"},

@@ -42,9 +42,13 @@ def send(compressor, changes, lost, run="vmap", anchor=ANCHOR, weights=None):
         tree = jax.tree.map(jnp.add, anchor, change)
         relative = mean.averaged((), "worker", *(weight or [None])).relative_weight
         moved, lost = exchange.synchronize_changes(
-            tree, axis_name="worker", anchor=anchor, compressor=compressor, residual=lost,
+            tree,
+            axis_name="worker",
+            anchor=anchor,
+            compressor=compressor,
+            residual=lost,
             relative_weight=relative,
-        )  # fmt: skip
+        )
         return jax.tree.map(jnp.add, anchor, moved), lost
 
     more = () if weights is None else (np.float32(weights),)

@@ -134,8 +134,9 @@ def test_what_fails_in_a_sync_is_raised_as_it_is():
         local_opt.elastic.ElasticSync(callback, donate=False)(1, x)
     assert "lost" not in str(caught.value) and not hasattr(caught.value, "__notes__")
     for wrong, match in (
-        (lambda x: x, "return a tuple of as many trees"), (lambda x: (x, x), "sync returns"),
-    ):  # fmt: skip
+        (lambda x: x, "return a tuple of as many trees"),
+        (lambda x: (x, x), "sync returns"),
+    ):
         with pytest.raises(ValueError, match=match):
             local_opt.elastic.ElasticSync(wrong)(1, jnp.copy(x))
     with pytest.raises(ValueError, match=r"\[8, ...\]"):
@@ -346,10 +347,15 @@ def test_a_wait_ends_and_names_who_is_late(monkeypatch):
     came.set()
 
 
-@pytest.mark.parametrize("lives,match", [
-    ({0: 7, 1: 8}, "^boom"), ({0: 7}, r"process 0 after step 40 has lost processes \[1\] in a"),
-    ({0: 7, 1: 9}, r"has lost processes \[1\] in a sync"), (None, "^boom"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "lives,match",
+    [
+        ({0: 7, 1: 8}, "^boom"),
+        ({0: 7}, r"process 0 after step 40 has lost processes \[1\] in a"),
+        ({0: 7, 1: 9}, r"has lost processes \[1\] in a sync"),
+        (None, "^boom"),
+    ],
+)
 def test_only_where_one_is_gone_a_sync_says_so(monkeypatch, lives, match):
     monkeypatch.setattr(elastic, "ASKING", 0.1)
     waits = local_opt.elastic.ElasticSync(lambda x: (x,))
@@ -417,9 +423,12 @@ def test_control_variates_add_up_to_nothing_over_those_that_live():
     x = jnp.zeros(4)
     state = jax.vmap(rounds.init)(x)
     for workers, new, optimum, wanted in zip(
-        phases, [None, (False,) * 3, (False,) * 3 + (True,)], [1.625, 3 / 7, 1.625],
-        scaffold_in_numpy(phases), strict=True,
-    ):  # fmt: skip
+        phases,
+        [None, (False,) * 3, (False,) * 3 + (True,)],
+        [1.625, 3 / 7, 1.625],
+        scaffold_in_numpy(phases),
+        strict=True,
+    ):
         local = np.array(workers)
         if len(x) < len(local):  # one that comes back has started afresh, at other numbers
             x, state = jax.tree.map(lambda y: jnp.concatenate([y, 0 * y[:1] + 7]), (x, state))
@@ -444,16 +453,21 @@ def test_residuals_and_legacy_keys_of_one_that_comes_back_are_its_own():
     x, state = jax.vmap(rounds.sync, axis_name="worker")(x, state)
     keys = jnp.tile(jax.random.PRNGKey(4), (3, 1))
     trees = (x, state, keys, jnp.stack([keys, keys], 1), {"key": jax.random.wrap_key_data(keys)})
-    admit = jax.vmap(functools.partial(elastic.admitted, rejoined=(False, False, True)),
-                     axis_name="worker")  # fmt: skip
+    admit = jax.vmap(
+        functools.partial(elastic.admitted, rejoined=(False, False, True)), axis_name="worker"
+    )
     for weight in (None, jnp.array([1.0, 1, 0])):
         _, result, *keys_of = admit(trees, weight)
         assert np.abs(state.residual).max() > 1e-3
         np.testing.assert_array_equal(result.residual[:2], state.residual[:2])
         np.testing.assert_array_equal(result.residual[2], 0)
         for new, old in zip(jax.tree.leaves(keys_of), jax.tree.leaves(trees[2:]), strict=True):
-            np.testing.assert_array_equal(*(jax.random.key_data(k) if jnp.issubdtype(
-                k.dtype, jax.dtypes.prng_key) else k for k in (new[:2], old[:2])))  # fmt: skip
+            np.testing.assert_array_equal(
+                *(
+                    jax.random.key_data(k) if jnp.issubdtype(k.dtype, jax.dtypes.prng_key) else k
+                    for k in (new[:2], old[:2])
+                )
+            )
             assert (new[2] != new[0]).all()
 
 

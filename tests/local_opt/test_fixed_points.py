@@ -15,7 +15,7 @@ OUTER = {
     "lion": optax.lion(1e-2, weight_decay=0.0),
     "muon": optax.contrib.muon(1e-2),
     "momentum": optax.sgd(0.7, momentum=0.9, nesterov=True),
-}  # fmt: skip
+}
 HOW = {
     **{name: {"outer": outer} for name, outer in OUTER.items()},
     **{name: {"compress": COMPRESSORS[name], "outer": OUTER["adam"]} for name in ("int8", "top_k")},

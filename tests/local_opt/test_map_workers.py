@@ -70,9 +70,12 @@ def test_a_loop_of_one_worker_is_a_loop_of_all(way, axis):
         return {"x": x, "opt": opt, "step": state["step"] + 1}, {"loss": loss}
 
     run = local_opt.map_workers(
-        step, workers, in_specs=("worker", "batch", "replicated"), out_specs=("worker", "mean"),
+        step,
+        workers,
+        in_specs=("worker", "batch", "replicated"),
+        out_specs=("worker", "mean"),
         axis_name=axis,
-    )  # fmt: skip
+    )
     run = jax.jit(run, donate_argnums=0)
     x = jnp.zeros(3)
     state = local_opt.replicate(
@@ -143,18 +146,24 @@ DIFFERENT = {  # (function, its in_specs, arguments, the name of what differs)
     "own": (lambda x: x, "worker", (ROWS[:4],), "result"),
     "a leaf": (
         lambda x: {"mean": jax.lax.pmean(x, "worker"), "x": {"of": 2 * x}},
-        "worker", (ROWS[:4],), r"result\['x'\]\['of'\]",
+        "worker",
+        (ROWS[:4],),
+        r"result\['x'\]\['of'\]",
     ),
     "a gradient": (
         lambda w, x: (jax.lax.pmean(w * x.sum(), "worker"), jax.grad(lambda w: w * x.sum())(w)),
-        ("replicated", "batch"), (jnp.ones(()), ROWS), r"result\[1\]",
+        ("replicated", "batch"),
+        (jnp.ones(()), ROWS),
+        r"result\[1\]",
     ),
     "a key": (lambda key: key, "key", (jax.random.key(0),), "result"),
     "the worker": (
-        lambda x: (jax.lax.psum(x, "worker"), jax.lax.axis_index("worker")), "worker",
-        (ROWS[:4],), r"result\[1\]",
+        lambda x: (jax.lax.psum(x, "worker"), jax.lax.axis_index("worker")),
+        "worker",
+        (ROWS[:4],),
+        r"result\[1\]",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("way", ["vmap", "Auto", "Explicit 2"])
@@ -173,34 +182,29 @@ def test_a_replicated_result_that_differs_is_refused_on_one_device_and_on_meshes
 HALVES, SCALAR = [[0, 1], [2, 3]], jax.ShapeDtypeStruct((), "f")
 UNPROVED = {  # what devices do and jax.vmap does not; None: it does on one device
     "psum of groups": (
-        lambda x: jax.lax.psum(x, "worker", axis_index_groups=HALVES), NotImplementedError
+        lambda x: jax.lax.psum(x, "worker", axis_index_groups=HALVES),
+        NotImplementedError,
     ),
     "pmax of groups": (
-        lambda x: jax.lax.pmax(x, "worker", axis_index_groups=HALVES), NotImplementedError
+        lambda x: jax.lax.pmax(x, "worker", axis_index_groups=HALVES),
+        NotImplementedError,
     ),
     "all_gather of groups": (
-        lambda x: jax.lax.all_gather(x, "worker", axis_index_groups=HALVES), NotImplementedError
+        lambda x: jax.lax.all_gather(x, "worker", axis_index_groups=HALVES),
+        NotImplementedError,
     ),
     "psum_scatter of groups": (
-        lambda x: jax.lax.psum_scatter(
-            jnp.stack([x, x]), "worker", axis_index_groups=HALVES
-        ),
+        lambda x: jax.lax.psum_scatter(jnp.stack([x, x]), "worker", axis_index_groups=HALVES),
         NotImplementedError,
     ),
-    "ppermute of some": (
-        lambda x: jax.lax.ppermute(x, "worker", [(0, 1), (1, 0)]), AssertionError
-    ),
+    "ppermute of some": (lambda x: jax.lax.ppermute(x, "worker", [(0, 1), (1, 0)]), AssertionError),
     "pure_callback": (lambda x: jax.pure_callback(lambda x: x, x, x), NotImplementedError),
-    "io_callback": (
-        lambda x: jax.experimental.io_callback(lambda: np.float32(1), SCALAR), None
-    ),
+    "io_callback": (lambda x: jax.experimental.io_callback(lambda: np.float32(1), SCALAR), None),
     "groups, then all": (
-        lambda x: jax.lax.psum(
-            jax.lax.psum(x, "worker", axis_index_groups=HALVES), "worker"
-        ),
+        lambda x: jax.lax.psum(jax.lax.psum(x, "worker", axis_index_groups=HALVES), "worker"),
         NotImplementedError,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", UNPROVED)
@@ -232,7 +236,7 @@ NOTHING_MAPPED = {  # of which function of a replicated x over W = 4 workers
     "a sum": (lambda x: jax.lax.psum(x, "worker"), "replicated", 4),
     "a mean": (lambda x: x * jax.lax.axis_index("worker"), "mean", 1.5),
     "rows": (lambda x: x[None] + jax.lax.axis_index("worker"), "batch", [1, 2, 3, 4]),
-}  # fmt: skip
+}
 
 
 @by_way
@@ -282,9 +286,11 @@ def test_a_leaf_without_a_hash_passes_through(way):
         __hash__ = None  # as a dataclass has, which is not frozen
 
     run = local_opt.map_workers(
-        lambda setting, x: (setting, 2 * x), WAYS[way]("worker"), out_specs="worker",
+        lambda setting, x: (setting, 2 * x),
+        WAYS[way]("worker"),
+        out_specs="worker",
         in_specs=("replicated", "worker"),
-    )  # fmt: skip
+    )
     setting, x = run(Setting(), ROWS[:4])
     assert type(setting) is Setting and x.tolist() == [0, 2, 4, 6]
 
@@ -416,15 +422,20 @@ def test_words_may_be_trees_of_named_tuples_and_dataclasses(way, jit):
     workers = W if turns else WAYS[way]("worker")
     same = "worker" if turns else "replicated"  # no result is proved to be
     mapped = local_opt.map_workers(
-        moved, workers, in_turn=turns,
+        moved,
+        workers,
+        in_turn=turns,
         in_specs=(
-            State({"w": "worker", "b": "worker"}, "replicated"), Batch("batch", "replicated"), "key"
+            State({"w": "worker", "b": "worker"}, "replicated"),
+            Batch("batch", "replicated"),
+            "key",
         ),
         out_specs=(
-            State("worker", same), Batch("batch", same),
+            State("worker", same),
+            Batch("batch", same),
             {"loss": "mean", "seen": ("sum", "worker"), "drawn": "worker"},
         ),
-    )  # fmt: skip
+    )
     state = State(jax.tree.map(jnp.asarray, START), jnp.asarray(7))
     key = jax.random.key(3)
     result = (jax.jit(mapped) if jit else mapped)(state, Batch(jnp.asarray(X), RATE), key)
@@ -465,8 +476,10 @@ def test_leaves_that_are_named_alike_are_told_apart():
 
 MESH = mesh_of(AxisType.Auto)
 CALLED = {
-    "vmap": {"workers": W}, "mesh": {"workers": MESH}, "turns": {"workers": W, "in_turn": True}
-}  # fmt: skip
+    "vmap": {"workers": W},
+    "mesh": {"workers": MESH},
+    "turns": {"workers": W, "in_turn": True},
+}
 by_call = pytest.mark.parametrize("way", CALLED)
 MEANS = 2 * np.arange(W) + 0.5  # of each worker's rows
 

@@ -232,12 +232,13 @@ COMPRESSED = {"compress": local_opt.quantize("int8")}
 FEATURES = {
     "`map_workers`, every word": words,
     "`replicate`, `mean_over_workers`, `check_synced`": start,
-    "`local_rounds`, a batch over \"data\"": lambda run: trained(
+    '`local_rounds`, a batch over "data"': lambda run: trained(
         run, local_opt.local_rounds(optax.adam(0.05), sync_opt_state="mean")
     ),
     "`local_steps` by QSR, the same": planned,
     "DiLoCo with weights and drift, the same": lambda run: trained(
-        run, local_opt.local_rounds(SGD, outer=optax.sgd(0.7, 0.9, nesterov=True), drift=True),
+        run,
+        local_opt.local_rounds(SGD, outer=optax.sgd(0.7, 0.9, nesterov=True), drift=True),
         weighed=True,
     ),
     "`scaffold`, the same": lambda run: trained(
@@ -252,21 +253,23 @@ FEATURES = {
     ),
     "parameters that are split, by `specs`": split,
     "`grab`, `per_example_grads` on every device": lambda run: of_examples(run, ordering.grab),
-    "`pair_balance`, `per_example_grads` over \"data\"": lambda run: of_examples(run, whole=False),
+    '`pair_balance`, `per_example_grads` over "data"': lambda run: of_examples(run, whole=False),
     "the same in `jax.sharding.auto_axes`": in_auto_axes,
-    "`pair_balance`, `sketched_grads` over \"data\"": lambda run: of_examples(
+    '`pair_balance`, `sketched_grads` over "data"': lambda run: of_examples(
         run, maker=SKETCHED, start=jnp.zeros(K), whole=False
     ),
     "`cd_grab` of gradients": lambda run: of_examples(run, ordering.cd_grab),
-    "`cd_grab(gathers=\"step\")` of `make_sketch`": lambda run: in_numbers(run, gathers="step"),
-    "`cd_grab(gathers=\"sync\")` of `sketched_grads`": lambda run: in_numbers(
+    '`cd_grab(gathers="step")` of `make_sketch`': lambda run: in_numbers(run, gathers="step"),
+    '`cd_grab(gathers="sync")` of `sketched_grads`': lambda run: in_numbers(
         run, gathers="sync", maker=SKETCHED
     ),
     "`global_order` of the last": lambda run: in_numbers(
-        run, gathers="sync", maker=SKETCHED,
+        run,
+        gathers="sync",
+        maker=SKETCHED,
         order_of=lambda n, **how: ordering.global_order(ordering.cd_grab(n, **how), n),
     ),
-}  # fmt: skip
+}
 
 
 @functools.cache
@@ -283,8 +286,9 @@ def table():
     text = PAGE.read_text(encoding="utf-8")
     rows = [
         [cell.strip() for cell in line.strip("|").split(" | ")]
-        for line in text.split("\n") if line.startswith("| ")
-    ]  # fmt: skip
+        for line in text.split("\n")
+        if line.startswith("| ")
+    ]
     cells = {row[0].strip(): row[1:] for row in rows if row[0].strip() in FEATURES}
     return cells, dict(re.findall(r'^- (\w): "(.*)"$', text, re.M))
 

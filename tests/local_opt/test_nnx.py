@@ -144,7 +144,8 @@ def grow(model, x):
 
 REFUSED = {
     "a new part": (
-        lambda model: mapped(grow, W, "worker", "batch")(model, X), "adds, removes or replaces pa"
+        lambda model: mapped(grow, W, "worker", "batch")(model, X),
+        "adds, removes or replaces pa",
     ),
     "a mode": (
         lambda model: mapped(lambda m, x: m.eval(), W, "worker", "batch")(model, X),
@@ -156,19 +157,21 @@ REFUSED = {
     ),
     "two words": (
         lambda model: mapped(lambda a, b: None, W, "worker", "replicated")(
-            {"a": model}, {"b": nnx.ModelAndOptimizer(model, optax.sgd(0.1))}),
+            {"a": model}, {"b": nnx.ModelAndOptimizer(model, optax.sgd(0.1))}
+        ),
         r"args\[0\]\['a'\] is 'worker' in in_specs and args\[1\]\['b'\], which shares a .*: give",
     ),
     "one after another": (
         lambda model: mapped(loss_fn, W, "replicated", "batch", out_specs="mean", in_turn=True)(
-            Net(nnx.Rngs(0)), X),
+            Net(nnx.Rngs(0)), X
+        ),
         r"dropout.rngs.count is 'replicated' in in_specs and the function changes it, but in_turn",
     ),
     "other workers": (
         lambda model: mapped(loss_fn, 4, "worker", "batch", out_specs="mean")(model, X),
         r"args\[0\].dropout.rngs.count is 'worker' in in_specs and has the shape \(2,\), and there",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -26,11 +26,23 @@ VECTORS = (
 
 # Published runs: T, warmup, peak rate, alpha, H_base; and facts about their rounds.
 RECIPES = {
-    "vit_b": (93600, 10000, 0.008, 0.0175, 4, {
-        "rounds": 9711, "percent": 10.375, "first": (30, 57213), "last": (8142, 85458)}),
-    "resnet152": (62400, 1560, 0.8, 0.2, 2, {
-        "rounds": 24792, "percent": 39.731, "first": (3, 47306), "last": (829, 61571)}),
-}  # fmt: skip
+    "vit_b": (
+        93600,
+        10000,
+        0.008,
+        0.0175,
+        4,
+        {"rounds": 9711, "percent": 10.375, "first": (30, 57213), "last": (8142, 85458)},
+    ),
+    "resnet152": (
+        62400,
+        1560,
+        0.8,
+        0.2,
+        2,
+        {"rounds": 24792, "percent": 39.731, "first": (3, 47306), "last": (829, 61571)},
+    ),
+}
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -214,8 +226,9 @@ def test_bernoulli_has_its_rate_and_its_key():
 def test_aligned_rounds_wait_for_the_next_mark(name, data):
     total_steps = data.draw(st.sampled_from([1, 2, 23, 60]))  # jax compiles for each
     every = data.draw(st.sampled_from([1, 2, 3, 2.5, 6.5, 12, 25 / 3, 100]))
-    fresh = data.draw(st.none() | st.lists(st.booleans(), min_size=total_steps - 1,
-                                           max_size=total_steps - 1))  # fmt: skip
+    fresh = data.draw(
+        st.none() | st.lists(st.booleans(), min_size=total_steps - 1, max_size=total_steps - 1)
+    )
     loaded = np.array([True, *(fresh if fresh is not None else [True] * (total_steps - 1))])
     plan = tables.PLANS[name](total_steps)
     result = plan.aligned(every=every, fresh=None if fresh is None else loaded)

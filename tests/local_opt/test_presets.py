@@ -194,9 +194,12 @@ def test_sparseloco_equals_its_pseudocode():
     grads = np.float32(RNG.normal(size=(plan.total_steps, W, size)) ** 3)
     result = run_given(
         local_opt.local_steps(
-            optax.sgd(rate), plan, outer=optax.sgd(0.65), compress=COMPRESSORS["top_k_2bit"]),
-        {"x": first}, [[{"x": g} for g in each] for each in grads], plan,
-    )  # fmt: skip
+            optax.sgd(rate), plan, outer=optax.sgd(0.65), compress=COMPRESSORS["top_k_2bit"]
+        ),
+        {"x": first},
+        [[{"x": g} for g in each] for each in grads],
+        plan,
+    )
     anchor, lost = np.asarray(first, np.float64), np.zeros((W, size))
     for start, length, new in zip(plan.starts, plan.periods, result, strict=True):
         changes = -rate * grads[start : start + length].astype(np.float64).sum(axis=0)

@@ -38,9 +38,7 @@ def test_shared_fields_stay_and_the_policy_decides_about_others(before, after, p
     fresh = state_of(after, first)._replace(correction="begun anew")
     new = resize(state_of(before, inner), fresh, after, policy)
     mean = np.mean(ROWS[:before].astype(np.float64), axis=0).astype(np.float32)
-    mu, count = {
-        "mean": (mean, 7), "reset": (ROWS[5], 0), "first": (ROWS[0], 7)
-    }[policy]  # fmt: skip
+    mu, count = {"mean": (mean, 7), "reset": (ROWS[5], 0), "first": (ROWS[0], 7)}[policy]
     np.testing.assert_array_equal(new.inner["mu"], equal(mu, after))
     np.testing.assert_array_equal(new.inner["count"], equal(np.int32(count), after))
     np.testing.assert_array_equal(new.residual, equal(mean, after))

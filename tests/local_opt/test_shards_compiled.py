@@ -66,10 +66,14 @@ def compiled(programs, mesh, hidden=HIDDEN):
 
 
 @pytest.mark.usefixtures("optimised")
-@pytest.mark.parametrize("way,workers,chips", [
-    ("compiler", 4, None), ("by hand", 2, None),
-    pytest.param("compiler", 2, "v5e:2x4", marks=marks_of(LIBTPU)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "way,workers,chips",
+    [
+        ("compiler", 4, None),
+        ("by hand", 2, None),
+        pytest.param("compiler", 2, "v5e:2x4", marks=marks_of(LIBTPU)),
+    ],
+)
 def test_a_sync_sends_shards_and_a_step_communicates_only_within_its_worker(way, workers, chips):
     """Nothing is gathered; workers exchange the shards, and k numbers per pair."""
     mesh, model = mesh_of(workers), 8 // workers

@@ -36,12 +36,16 @@ NAN = np.where(OK[..., None], GRADS, np.nan)
 SKIPS = {  # the inner optimizer, gradients, and whether update is passed `ok`
     "apply_if_finite": (optax.apply_if_finite(SGD, 1000), NAN, False),
     "a condition of one's own": (
-        optax.conditionally_mask(SGD, lambda step, *, ok: ok, forward_extra_args=True), GRADS, True
+        optax.conditionally_mask(SGD, lambda step, *, ok: ok, forward_extra_args=True),
+        GRADS,
+        True,
     ),
     "skip_not_finite": (
-        optax.MultiSteps(SGD, 1, should_skip_update_fn=optax.skip_not_finite), NAN, False
+        optax.MultiSteps(SGD, 1, should_skip_update_fn=optax.skip_not_finite),
+        NAN,
+        False,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name,run", list(zip(SKIPS, RUNS, strict=True)))

@@ -56,10 +56,16 @@ def segments_of(plans):
 def expected(plans, mixing, outer, weights=None):
     turns, delay = plans
     return reference.streaming_diloco(
-        flat(START), square_gradient, [np.array(p) for p in PLACES],
-        [set(ends_of(plan)) for plan in turns.values()], 13 * [RATE],
-        delay=delay, mixing=mixing, outer=outer, weights=weights,
-    )  # fmt: skip
+        flat(START),
+        square_gradient,
+        [np.array(p) for p in PLACES],
+        [set(ends_of(plan)) for plan in turns.values()],
+        13 * [RATE],
+        delay=delay,
+        mixing=mixing,
+        outer=outer,
+        weights=weights,
+    )
 
 
 STEPPED = np.float32(np.random.default_rng(5).choice([0, 1, 2, 1e-3, 50], size=(13, W)))
@@ -183,7 +189,7 @@ BY_NAME = {
     "by period": local_opt.presets.normalize_by_period(
         optax.partition(RATES_OF, {"embed": "slow", "body": "fast"}), h_base=2
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,9 @@ FRESH = STEPS % 3 == 0
 VOLUMES_AND_SECONDS = jnp.array([1.0, 0.5]), jnp.array([3.0, 2.0])
 TREE = X | {"n": jnp.array([5, 5]), "np": np.ones((2, 2), np.float32), "rng": jnp.stack([KEY, KEY])}
 BY_POWER = dict(total_steps=9, alpha=0.2, h_base=1)
-STATES = [jax.vmap(local_opt.local_rounds(SGD).init, axis_size=w)({"w": jnp.ones((w, 3))})
-          for w in (2, 3)]  # fmt: skip
+STATES = [
+    jax.vmap(local_opt.local_rounds(SGD).init, axis_size=w)({"w": jnp.ones((w, 3))}) for w in (2, 3)
+]
 MESH, INT8 = worker_mesh(2), local_opt.quantize("int8")
 HOST = {
     "accumulated_rounds": lambda: local_opt.accumulated_rounds(SGD).init(X),
@@ -32,22 +33,26 @@ HOST = {
     "mean_over_workers": lambda: local_opt.mean_over_workers(TREE),
     "constant": lambda: local_opt.constant(2, total_steps=9).syncs_after(STEPS),
     "scaffold": lambda: local_opt.local_rounds(
-        SGD, correction=local_opt.corrections.scaffold(), drift=True).init(X),
+        SGD, correction=local_opt.corrections.scaffold(), drift=True
+    ).init(X),
     "diloco": lambda: local_opt.presets.diloco(SGD, PLAN).init(X),
     "from_function": lambda: local_opt.from_function(lambda t: 2, total_steps=9),
     "map_workers": lambda: local_opt.map_workers(
-        local_opt.local_steps(SGD, PLAN).init, 2, in_specs="worker", out_specs="worker")(X),
+        local_opt.local_steps(SGD, PLAN).init, 2, in_specs="worker", out_specs="worker"
+    )(X),
     "quantize": lambda: local_opt.quantize("int8", feedback=0.5),
     "local_rounds": lambda: local_opt.local_rounds(SGD, compress=INT8).init(X),
     "top_k": lambda: local_opt.top_k(1 / 64, feedback=0.5),
     "local_steps": lambda: local_opt.local_steps(SGD, PLAN, outer=SGD).init(X),
     "normalize_by_period": lambda: local_opt.local_rounds(
-        SGD, outer=local_opt.presets.normalize_by_period(SGD, h_base=2)).init(X),
+        SGD, outer=local_opt.presets.normalize_by_period(SGD, h_base=2)
+    ).init(X),
     "replicate": lambda: local_opt.replicate({"step": 0, "np": np.ones(3)} | X, MESH),
     "replicate, keys": lambda: local_opt.replicate({"step": 0, "key": TYPED}, 2, keys="fold"),
     "parallel_rounds": lambda: local_opt.parallel_rounds(SGD).init(X),
     "fedprox": lambda: local_opt.local_rounds(
-        SGD, correction=local_opt.corrections.fedprox(0.1)).init(X),
+        SGD, correction=local_opt.corrections.fedprox(0.1)
+    ).init(X),
     "qsr": lambda: local_opt.qsr(FALL, **BY_POWER),
     "qsr, step by step": lambda: local_opt.qsr(lambda t: float(FALL(t)), **BY_POWER),
     "resize": lambda: resize.resize(*STATES, 3, "mean"),
@@ -57,7 +62,7 @@ HOST = {
     "streaming_rounds": lambda: local_opt.streaming.streaming_rounds(SGD, fragments=1).init(X),
     "communication_time": lambda: local_opt.costs.communication_time(*VOLUMES_AND_SECONDS),
     "sync_bytes": lambda: local_opt.costs.sync_bytes(10, num_workers=2),
-}  # fmt: skip
+}
 IN_STEPS = {"count_collectives", "pmean"}
 
 

@@ -58,9 +58,14 @@ def by_hand(rounds, mesh):
             return jax.tree.map(lambda x: x[None], function(*local, *batch))
 
         per_worker = P("worker")
-        return jax.jit(jax.shard_map(
-            per_device, mesh=mesh, in_specs=(per_worker, per_worker, *batch), out_specs=per_worker
-        ))  # fmt: skip
+        return jax.jit(
+            jax.shard_map(
+                per_device,
+                mesh=mesh,
+                in_specs=(per_worker, per_worker, *batch),
+                out_specs=per_worker,
+            )
+        )
 
     step = step_of(rounds, lambda *args: lax.pmean(mean_loss(*args), "data"))
     return over(step, *[P(("worker", "data"))] * 2), over(rounds.sync)

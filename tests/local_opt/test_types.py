@@ -75,9 +75,11 @@ def test_workers_on_two_axes_must_vary_over_both():
 def test_a_mean_of_what_is_equal_by_its_type_is_refused_and_beside_others_it_is_kept():
     def over(function, out):
         run = jax.shard_map(
-            function, mesh=workers_of(AxisType.Auto), in_specs=(jax.P(), jax.P("worker")),
+            function,
+            mesh=workers_of(AxisType.Auto),
+            in_specs=(jax.P(), jax.P("worker")),
             out_specs=out,
-        )  # fmt: skip
+        )
         return jax.jit(run)({"w": jnp.ones(())}, jnp.arange(1.0, 5))
 
     with pytest.raises(ValueError, match=r"leaf \['w'\] is typed as equal"):

@@ -104,13 +104,18 @@ def test_any_weights_equal_the_reference_and_nothing_is_read_of_who_does_not_cou
 
 
 NONE_COUNTS = [
-    [0, 0, 0, 0], [1, -1e-9, 1, 1], [np.nan, 1, 1, 0], [1, 1, np.inf, 0], [1, 1e-20, 1, 1],
+    [0, 0, 0, 0],
+    [1, -1e-9, 1, 1],
+    [np.nan, 1, 1, 0],
+    [1, 1, np.inf, 0],
+    [1, 1e-20, 1, 1],
     [1e20, 1, 1, 1],
-]  # fmt: skip
+]
 EXTREME = {
-    "least": [1e-12, 3e-12, 4e-12, 0], "small": [1e-9, 3e-9, 2e-9, 1e-12],
+    "least": [1e-12, 3e-12, 4e-12, 0],
+    "small": [1e-9, 3e-9, 2e-9, 1e-12],
     "largest": [1e12, 9e11, 1e12, 1e-12],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("run,scale", [("vmap", 1e-5), ("mesh", 1e5)])

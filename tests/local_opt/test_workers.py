@@ -62,13 +62,15 @@ def test_workers_that_are_not_equal_are_named(leaf, change, largest, worker):
 
 # A plan, another one, and the first made in another way.
 ROUNDS = (
-    local_opt.constant(4, total_steps=40), local_opt.constant(5, total_steps=40),
+    local_opt.constant(4, total_steps=40),
+    local_opt.constant(5, total_steps=40),
     local_opt.from_function(lambda t: 4, total_steps=40),
-)  # fmt: skip
+)
 LOADS = (
-    echo.fixed(3, total_steps=40), echo.fixed(4, total_steps=40),
+    echo.fixed(3, total_steps=40),
+    echo.fixed(4, total_steps=40),
     echo.error_diffusion(1 / 3, total_steps=40),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("plan,other,same", [ROUNDS, LOADS], ids=["rounds", "loads"])
@@ -92,10 +94,22 @@ def test_processes_with_another_plan_are_named(plan, other, same, monkeypatch):
 # Leaves of every type, wherever the workers are.
 
 KINDS = [
-    jnp.int32, jnp.uint8, jnp.uint32, jnp.bool_, jnp.int4, jnp.uint4, jnp.int2, jnp.uint2,
-    jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float4_e2m1fn,
+    jnp.int32,
+    jnp.uint8,
+    jnp.uint32,
+    jnp.bool_,
+    jnp.int4,
+    jnp.uint4,
+    jnp.int2,
+    jnp.uint2,
+    jnp.float32,
+    jnp.bfloat16,
+    jnp.float16,
+    jnp.float8_e4m3fn,
+    jnp.float8_e5m2,
+    jnp.float4_e2m1fn,
     jnp.complex64,
-]  # fmt: skip
+]
 FLOATING = KINDS[8:]
 SHAPES = {"number": (4,), "matrix": (4, 2, 4), "nothing": (4, 0)}
 
@@ -108,9 +122,10 @@ def tree_of(kinds):
     """Leaves [4, ...] of all kinds, some in all shapes, and keys, which differ between workers."""
     tree = {
         f"{jnp.dtype(kind).name} {name}": rows(kind, shape)
-        for kind in kinds for name, shape in SHAPES.items()
+        for kind in kinds
+        for name, shape in SHAPES.items()
         if name == "matrix" or kind in (jnp.int32, jnp.bool_, jnp.int4, jnp.float32)
-    }  # fmt: skip
+    }
     return tree | {"key": jax.random.split(jax.random.key(0), 4)}
 
 
@@ -248,12 +263,14 @@ def test_workers_that_were_not_moved_together_are_refused_whatever_was_before():
 PLAN = local_opt.constant(2, total_steps=4)
 PLAIN = optax.scale(-0.5)  # optax' own optimizers promote types
 OPTIONS = {
-    "plain": {}, "mean": {"sync_opt_state": "mean"}, "drift": {"drift": True},
+    "plain": {},
+    "mean": {"sync_opt_state": "mean"},
+    "drift": {"drift": True},
     "period": {"outer": local_opt.presets.normalize_by_period(PLAIN, h_base=2)},
     "control": {"correction": local_opt.corrections.scaffold()},
     "proximal": {"correction": local_opt.corrections.fedprox(0.5)},
     **{name: {"compress": compressor} for name, compressor in COMPRESSORS.items()},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("setting", ["strict", "x64"])

@@ -130,9 +130,13 @@ def mobilenet_v2():
             pairs.append((f"{name}.expand", f"{name}.norm1", block.expand_1x1))
     pairs = [(*names, layer.convolution, layer.normalization) for *names, layer in pairs]
     model = models.mobilenet_v2(
-        image_shape=SHAPE, num_classes=CLASSES, stages=IMAGENET_STAGES, stem_channels=32,
-        stem_stride=2, head_channels=1280,
-    )  # fmt: skip
+        image_shape=SHAPE,
+        num_classes=CLASSES,
+        stages=IMAGENET_STAGES,
+        stem_channels=32,
+        stem_stride=2,
+        head_channels=1280,
+    )
     return model, net, copied(pairs, net.classifier)
 
 

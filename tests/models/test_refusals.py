@@ -44,14 +44,20 @@ MODEL = models.logistic_regression(num_features=1, l2=1.0)
 
 
 # With every other model and value in tests/project/test_bad_inputs.py.
-test_models_and_batches_are_named = refuses({
-    "penalty": (lambda: models.mobilenet_v2(l2=math.nan), "l2 is nan: pass a finite"),
-    "words": (lambda: models.lstm(vocab_size=13, width=6).predict({}, jnp.ones((2, 4))),
-              "x is .*: pass an array of whole numbers in"),
-    "no model": (lambda: models.optimum(models.logistic_regression, {}),
-                 "model is a function: pass a Model"),
-    "no batch": (lambda: models.optimum(MODEL, {}), r"batch is \[\]: pass .*inputs.*labels"),
-})  # fmt: skip
+test_models_and_batches_are_named = refuses(
+    {
+        "penalty": (lambda: models.mobilenet_v2(l2=math.nan), "l2 is nan: pass a finite"),
+        "words": (
+            lambda: models.lstm(vocab_size=13, width=6).predict({}, jnp.ones((2, 4))),
+            "x is .*: pass an array of whole numbers in",
+        ),
+        "no model": (
+            lambda: models.optimum(models.logistic_regression, {}),
+            "model is a function: pass a Model",
+        ),
+        "no batch": (lambda: models.optimum(MODEL, {}), r"batch is \[\]: pass .*inputs.*labels"),
+    }
+)
 
 
 def test_the_optimum_of_nan_is_no_number():

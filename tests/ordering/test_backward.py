@@ -42,7 +42,8 @@ cross_entropy = optax.softmax_cross_entropy_with_integer_labels
 MODELS = {
     "mlp": (lambda: models.mlp(num_features=64, num_classes=10), images(64)),
     "gpt2": (
-        lambda: models.gpt2(vocab_size=48, context=16, width=32, depth=1, heads=2), tokens(),
+        lambda: models.gpt2(vocab_size=48, context=16, width=32, depth=1, heads=2),
+        tokens(),
     ),
     "lstm": (lambda: models.lstm(vocab_size=48, width=32), tokens()),
     # Depthwise convolutions, and losses that mix the examples of a unit.
@@ -50,7 +51,7 @@ MODELS = {
         lambda: models.mobilenet_v2(num_classes=4, stages=((1, 8, 1, 1), (4, 16, 2, 2))),
         {"x": images(4, 32, 32, 3)["x"], "y": RNG.integers(0, 4, (N, 4)).astype(np.int32)},
     ),
-}  # fmt: skip
+}
 # The others take seconds to compile; the tests below have their parts.
 QUICK = ("mlp",)
 
@@ -148,10 +149,18 @@ def layered(params, batch, key):
 
 def layered_params():
     shapes = {
-        "first": (20, 24), "heads": (24, 2, 12), "project": (2, 12, 24), "remat": (24, 24),
-        "jit": (24, 24), "squared": (24, 24), "sliced": (24, 24), "branch": (24, 24),
-        "recurrent": (24, 24), "unused": (24, 24), "table": (30, 24),
-    }  # fmt: skip
+        "first": (20, 24),
+        "heads": (24, 2, 12),
+        "project": (2, 12, 24),
+        "remat": (24, 24),
+        "jit": (24, 24),
+        "squared": (24, 24),
+        "sliced": (24, 24),
+        "branch": (24, 24),
+        "recurrent": (24, 24),
+        "unused": (24, 24),
+        "table": (30, 24),
+    }
     keys = jax.random.split(jax.random.key(0), len(shapes))
     return {
         name: 0.2 * jax.random.normal(key, shape)
@@ -220,9 +229,12 @@ def test_under_shard_map_with_and_without_checked_types(in_turn):
             return losses, jax.lax.pmean(mean, "worker"), rows
 
         mapped = jax.shard_map(
-            run, mesh=mesh, in_specs=(jax.P(), spec), out_specs=(spec, jax.P(), spec),
+            run,
+            mesh=mesh,
+            in_specs=(jax.P(), spec),
+            out_specs=(spec, jax.P(), spec),
             check_vma=checked,
-        )  # fmt: skip
+        )
         results.append(jax.jit(mapped)(params, batch))
     close(*results)
     close(results[0][1], jax.jit(of_one)(params, batch)[1])

@@ -54,10 +54,12 @@ def test_rows_of_parquet_over_the_borders_of_groups(tmp_path):
     """Groups of 4 rows, and one of 3; numbers, texts, booleans, lists and lists of lists."""
     rng = np.random.default_rng(0)
     columns = {
-        "id": np.arange(11), "weight": rng.normal(size=11).astype(np.float32),
-        "text": np.array([f"row {i}" for i in range(11)], object), "right": np.arange(11) % 3 == 0,
+        "id": np.arange(11),
+        "weight": rng.normal(size=11).astype(np.float32),
+        "text": np.array([f"row {i}" for i in range(11)], object),
+        "right": np.arange(11) % 3 == 0,
         "image": rng.integers(0, 256, (11, 6), dtype=np.uint8),
-    }  # fmt: skip
+    }
     record_files.write_parquet(tmp_path / "rows.parquet", columns)
     (part,) = files(tmp_path / "rows.parquet")
     (two,) = files(tmp_path / "*.parquet", columns=["image", "id"])
@@ -86,10 +88,13 @@ def test_arrays_are_read_with_any_type_shape_and_order(dtype, shape, order, tmp_
 
 
 @given(
-    st.lists(st.integers(0, 3), min_size=2, max_size=40), st.integers(1, 9),
-    st.sampled_from([np.uint16, np.uint32, np.int64]), st.integers(0, 7),
-    st.sampled_from([None, 0, 2]), st.sampled_from(["end", "start"]),
-)  # fmt: skip
+    st.lists(st.integers(0, 3), min_size=2, max_size=40),
+    st.integers(1, 9),
+    st.sampled_from([np.uint16, np.uint32, np.int64]),
+    st.integers(0, 7),
+    st.sampled_from([None, 0, 2]),
+    st.sampled_from(["end", "start"]),
+)
 def test_windows_of_tokens_equal_the_slow_loop(text, length, dtype, header, separator, side):
     expected = reference_blocks.packed(text, length, separator, side)
     with tempfile.NamedTemporaryFile() as file:
@@ -130,8 +135,12 @@ def test_each_block_is_one_request(kind, tmp_path, monkeypatch):
     blocks = split([counted(first), counted(second)], unit_size=4, decode=decode, multiple_of=6)
     monkeypatch.setattr(os, "pread", lambda *args: calls.append(args) or pread(*args))
     assert [record_files.ids(kind, blocks[u]) for u in range(5)] == [
-        [0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10], [11, 12, 13, 14], [15, 16, 17],
-    ]  # fmt: skip
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        [8, 9, 10],
+        [11, 12, 13, 14],
+        [15, 16, 17],
+    ]
     places = [(0, 4), (4, 8), (8, 11)], [(0, 4), (4, 7)]
     assert asked == [(first.name, *x) for x in places[0]] + [(second.name, *x) for x in places[1]]
     assert len(calls) == (5 if kind in ("tfrecord", "npy", "bin") else 0)

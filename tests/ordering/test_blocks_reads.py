@@ -30,9 +30,10 @@ def cases(draw, workers=(None, 1, 2, 3, 4), epochs=2):
     orders = [rng.permutation(units).reshape(workers or 1, num_units) for _ in range(epochs + 1)]
     orders = np.stack(orders) if workers else np.stack(orders)[:, 0]
     options = {
-        "window": draw(st.integers(1, num_units)), "batch_size": draw(st.integers(1, 7)),
+        "window": draw(st.integers(1, num_units)),
+        "batch_size": draw(st.integers(1, 7)),
         "seed": draw(st.integers(0, 3)),
-    }  # fmt: skip
+    }
     return Case(sizes, unit_size, kept, orders, draw(st.integers(0, num_units)), options)
 
 
@@ -53,9 +54,13 @@ def test_every_record_once_per_epoch_as_in_the_plain_loops(case, data):
 
 RNG = np.random.default_rng(0)
 FIXED = Case(  # 16 units, of which one is empty; a worker's second window has only one unit
-    [13, 20, 7], 3, np.arange(40) % 5 != 2, np.stack([RNG.permutation(16) for _ in range(3)])
-    .reshape(3, 4, 4), 2, {"window": 3, "batch_size": 2, "seed": 1},
-)  # fmt: skip
+    [13, 20, 7],
+    3,
+    np.arange(40) % 5 != 2,
+    np.stack([RNG.permutation(16) for _ in range(3)]).reshape(3, 4, 4),
+    2,
+    {"window": 3, "batch_size": 2, "seed": 1},
+)
 
 
 def test_a_run_goes_on_at_every_element_with_any_readers():

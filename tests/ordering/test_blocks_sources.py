@@ -162,10 +162,14 @@ def test_frames_are_refused_with_the_conversion():
 
 
 @pytest.mark.parametrize(
-    "rows", [[np.arange(3) + i for i in range(5)], [[i, i + 1, i + 2] for i in range(5)],
-             [{"x": (i, "a")} for i in range(5)]],
+    "rows",
+    [
+        [np.arange(3) + i for i in range(5)],
+        [[i, i + 1, i + 2] for i in range(5)],
+        [{"x": (i, "a")} for i in range(5)],
+    ],
     ids=["arrays", "lists", "trees"],
-)  # fmt: skip
+)
 def test_a_list_of_examples_is_its_rows(rows):
     keep = np.arange(5) != 1
     blocks, some = split(rows, unit_size=2), split(rows, unit_size=2, keep=keep)
@@ -347,9 +351,13 @@ def test_a_file_that_is_being_written_is_refused(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "separator, dtype, most",
-    [(70000, None, 65535), (256, np.uint8, 255), (2**31, "u4", 2**31 - 1),
-     (40000, np.int16, 32767)],
-)  # fmt: skip
+    [
+        (70000, None, 65535),
+        (256, np.uint8, 255),
+        (2**31, "u4", 2**31 - 1),
+        (40000, np.int16, 32767),
+    ],
+)
 def test_a_separator_that_no_token_can_be_is_refused(separator, dtype, most, tmp_path):
     np.zeros(64, np.uint64).tofile(tmp_path / "x.bin")
     with pytest.raises(ValueError, match=f"separator is {separator}, .* {most}"):
@@ -459,7 +467,9 @@ NO_RECORDS = {  # how they are read, their name and bytes, and what the refusal 
     "a zip": (files, "x.npy", b"PK\3\4" * 9, "packed"),
     "packed records": (files, "x.tfrecord", PACKED, "packed"),
     "a long record": (
-        files, "x.tfrecord", struct.pack("<Q", 2**62) + crc32c(struct.pack("<Q", 2**62)) * 2,
+        files,
+        "x.tfrecord",
+        struct.pack("<Q", 2**62) + crc32c(struct.pack("<Q", 2**62)) * 2,
         "record 0",
     ),
     "packed tokens": (of_tokens, "x.bin.gz", PACKED, "packed"),
@@ -467,7 +477,7 @@ NO_RECORDS = {  # how they are read, their name and bytes, and what the refusal 
     "a byte": (of_tokens, "x.bin", bytes(33), "16 tokens of uint16 and 1 bytes"),
     "floats": (of_tokens, "x.npy", npy(np.zeros(9)), "float64"),
     "an axis": (of_tokens, "x.npy", npy(np.zeros((1, 9))), "(9,)"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("read, name, data, word", NO_RECORDS.values(), ids=NO_RECORDS)

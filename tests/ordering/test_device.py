@@ -83,9 +83,19 @@ def test_with_x64_values_stay_as_they_are():
 
 
 def test_types_of_32_bits_and_fewer_arrive_as_they_are():
-    arrays = [np.arange(3).astype(kind) for kind in (
-        np.uint32, np.int8, np.uint16, np.bool_, np.float16, ml_dtypes.bfloat16, ml_dtypes.int4,
-        ml_dtypes.float8_e5m2)]  # fmt: skip
+    arrays = [
+        np.arange(3).astype(kind)
+        for kind in (
+            np.uint32,
+            np.int8,
+            np.uint16,
+            np.bool_,
+            np.float16,
+            ml_dtypes.bfloat16,
+            ml_dtypes.int4,
+            ml_dtypes.float8_e5m2,
+        )
+    ]
     arrays.append(np.array([2**32 - 1], np.uint32))
     for value, array in zip(arrived(arrays), arrays, strict=True):
         assert value.dtype == array.dtype

@@ -120,9 +120,10 @@ def echoed_run(name, plan, stop, state=None, way="observe"):
 
 
 PLANS = {
-    "a plan": echo.fixed(3, total_steps=36), "no end": echo.fixed(3),
+    "a plan": echo.fixed(3, total_steps=36),
+    "no end": echo.fixed(3),
     "bernoulli": echo.bernoulli(0.4, total_steps=36, key=jax.random.key(1)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -140,10 +140,14 @@ def test_batches_are_placed_once_with_the_given_sharding():
 
 
 @AHEAD
-@pytest.mark.parametrize("wrong,message", [
-    ({"text": "a"}, "'a'.*leave texts and other objects out"),
-    (None, "without arrays: give arrays"), ({}, "without arrays: give arrays"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong,message",
+    [
+        ({"text": "a"}, "'a'.*leave texts and other objects out"),
+        (None, "without arrays: give arrays"),
+        ({}, "without arrays: give arrays"),
+    ],
+)
 def test_a_batch_that_is_none_is_an_error(given, wrong, message):
     with pytest.raises(LoadError, match=f"load 0 failed.*{message}"):
         next(Uses(given([wrong]), PLAN))

@@ -39,9 +39,13 @@ def test_equals_the_reference(name, workers, num_units, units_per_step):
 
 @pytest.mark.parametrize(
     "name,workers,num_units,left",
-    [("cd_grab", 8, 4, 5), ("cd_grab", 3, 4, 12), ("reshuffling", 1, 1, 0),
-     ("reshuffling", 8, 4, 5)],
-)  # fmt: skip
+    [
+        ("cd_grab", 8, 4, 5),
+        ("cd_grab", 3, 4, 12),
+        ("reshuffling", 1, 1, 0),
+        ("reshuffling", 8, 4, 5),
+    ],
+)
 def test_units_are_visited_at_most_once_and_each_epoch_leaves_out_others(
     name, workers, num_units, left
 ):
@@ -105,12 +109,16 @@ def test_the_units_that_wait_next_follow_those_that_wait(total, count):
         assert _following(state).tolist() == [expected]
 
 
-@pytest.mark.parametrize("make", [
-    lambda axis: ordering.cd_grab(4, units_per_step=2, axis_name=axis),
-    lambda axis: ordering.global_order(
-        ordering.cd_grab(4, units_per_step=2, axis_name=axis), 4, axis_name=axis),
-    lambda axis: ordering.global_reshuffling(4, axis_name=axis),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda axis: ordering.cd_grab(4, units_per_step=2, axis_name=axis),
+        lambda axis: ordering.global_order(
+            ordering.cd_grab(4, units_per_step=2, axis_name=axis), 4, axis_name=axis
+        ),
+        lambda axis: ordering.global_reshuffling(4, axis_name=axis),
+    ],
+)
 def test_no_name_is_the_only_axis_in_scope(make):
     def epoch(order, key, rows):
         state = order.init(key, params=jnp.zeros(3))

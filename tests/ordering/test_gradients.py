@@ -181,11 +181,13 @@ MAKERS = {
         loss, jax.random.key(1), size=64, **aux
     ),
     "sketched whole": lambda loss, **aux: ordering.sketched_grads(loss, jax.random.key(1), **aux),
-    "groups": lambda loss, **aux: ordering.per_example_grads(ordering.group_loss(loss, **aux),
-    **aux), "sketched groups": lambda loss, **aux: ordering.sketched_grads(
+    "groups": lambda loss, **aux: ordering.per_example_grads(
+        ordering.group_loss(loss, **aux), **aux
+    ),
+    "sketched groups": lambda loss, **aux: ordering.sketched_grads(
         ordering.group_loss(loss, **aux), jax.random.key(1), size=64, **aux
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("maker", MAKERS)

@@ -32,15 +32,13 @@ LOOK_UPS = {
     "clip": lambda w, i: jnp.take(w, i, axis=0, mode="clip"),
     "wrap": lambda w, i: jnp.take(w, i, axis=0, mode="wrap"),
     "at, clip": lambda w, i: w.at[i].get(mode="clip", wrap_negative_indices=False),
-    "at, fill": lambda w, i: w.at[i].get(
-        mode="fill", fill_value=0, wrap_negative_indices=False
-    ),
+    "at, fill": lambda w, i: w.at[i].get(mode="fill", fill_value=0, wrap_negative_indices=False),
     "fill with a number": lambda w, i: jnp.take(w, i, axis=0, mode="fill", fill_value=3),
     "promised": lambda w, i: w.at[i].get(mode="promise_in_bounds"),
     "gather, clip": rows_of("clip"),
     "gather, fill": rows_of("fill", fill_value=2.5),
     "NaN, then a mask": lambda w, i: jnp.nan_to_num(w.at[i].get(mode="fill")),
-}  # fmt: skip
+}
 SELDOM = ("wrap", "at, clip", "gather, clip")
 
 
@@ -93,24 +91,30 @@ TYPES = {
     "a wide product": ((24, 24), lambda w, x: jnp.dot(x.astype(HALF), w, **WIDE)),
     "wide data": ((24, 24), lambda w, x: lax.dot_general(x, w, (((2,), (0,)), ((), ())))),
     "the weight first": (
-        (24, 24), lambda w, x: lax.dot_general(w, x, (((1,), (2,)), ((), ())), **WIDE)
+        (24, 24),
+        lambda w, x: lax.dot_general(w, x, (((1,), (2,)), ((), ())), **WIDE),
     ),
     "in a scan": ((24, 24), recurrent),
     "copied into a stack": ((24, 24), stacked),
     "a scanned stack": ((2, 24, 24), layers),
     "in a map": ((24, 24), lambda w, x: lax.map(lambda x: jnp.tanh(x @ w.T), x)),
     "in a checkpoint": (
-        (24, 24), jax.checkpoint(lambda w, x: jnp.tanh(jnp.dot(x.astype(HALF), w, **WIDE)))
+        (24, 24),
+        jax.checkpoint(lambda w, x: jnp.tanh(jnp.dot(x.astype(HALF), w, **WIDE))),
     ),
-    "heads": ((3, 8, 24), lambda w, x: lax.dot_general(
-        x.reshape(*x.shape[:2], 3, 8), w, (((3,), (1,)), ((2,), (0,)))
-    )),
+    "heads": (
+        (3, 8, 24),
+        lambda w, x: lax.dot_general(
+            x.reshape(*x.shape[:2], 3, 8), w, (((3,), (1,)), ((2,), (0,)))
+        ),
+    ),
     "a convolution": (
-        (3, 24, 12), lambda w, x: lax.conv_general_dilated(
+        (3, 24, 12),
+        lambda w, x: lax.conv_general_dilated(
             x.astype(HALF), w, (1,), "SAME", dimension_numbers=NUMBERS
-        )
+        ),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("size", [32, 1024], ids=["sketched", "formed"])
@@ -142,19 +146,22 @@ def conv(x, w, **how):
 PRECISE = {
     "products": ((24, 40), lambda w, x: jnp.dot(x, w, precision="highest")),
     "the weight first": (
-        (40, 24), lambda w, x: jnp.einsum("oi,nti->nto", w, x, precision="highest")
+        (40, 24),
+        lambda w, x: jnp.einsum("oi,nti->nto", w, x, precision="highest"),
     ),
-    "two precisions": (
-        (24, 40), lambda w, x: jnp.dot(x, w, precision=("high", "highest"))
+    "two precisions": ((24, 40), lambda w, x: jnp.dot(x, w, precision=("high", "highest"))),
+    "heads": (
+        (3, 8, 24),
+        lambda w, x: jnp.einsum(
+            "nthd,hde->nthe", x.reshape(*x.shape[:2], 3, 8), w, precision="highest"
+        ),
     ),
-    "heads": ((3, 8, 24), lambda w, x: jnp.einsum(
-        "nthd,hde->nthe", x.reshape(*x.shape[:2], 3, 8), w, precision="highest"
-    )),
-    "in a scan": ((2, 24, 24), lambda w, x: lax.scan(
-        lambda x, w: (jnp.dot(x, w, precision="highest"), None), x, w
-    )[0]),
+    "in a scan": (
+        (2, 24, 24),
+        lambda w, x: lax.scan(lambda x, w: (jnp.dot(x, w, precision="highest"), None), x, w)[0],
+    ),
     "a convolution": ((3, 24, 12), lambda w, x: conv(x, w, precision="highest")),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("size", [16, 600], ids=["sketched", "formed"])
@@ -223,10 +230,10 @@ SHARED = {
     "inside and outside": inside_and_outside,
     "made inside": made_inside,
     "in a loop": in_a_loop,
-    "results of a block": lambda p, x: x @ p["a"] * sum(
-        jax.checkpoint(lambda w: (jnp.sum(w**2), jnp.exp(w[0, 0])))(p["b"])
+    "results of a block": lambda p, x: (
+        x @ p["a"] * sum(jax.checkpoint(lambda w: (jnp.sum(w**2), jnp.exp(w[0, 0])))(p["b"]))
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SHARED)

@@ -293,11 +293,14 @@ def test_a_state_of_numpy_arrays_is_observed(make):
     assert sorted(following.current.tolist()) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("make", [
-    lambda axis: ordering.global_reshuffling(6, total=8, axis_name=axis),
-    lambda axis: ordering.cd_grab(6, axis_name=axis),
-    lambda axis: ordering.global_order(ordering.cd_grab(6), 6, total=8, axis_name=axis),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda axis: ordering.global_reshuffling(6, total=8, axis_name=axis),
+        lambda axis: ordering.cd_grab(6, axis_name=axis),
+        lambda axis: ordering.global_order(ordering.cd_grab(6), 6, total=8, axis_name=axis),
+    ],
+)
 def test_a_single_worker_needs_no_axis(make):
     """An order for the only axis in scope is that of one worker where there is none."""
 

@@ -58,8 +58,8 @@ LOSSES = {
     "times a weight of the unit": lambda p, b: b["x"][:, 0] * (fit(p, b) + 0.1 * squares(p)),
     "spectral": lambda p, b: fit(p, b) + spectral(p["out"]),
     "scan": lambda p, b: fit(p, b) + of_layers(p["stack"])[0] + of_layers(p["stack"])[1].sum(),
-    "a copy": lambda p, b: fit(p, b) + squares(
-        jax.tree.map(lambda w: w - jax.lax.stop_gradient(0.9 * w), p)
+    "a copy": lambda p, b: (
+        fit(p, b) + squares(jax.tree.map(lambda w: w - jax.lax.stop_gradient(0.9 * w), p))
     ),
     "a teacher": lambda p, b: fit(p, b) * jnp.exp(-fit(jax.lax.stop_gradient(p), b)),
     "no gradient": lambda p, b: fit(p, b) + jax.lax.stop_gradient(squares(p)),
@@ -68,7 +68,7 @@ LOSSES = {
     "jit": lambda p, b: jax.jit(lambda p: fit(p, b) + 0.1 * squares(p))(p),
     "remat": lambda p, b: jax.checkpoint(lambda p: fit(p, b) + 0.1 * squares(p))(p),
     "penalty alone": lambda p, b: 0.1 * squares(p),
-}  # fmt: skip
+}
 
 
 def with_key(loss):

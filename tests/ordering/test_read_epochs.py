@@ -285,9 +285,10 @@ def test_a_pipeline_of_smaller_batches_is_refused(pieces):
 MESHES = [None, (("dp", 4),), (("worker", 4), ("data", 2))]
 
 
-@pytest.mark.parametrize("name,axes", [
-    *(("cd_grab", axes) for axes in MESHES), ("global", None), ("random_reshuffling", MESHES[2])
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name,axes",
+    [*(("cd_grab", axes) for axes in MESHES), ("global", None), ("random_reshuffling", MESHES[2])],
+)
 def test_epochs_of_all_workers_simulated_and_on_a_mesh(name, axes):
     """Where transfers are forbidden; batches lie where their workers are."""
     axis_name = axes[0][0] if axes else "worker"

@@ -148,9 +148,14 @@ ERRORS = {
 
 @pytest.mark.parametrize(
     "error,reader",
-    [*((error, "epochs") for error in ERRORS), ("the end", "blocks"), ("no text", "blocks"),
-     ("the end", "blocks, by Grain"), ("its own", "blocks, by Grain")],
-)  # fmt: skip
+    [
+        *((error, "epochs") for error in ERRORS),
+        ("the end", "blocks"),
+        ("no text", "blocks"),
+        ("the end", "blocks, by Grain"),
+        ("its own", "blocks, by Grain"),
+    ],
+)
 def test_whatever_a_source_raises_is_an_error_of_its_load(error, reader):
     make, message = ERRORS[error]
 
@@ -266,9 +271,14 @@ def goes_on(make, sizes, num_units=60):
 @pytest.mark.parametrize(
     "make", [ordering.random_reshuffling, ordering.grab, ordering.pair_balance]
 )
-@pytest.mark.parametrize("sizes", [
-    ((6, 2), (12, 4), (4, 15), (60, 1)), ((4, 3), (12, 4), (10, 6)), ((10, 6), (6, 10), (20, 1)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        ((6, 2), (12, 4), (4, 15), (60, 1)),
+        ((4, 3), (12, 4), (10, 6)),
+        ((10, 6), (6, 10), (20, 1)),
+    ],
+)
 def test_another_step_size_goes_on_without_loss(make, sizes):
     """In an epoch, at its end, and into the next one: no unit is read twice or never."""
     visited = sum(goes_on(make, sizes), [])

@@ -169,18 +169,35 @@ def test_a_scale_that_does_not_fit_is_refused():
 
 @pytest.mark.parametrize(
     "optimizer",
-    [optax.amsgrad(0.1), optax.sm3(0.1), optax.rmsprop(0.1, centered=True), optax.adamax(0.1),
-     optax.adamaxw(0.1), optax.chain(optax.clip(1.0), optax.amsgrad(0.1))],
+    [
+        optax.amsgrad(0.1),
+        optax.sm3(0.1),
+        optax.rmsprop(0.1, centered=True),
+        optax.adamax(0.1),
+        optax.adamaxw(0.1),
+        optax.chain(optax.clip(1.0), optax.amsgrad(0.1)),
+    ],
     ids=["amsgrad", "sm3", "centred", "adamax", "adamaxw", "chained"],
-)  # fmt: skip
+)
 def test_optimizers_that_divide_by_something_else_are_refused(optimizer):
     with pytest.raises(ValueError, match="params|`nu`"):
         ordering.second_moment_scale(optimizer, optimizer.init(PARAMS), PARAMS)
 
 
-@pytest.mark.parametrize("name", [
-    "adam", "adamw", "adabelief", "lamb", "nadam", "nadamw", "radam", "rmsprop", "yogi",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "adam",
+        "adamw",
+        "adabelief",
+        "lamb",
+        "nadam",
+        "nadamw",
+        "radam",
+        "rmsprop",
+        "yogi",
+    ],
+)
 def test_optimizers_that_divide_by_the_root_are_taken(name):
     optimizer = getattr(optax, name)(optax.cosine_decay_schedule(0.1, 1000))
     for each in (optimizer, optax.chain(optax.clip_by_global_norm(1.0), optimizer)):

@@ -106,11 +106,17 @@ WHOLE, SPLIT, BY_COMPILER = P("worker"), P("worker", None, "model"), {"axis_name
 BESIDE = r"mesh axes \['model'\] beside the workers' 'worker'.*ordering.make_sketch\(specs=\)"
 
 
-@pytest.mark.parametrize("gathers,specs,options", [
-    (None, SPLIT, {}), (None, WHOLE, {"check_vma": False}), (None, WHOLE, BY_COMPILER),
-    ("step", SPLIT, {}), ("step", SPLIT, {"check_vma": False}),
-    ("sync", WHOLE, {"check_vma": False}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "gathers,specs,options",
+    [
+        (None, SPLIT, {}),
+        (None, WHOLE, {"check_vma": False}),
+        (None, WHOLE, BY_COMPILER),
+        ("step", SPLIT, {}),
+        ("step", SPLIT, {"check_vma": False}),
+        ("sync", WHOLE, {"check_vma": False}),
+    ],
+)
 def test_meshes_where_devices_of_a_worker_could_disagree_are_refused(gathers, specs, options):
     order = ordering.cd_grab(4, units_per_step=4, gathers=gathers)
     with pytest.raises(ValueError, match=BESIDE):

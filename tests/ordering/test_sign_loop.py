@@ -95,8 +95,9 @@ def test_a_rule_with_arrays_in_its_state_is_signed_by_the_scan(monkeypatch):
     for platform in ("cpu", "gpu", "tpu"):
         monkeypatch.setattr(sign_kernel.mesh, "platform", lambda platform=platform: platform)
         for rule, state in (
-            (RULES["walk"], RULES["walk"].init(jax.random.key(0))), (greedy(), jnp.zeros(4))
-        ):  # fmt: skip
+            (RULES["walk"], RULES["walk"].init(jax.random.key(0))),
+            (greedy(), jnp.zeros(4)),
+        ):
             jax.eval_shape(functools.partial(sign_kernel.signs_of, rule), state, *args)
     scan, kernel = ("signs_by_scan", {}), "signs_in_kernel"
     kernels = [[(kernel, {"triton": triton}), scan, scan] for triton in (True, False)]
@@ -145,10 +146,13 @@ def shapes(rule, size):
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("chip,size", [
-    *(pytest.param(chip, 64, marks=marks_of(LIBTPU)) for chip in ("v5e", "v6e")),
-    *(pytest.param("h100", size, marks=marks_of(CUDA)) for size in (1, 24, 64, 1024)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "chip,size",
+    [
+        *(pytest.param(chip, 64, marks=marks_of(LIBTPU)) for chip in ("v5e", "v6e")),
+        *(pytest.param("h100", size, marks=marks_of(CUDA)) for size in (1, 24, 64, 1024)),
+    ],
+)
 def test_compiled_for_an_accelerator_the_loop_is_one_kernel(chip, size, rule):
     loop, args = functools.partial(sign_kernel.signs_of, RULES[rule]), shapes(RULES[rule], size)
     text = text_of(lowered(chip, loop, *args), chip)
@@ -197,7 +201,11 @@ def test_a_kernel_is_lowered_under_axes_that_are_left_to_the_compiler(
     split = jax.P("worker")
     run = jax.shard_map(
         lambda dots, gram: signs(dots[0], gram[0])[None],
-        mesh=grid, in_specs=split, out_specs=split, axis_names=manual, check_vma=check_vma,
-    )  # fmt: skip
+        mesh=grid,
+        in_specs=split,
+        out_specs=split,
+        axis_names=manual,
+        check_vma=check_vma,
+    )
     traced = jax.jit(run).trace(jnp.ones((2, 8)), jnp.ones((2, 8, 8)))
     assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()

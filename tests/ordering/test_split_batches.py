@@ -40,27 +40,33 @@ CONVOLUTIONS = {
     "1-D": (functools.partial(conv, window_strides=(2,)), (9, 4), (3, 4, 6)),
     "3-D": (conv, (4, 3, 4, 2), (2, 2, 2, 2, 3)),
     "strided": (
-        functools.partial(conv, window_strides=(2, 1), padding="VALID"), (7, 6, 3), (3, 2, 3, 5)
+        functools.partial(conv, window_strides=(2, 1), padding="VALID"),
+        (7, 6, 3),
+        (3, 2, 3, 5),
     ),
     "dilated": (functools.partial(conv, rhs_dilation=(2, 2)), (7, 6, 3), (3, 3, 3, 5)),
     "transposed": (
         functools.partial(conv, lhs_dilation=(2, 2), padding=((1, 2), (2, 1))),
-        (4, 4, 3), (3, 3, 3, 5),
+        (4, 4, 3),
+        (3, 3, 3, 5),
     ),
     "groups": (functools.partial(conv, feature_group_count=2), (6, 6, 4), (3, 3, 2, 6)),
     "depthwise": (functools.partial(conv, feature_group_count=4), (6, 6, 4), (3, 3, 1, 4)),
     "point": (conv, (6, 6, 8), (1, 1, 8, 8)),
     "bfloat16": (
-        lambda x, w: conv(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)), (6, 6, 3), (3, 3, 3, 5)
+        lambda x, w: conv(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)),
+        (6, 6, 3),
+        (3, 3, 3, 5),
     ),
     "scan": (scanned, (6, 6, 3), (2, 3, 3, 3, 3)),
     "remat": (jax.checkpoint(lambda x, w: jnp.tanh(conv(x, w))), (6, 6, 3), (3, 3, 3, 5)),
     "cond": (
         lambda x, w: jax.lax.cond(x.sum() > 0, conv, lambda x, w: -conv(x, w), x, w),
-        (6, 6, 3), (3, 3, 3, 5),
+        (6, 6, 3),
+        (3, 3, 3, 5),
     ),
     "of the kernel": (lambda x, w: conv(x, standard(w)), (6, 6, 3), (3, 3, 3, 5)),
-}  # fmt: skip
+}
 
 
 def loss_of(function):
@@ -166,9 +172,10 @@ def test_a_batch_that_does_not_divide_over_the_devices(maker):
 def test_a_batch_that_is_split_over_an_explicit_axis_is_refused(maker, jit):
     loss, x, w = loss_of(conv), normal(N, 6, 6, 3), normal(3, 3, 3, 5)
     mesh = mesh_of((4,), ("data",), AxisType.Explicit)
-    split, whole = (jax.device_put(v, NamedSharding(mesh, s)) for v, s in zip(
-        ({"x": x}, w), (jax.P("data"), jax.P()), strict=True
-    ))  # fmt: skip
+    split, whole = (
+        jax.device_put(v, NamedSharding(mesh, s))
+        for v, s in zip(({"x": x}, w), (jax.P("data"), jax.P()), strict=True)
+    )
     of_dict = lambda w, batch, key: loss(w, batch["x"], key)  # noqa: E731
     run = lambda w, x: MAKERS[maker](of_dict)(w, x, key=KEY)  # noqa: E731
     with pytest.raises(ValueError, match=r"batch\['x'\] is split over \['data'\].*auto_axes"):

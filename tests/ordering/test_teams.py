@@ -33,9 +33,15 @@ def gathers_of(gathers, num_units, units_per_step):
 
 
 CASES = [
-    (9, 4, "step", 1), (10, 3, "step", 2), (7, 1, "step", 4), (9, 4, "step", WORKERS),
-    (9, 4, "sync", WORKERS), (9, 4, "sync", 2), (75, 7, "sync", 1), (75, 7, "sync", 4),
-]  # fmt: skip
+    (9, 4, "step", 1),
+    (10, 3, "step", 2),
+    (7, 1, "step", 4),
+    (9, 4, "step", WORKERS),
+    (9, 4, "sync", WORKERS),
+    (9, 4, "sync", 2),
+    (75, 7, "sync", 1),
+    (75, 7, "sync", 4),
+]
 
 
 @pytest.mark.parametrize("num_units,units_per_step,gathers,team_size", CASES)

@@ -261,16 +261,17 @@ def test_it_takes_the_place_of_a_shuffle_in_a_pipeline():
 
 
 REFUSED = {
-    "ragged": (lambda: tf.data.Dataset.from_tensors({"x": tf.ragged.constant([[1], []])}),
-               r"dataset\['x'\] is a RaggedTensorSpec.*to_tensor"),
+    "ragged": (
+        lambda: tf.data.Dataset.from_tensors({"x": tf.ragged.constant([[1], []])}),
+        r"dataset\['x'\] is a RaggedTensorSpec.*to_tensor",
+    ),
     "nested": (lambda: tf.data.Dataset.range(4).window(2), "DatasetSpec"),
     "none": (lambda: tf.data.Dataset.from_tensors((1, None)), r"dataset\[1\] is a NoneTensorSpec"),
     "shapes": (lambda: tf.data.Dataset.range(3).map(tf.range), "shapes"),
     "shuffled": (lambda: tf.data.Dataset.range(99).shuffle(99), "shuffle"),
-    "random": (lambda: tf.data.Dataset.range(3).map(lambda i: tf.random.uniform([3])),
-               "random"),
+    "random": (lambda: tf.data.Dataset.range(3).map(lambda i: tf.random.uniform([3])), "random"),
     "batches": (lambda: tf.data.Dataset.range(6).batch(3), "index 2 .* 2 examples"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("make,message", REFUSED.values(), ids=REFUSED)

@@ -103,13 +103,21 @@ TOGETHER = {
 }
 # Unusual, and right.
 RIGHT = [
-    "--help", f"train {TINY} --output_dir='a b\"c'", f"train {TINY} --num_test=1",
-    f"train {TINY} --output_dir=übung", f"train {TINY} --seed=1 --seed=4294967295",
-    f"train {TINY} --total_steps 1", f"train {TINY} -seed=3", f"train {TINY} --sketch=1",
-    f"train {PLANNED} --epochs=1 --workers=1", f"train {TINY} --num_processes=1",
-    f"cd_grab {STUDY}", f"qsr {PLANNED} --arms=qsr+half", f"combined {PLANNED}",
+    "--help",
+    f"train {TINY} --output_dir='a b\"c'",
+    f"train {TINY} --num_test=1",
+    f"train {TINY} --output_dir=übung",
+    f"train {TINY} --seed=1 --seed=4294967295",
+    f"train {TINY} --total_steps 1",
+    f"train {TINY} -seed=3",
+    f"train {TINY} --sketch=1",
+    f"train {PLANNED} --epochs=1 --workers=1",
+    f"train {TINY} --num_processes=1",
+    f"cd_grab {STUDY}",
+    f"qsr {PLANNED} --arms=qsr+half",
+    f"combined {PLANNED}",
     "forecast --task=digits --step_seconds=1 --output_dir=new",
-]  # fmt: skip
+]
 
 
 def carry_out(words, folder):
@@ -157,8 +165,9 @@ def test_two_hundred_command_lines_end_without_a_traceback(tmp_path, monkeypatch
     lines = [
         (shlex.split(f"{begin} --{flag}={shlex.quote(value)}"), [flag, *value.split()])
         for begin, table in WRONG.items()
-        for flag, values in table.items() for value in shlex.split(values)
-    ]  # fmt: skip
+        for flag, values in table.items()
+        for value in shlex.split(values)
+    ]
     lines += [(shlex.split(line), [text]) for line, text in TOGETHER.items()]
     lines += [(shlex.split(line), []) for line in RIGHT]
     context = multiprocessing.get_context("forkserver")

@@ -57,10 +57,15 @@ def test_a_script_imports_the_library_beside_files_with_its_names(elsewhere):
     assert printed.startswith("(2, 4) ")
 
 
-@pytest.mark.parametrize("name,home", [
-    ("cd_grab", "ordering.cd_grab"), ("repeat", "ordering.echo.repeat"),
-    ("step_indices", "ordering.data.step_indices"), ("qsr", "local_opt.qsr"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name,home",
+    [
+        ("cd_grab", "ordering.cd_grab"),
+        ("repeat", "ordering.echo.repeat"),
+        ("step_indices", "ordering.data.step_indices"),
+        ("qsr", "local_opt.qsr"),
+    ],
+)
 def test_a_name_of_another_package_is_found_there(name, home):
     library = home.partition(".")[0]
     with pytest.raises(AttributeError, match=f"it is {home}, after .*import {library}"):
@@ -90,10 +95,15 @@ def test_the_command_runs_beside_files_with_its_names(elsewhere):
     assert "CD-GraB" in text and re.search(r"training examples +\| 512 ", text)
 
 
-@pytest.mark.parametrize("module,extra", [
-    ("tensorflow_datasets", "experiments,data"), ("pyarrow.parquet", "experiments,data"),
-    ("flax", "experiments"), ("matplotlib.pyplot", "experiments"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "module,extra",
+    [
+        ("tensorflow_datasets", "experiments,data"),
+        ("pyarrow.parquet", "experiments,data"),
+        ("flax", "experiments"),
+        ("matplotlib.pyplot", "experiments"),
+    ],
+)
 def test_the_extra_that_installs_a_missing_module_is_named(module, extra, monkeypatch):
     def run_module(*args, **options):
         raise ModuleNotFoundError(f"No module named {module!r}", name=module)
@@ -136,9 +146,14 @@ def test_an_unknown_experiment_or_preset_is_refused_with_the_known_ones():
         assert command.with_presets([*given, "--seeds=3"]) == [*whole, "--seeds=3"]
 
 
-@pytest.mark.parametrize("word,expected", [
-    ("lr", " Did you mean --learning_rate?"), ("worker", " Did you mean --workers?"), ("cats", ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "word,expected",
+    [
+        ("lr", " Did you mean --learning_rate?"),
+        ("worker", " Did you mean --workers?"),
+        ("cats", ""),
+    ],
+)
 def test_near_words_are_told(word, expected):
     assert command.meant(word, ("workers", "learning_rate", "seed"), "--") == expected
 
@@ -159,8 +174,12 @@ def test_a_wheel_has_every_file_and_three_top_level_names(unpacked):
     (info,) = unpacked.glob("*.dist-info")
     assert {name.split("/")[0] for name in actual} == {*PACKAGES, info.name}
     assert (info / "top_level.txt").read_text().split() == sorted(PACKAGES)
-    files = [str(path.relative_to(ROOT)) for name in (*PACKAGES, *BUNDLED)
-             for path in (ROOT / name).rglob("*") if path.is_file()]  # fmt: skip
+    files = [
+        str(path.relative_to(ROOT))
+        for name in (*PACKAGES, *BUNDLED)
+        for path in (ROOT / name).rglob("*")
+        if path.is_file()
+    ]
     expected = {
         name if name.startswith(PACKAGES) else f"syncopate/_bundled/{name}"
         for name in filter(CARRIED.fullmatch, files)
@@ -262,10 +281,13 @@ def test_the_distribution_has_one_name():
         assert not re.search(r"(pip install .?|\")syncopate[\[' @]", text)
 
 
-@pytest.mark.parametrize("typed,expected", [
-    (["python", "/bin/syncopate", "cd_grab"], "syncopate cd_grab --seeds=3"),
-    (["python", "-m", "experiments.cd_grab"], "python -m experiments.cd_grab --seeds=3"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "typed,expected",
+    [
+        (["python", "/bin/syncopate", "cd_grab"], "syncopate cd_grab --seeds=3"),
+        (["python", "-m", "experiments.cd_grab"], "python -m experiments.cd_grab --seeds=3"),
+    ],
+)
 def test_a_report_names_the_command_as_it_was_typed(typed, expected, monkeypatch):
     pytest.importorskip("absl")
     from experiments.report import page

@@ -93,9 +93,11 @@ def test_commands_on_pages_exist_or_say_in_their_line_at_which_commit_they_ran()
     pattern = r"python -m ((?:experiments|benchmarks)\.[a-z_]+)\b((?: [^`#\s]+)*)"
     printed = [
         (page.name, *each)
-        for page in pages for line in page.read_text().split("\n") if "at commit" not in line
+        for page in pages
+        for line in page.read_text().split("\n")
+        if "at commit" not in line
         for each in re.findall(pattern, line)
-    ]  # fmt: skip
+    ]
     assert printed
     lost = [each for each in printed if importlib.util.find_spec(each[1]) is None]
     for page, module, arguments in (each for each in printed if each not in lost):

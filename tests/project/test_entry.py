@@ -22,14 +22,19 @@ def raised(code, name="experiments.of_a_test"):
 REFUSED = "from syncopate.refusals import UserError\n"
 
 
-@pytest.mark.parametrize("code", [
-    f"{REFUSED}raise UserError('--seed is -1: pass another.')",
-    f"{REFUSED}try: int('a')\nexcept ValueError as e: raise UserError('of ours') from e",
-    "open('/nowhere/at/all')", "raise OSError(28, 'No space left on device')", "raise MemoryError",
-    "raise KeyboardInterrupt('signal 2 came twice')",
-    "raise RuntimeError('RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes')",
-    "import local_opt\nlocal_opt.constant(0, total_steps=3)",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "code",
+    [
+        f"{REFUSED}raise UserError('--seed is -1: pass another.')",
+        f"{REFUSED}try: int('a')\nexcept ValueError as e: raise UserError('of ours') from e",
+        "open('/nowhere/at/all')",
+        "raise OSError(28, 'No space left on device')",
+        "raise MemoryError",
+        "raise KeyboardInterrupt('signal 2 came twice')",
+        "raise RuntimeError('RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes')",
+        "import local_opt\nlocal_opt.constant(0, total_steps=3)",
+    ],
+)
 def test_what_the_user_can_mend_is_one_line(code, capsys):
     error = raised(code)
     entry.tell(type(error), error, error.__traceback__)
@@ -39,11 +44,19 @@ def test_what_the_user_can_mend_is_one_line(code, capsys):
     assert capsys.readouterr().err == "Stopped by Ctrl-C.\n"
 
 
-@pytest.mark.parametrize("code", [
-    "int('a')", "float('b')", "import json\njson.loads('{')", "raise TypeError('of ours')",
-    "import numpy\nnumpy.zeros(3).reshape(2)", "raise RuntimeError('other')", "{}['a']",
-    "raise ValueError('of no user')",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "code",
+    [
+        "int('a')",
+        "float('b')",
+        "import json\njson.loads('{')",
+        "raise TypeError('of ours')",
+        "import numpy\nnumpy.zeros(3).reshape(2)",
+        "raise RuntimeError('other')",
+        "{}['a']",
+        "raise ValueError('of no user')",
+    ],
+)
 def test_an_error_of_ours_has_its_traceback(code, capsys):
     error = raised(code)
     entry.tell(type(error), error, error.__traceback__)
@@ -79,16 +92,27 @@ def python(*words, **environment):
 BAD = ("experiments.slow_sde", "--output_dir=/dev/null/x", "--rates=1", "--repetitions=2")
 
 
-@pytest.mark.parametrize("lines,last,command", [
-    (1, "Error: 'leftover' is no flag: pass --NAME=VALUE.", [*BAD, "leftover"]),
-    (1, "Error: '--seed=1' is no flag", [*BAD, "--", "--seed=1"]),
-    (1, "Error: a file of flags cannot be read: 'utf-8'", [*BAD, f"--flagfile={sys.executable}"]),
-    (1, "Error: flag --rates=nan: pass a number in [0.001, 1]", [*BAD, "--rates=nan"]),
-    (1, "Error: --worker is no flag. Did you mean --workers?", [*BAD, "--worker=3"]),
-    (1, "Error: --lr is no flag. Did you mean --learning_rate", ["experiments.train", "--lr=1"]),
-    (2, "Error: no experiment: pass --processes=2", ["experiments.launch"]),
-    (2, "Error: --workers has 100", ["syncopate.command", "herding", "--num_vectors=3"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "lines,last,command",
+    [
+        (1, "Error: 'leftover' is no flag: pass --NAME=VALUE.", [*BAD, "leftover"]),
+        (1, "Error: '--seed=1' is no flag", [*BAD, "--", "--seed=1"]),
+        (
+            1,
+            "Error: a file of flags cannot be read: 'utf-8'",
+            [*BAD, f"--flagfile={sys.executable}"],
+        ),
+        (1, "Error: flag --rates=nan: pass a number in [0.001, 1]", [*BAD, "--rates=nan"]),
+        (1, "Error: --worker is no flag. Did you mean --workers?", [*BAD, "--worker=3"]),
+        (
+            1,
+            "Error: --lr is no flag. Did you mean --learning_rate",
+            ["experiments.train", "--lr=1"],
+        ),
+        (2, "Error: no experiment: pass --processes=2", ["experiments.launch"]),
+        (2, "Error: --workers has 100", ["syncopate.command", "herding", "--num_vectors=3"]),
+    ],
+)
 def test_a_command_that_does_not_fit_ends_with_one(lines, last, command):
     done = python("-m", *command)
     output = done.stderr.splitlines()
@@ -117,9 +141,10 @@ def test_flags_are_parsed_before_jax_is_imported():
     actual = python("-c", PARSED).stderr.splitlines()
     helps = {"train", "qsr"}  # as all studies
     wanted = [
-        f"{name} {flag}" for name in command.experiments()
+        f"{name} {flag}"
+        for name in command.experiments()
         for flag in [*["--help False", "--helpfull False"] * (name in helps), "--worker=1 True"]
-    ]  # fmt: skip
+    ]
     assert actual == wanted and helps < {*command.experiments()}
 
 

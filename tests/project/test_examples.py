@@ -223,9 +223,15 @@ def test_rollouts_that_are_used_again_need_fewer_at_a_small_rate(load, capsys):
     assert "16 loads in 64 steps" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name,most", [
-    ("nanodo/qsr", 13), ("nanodo/constant", 12), ("nanodo/cd_grab", 20), ("slowrun/cd_grab", 4),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name,most",
+    [
+        ("nanodo/qsr", 13),
+        ("nanodo/constant", 12),
+        ("nanodo/cd_grab", 20),
+        ("slowrun/cd_grab", 4),
+    ],
+)
 def test_few_lines_of_others_change_by_public_names(name, most):
     _, new = changed_by((FOLDER / f"{name}.diff").read_text())
     assert len(new) <= most
@@ -264,10 +270,16 @@ def test_the_table_counts_the_lines_of_the_diffs(folder):
     assert counts and re.search(".*".join(map(re.escape, counts)), table)
 
 
-@pytest.mark.parametrize("flags,says", [
-    ([], "--nanodo is None.* no nanodo/train.py: `git clone https://github.com/google-deepmind/n"),
-    (["--nanodo=."], "--data_dir is None, .* no train.txt and no valid.txt: pass the folder"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "flags,says",
+    [
+        (
+            [],
+            "--nanodo is None.* no nanodo/train.py: `git clone https://github.com/google-deepmind/n",
+        ),
+        (["--nanodo=."], "--data_dir is None, .* no train.txt and no valid.txt: pass the folder"),
+    ],
+)
 def test_a_script_without_what_it_needs_says_what_to_fetch(flags, says, tmp_path):
     (tmp_path / "nanodo").mkdir()
     (tmp_path / "nanodo" / "train.py").touch()

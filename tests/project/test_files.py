@@ -39,7 +39,7 @@ def test_json_goes_through_one_module():
         if path.name != "files.py" and path.parent.name != "distributed"  # no file holds it there
         for call in re.findall(r"json\.(?:dump|load)s?\(.*", path.read_text())
         if "dump" in call and "allow_nan=False" not in call or folder == "experiments"
-    ]  # fmt: skip
+    ]
     assert not used
 
 
@@ -56,10 +56,14 @@ def refusing(monkeypatch, owner, name, wanted, number):
 
 
 ADVICE = {
-    errno.ENOSPC: "make room", errno.EDQUOT: "make room", errno.EROFS: "make it writable",
-    errno.EACCES: "make it writable", errno.EIO: "look at that disk", errno.ENOENT: "bring it back",
+    errno.ENOSPC: "make room",
+    errno.EDQUOT: "make room",
+    errno.EROFS: "make it writable",
+    errno.EACCES: "make it writable",
+    errno.EIO: "look at that disk",
+    errno.ENOENT: "bring it back",
     errno.ENAMETOOLONG: "choose another",
-}  # fmt: skip
+}
 
 
 def test_no_link_is_followed_where_a_file_is_written(tmp_path):
@@ -138,10 +142,13 @@ def test_what_tensorstore_reports_is_advised_and_what_is_elsewhere_is_not():
 WRITES = {
     "a record": (files, "append", "metrics.jsonl"),
     "a checkpoint": (files, "created", "digest.txt"),
-    "the owner": (files, "append", "lock.json"), "settings": (os, "replace", "settings.json"),
-    "versions": (os, "replace", "versions.json"), "kept lines": (os, "replace", "metrics.jsonl"),
-    "a plan": (os, "replace", "sync_plan.json"), "the model": (checkpoint, "export", ""),
-}  # fmt: skip
+    "the owner": (files, "append", "lock.json"),
+    "settings": (os, "replace", "settings.json"),
+    "versions": (os, "replace", "versions.json"),
+    "kept lines": (os, "replace", "metrics.jsonl"),
+    "a plan": (os, "replace", "sync_plan.json"),
+    "the model": (checkpoint, "export", ""),
+}
 OFTEN = ("a record", "a checkpoint")
 slowly = [p if p in OFTEN else pytest.param(p, marks=pytest.mark.slow) for p in WRITES]
 
@@ -170,9 +177,13 @@ def test_a_disk_that_is_full_for_one_process_is_told_once_and_ends_all(tmp_path)
     quick = f"from experiments import launch; launch.GRACE = 1; exit(launch.launch({command}, 2))"
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     done = subprocess.run(
-        [sys.executable, "-c", quick], cwd=tmp_path, capture_output=True, text=True,
-        env=environment() | {"PYTHONPATH": path}, timeout=240,
-    )  # fmt: skip
+        [sys.executable, "-c", quick],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=environment() | {"PYTHONPATH": path},
+        timeout=240,
+    )
     # Anywhere in a line: threads of the checkpoint write tracebacks of their own between ours.
     errors = re.findall("Error: (?:'/|process).*", done.stderr)
     full_disk = [text for text in errors if "cannot be used (File too large): make room" in text]

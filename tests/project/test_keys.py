@@ -49,8 +49,11 @@ def test_a_plan_uses_its_key_once(name):
 
 LEGACY, TYPED = jax.random.PRNGKey(3), jax.random.key(3)
 TAKE_KEYS = {
-    **{name: lambda key, row=row: row.make(M, B).init(key, ROWS[0, 0])
-       for name, row in tables.ORDERS.items() if not row.coordinated},
+    **{
+        name: lambda key, row=row: row.make(M, B).init(key, ROWS[0, 0])
+        for name, row in tables.ORDERS.items()
+        if not row.coordinated
+    },
     "bernoulli": lambda key: local_opt.bernoulli(0.5, total_steps=40, key=key).starts,
     "sketch": lambda key: ordering.make_sketch(key, size=4)(jnp.asarray(ROWS[0])),
     "loss": lambda key: ordering.per_example_grads(
@@ -58,7 +61,7 @@ TAKE_KEYS = {
     )(jnp.ones(()), jnp.asarray(ROWS[0]), key=key),
     "echo": lambda key: echo.bernoulli(0.5, total_steps=40, key=key).load_steps,
     "model": lambda key: models.lenet().init(key),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("take", TAKE_KEYS.values(), ids=TAKE_KEYS)

@@ -122,10 +122,14 @@ def test_short_notebooks_run_without_a_warning_and_show_their_pictures(unpacked)
             source = source.replace(old, new)
         sources.append(source)
     printed = ran(
-        [sys.executable, "-P", "-W", "error", "-c", RUN], ROOT / "notebooks", PYTHONPATH=unpacked,
-        JAX_PLATFORMS="cpu", JAX_NUMPY_RANK_PROMOTION="raise", XLA_FLAGS=FAST_XLA,
+        [sys.executable, "-P", "-W", "error", "-c", RUN],
+        ROOT / "notebooks",
+        PYTHONPATH=unpacked,
+        JAX_PLATFORMS="cpu",
+        JAX_NUMPY_RANK_PROMOTION="raise",
+        XLA_FLAGS=FAST_XLA,
         given=json.dumps([source.split("\0") for source in sources]),
-    ).split("\0")[:-1]  # fmt: skip
+    ).split("\0")[:-1]
     for path, source, text in zip(NOTEBOOKS, sources, printed, strict=True):
         assert f"\n{PICTURES[path.stem]} pictures by {unpacked}" in text
         assert "bitwise" not in source + text or ": True" in text
@@ -154,15 +158,18 @@ def installed(path, monkeypatch, *, folder, variables=(), devices=(), modules=()
     return namespace.get("chosen")
 
 
-@pytest.mark.parametrize("machine,jax", [
-    ({"modules": ["libtpu"]}, "jax[tpu]"),
-    ({"devices": ["/dev/accel0"]}, "jax[tpu]"),
-    ({"variables": ["COLAB_TPU_ADDR"]}, "jax[tpu]"),
-    ({"programs": ["nvidia-smi"], "devices": ["/dev/nvidia0"]}, "jax[cuda12]"),
-    ({}, "jax"),
-    ({"modules": ["ordering"]}, "jax"),
-    ({"modules": ["ordering", "local_opt"]}, None),  # the project is there
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "machine,jax",
+    [
+        ({"modules": ["libtpu"]}, "jax[tpu]"),
+        ({"devices": ["/dev/accel0"]}, "jax[tpu]"),
+        ({"variables": ["COLAB_TPU_ADDR"]}, "jax[tpu]"),
+        ({"programs": ["nvidia-smi"], "devices": ["/dev/nvidia0"]}, "jax[cuda12]"),
+        ({}, "jax"),
+        ({"modules": ["ordering"]}, "jax"),
+        ({"modules": ["ordering", "local_opt"]}, None),  # the project is there
+    ],
+)
 def test_set_up_installs_jax_for_the_machine_that_it_finds(machine, jax, monkeypatch):
     result = installed(NOTEBOOKS[0], monkeypatch, folder=ROOT / "notebooks", **machine)
     assert result == (jax and (jax, "..[experiments]"))

@@ -19,9 +19,11 @@ from ordering.echo import EchoPlan
 from syncopate import plans
 from tests import tables
 
-MAKERS = {f"{kind}: {name}": make
-          for kind, rows in (("rounds", tables.PLANS), ("loads", tables.ECHO_PLANS))
-          for name, make in rows.items()}  # fmt: skip
+MAKERS = {
+    f"{kind}: {name}": make
+    for kind, rows in (("rounds", tables.PLANS), ("loads", tables.ECHO_PLANS))
+    for name, make in rows.items()
+}
 
 
 def starts_of(plan):
@@ -49,12 +51,30 @@ def test_a_saved_plan_is_read_back_and_a_changed_file_is_refused(name, tmp_path)
 
 TEN = {SyncPlan: local_opt.constant(4, total_steps=10), EchoPlan: echo.fixed(4, total_steps=10)}
 LOADS = {"rule": "fixed", "total_steps": 10, "load_steps": [0, 4, 8], "digest": ""}
-OTHER_FILES = ["garbage", "", "[]", "null", "[" * 100_000, '{"starts": [0]}', "\ud800",
-               json.dumps(LOADS | {"starts": [0], "total_steps": 10**12})]  # fmt: skip
+OTHER_FILES = [
+    "garbage",
+    "",
+    "[]",
+    "null",
+    "[" * 100_000,
+    '{"starts": [0]}',
+    "\ud800",
+    json.dumps(LOADS | {"starts": [0], "total_steps": 10**12}),
+]
 VALUES = ["null", "true", "NaN", "1e400", "-1", "[" * 9000 + "1" + "]" * 9000, "{}"]
 # Some become equal to the marks when a cast or an index is careless.
-MARKS = ["[0.0, 4.0, 8.0]", "[false, 4, 8]", '["0", "4", "8"]', "[0, 8, 4]", "[0, 4, 4, 8]",
-         "[0, 4, 8, null]", "[0, 99]", "[1, 2]", f"[0, {10**30}]", "[4, 2]"]  # fmt: skip
+MARKS = [
+    "[0.0, 4.0, 8.0]",
+    "[false, 4, 8]",
+    '["0", "4", "8"]',
+    "[0, 8, 4]",
+    "[0, 4, 4, 8]",
+    "[0, 4, 8, null]",
+    "[0, 99]",
+    "[1, 2]",
+    f"[0, {10**30}]",
+    "[4, 2]",
+]
 NO_PLAN = r"holds no saved plan \(.*\): save it again"
 OTHER_PLAN = "does not match its hash: it was changed. Save the plan again"
 
@@ -140,20 +160,27 @@ def test_description_fits_one_screen(name, total_steps):
 KEYS = [jax.random.key(seed) for seed in range(2)]
 EQUAL = {
     SyncPlan: [
-        local_opt.constant(1, total_steps=9), local_opt.constant(1, total_steps=9),
-        local_opt.qsr(0.1, total_steps=9, alpha=0.01, h_base=1), SyncPlan(list(range(9)), 9),
+        local_opt.constant(1, total_steps=9),
+        local_opt.constant(1, total_steps=9),
+        local_opt.qsr(0.1, total_steps=9, alpha=0.01, h_base=1),
+        SyncPlan(list(range(9)), 9),
         *(local_opt.bernoulli(1.0, total_steps=9, key=key) for key in KEYS),
     ],
     EchoPlan: [
-        echo.fixed(1, total_steps=9), echo.error_diffusion(1.0, total_steps=9),
-        *(echo.bernoulli(1.0, total_steps=9, key=key) for key in KEYS), EchoPlan([True] * 9),
+        echo.fixed(1, total_steps=9),
+        echo.error_diffusion(1.0, total_steps=9),
+        *(echo.bernoulli(1.0, total_steps=9, key=key) for key in KEYS),
+        EchoPlan([True] * 9),
     ],
-}  # fmt: skip
+}
 OTHERS = {  # the last has the same loads and one more step
-    SyncPlan: [local_opt.constant(1, total_steps=8), local_opt.constant(1, total_steps=10),
-               local_opt.constant(2, total_steps=9)],
+    SyncPlan: [
+        local_opt.constant(1, total_steps=8),
+        local_opt.constant(1, total_steps=10),
+        local_opt.constant(2, total_steps=9),
+    ],
     EchoPlan: [echo.fixed(e, total_steps=t) for e, t in ((1, 8), (1, 10), (2, 9), (2, 10))],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", EQUAL)
@@ -188,8 +215,10 @@ def test_a_plan_is_immutable(kind, given):
 @given(st.data())
 def test_plans_and_the_measured_policy_decide_through_one_method(data):
     total_steps = data.draw(st.integers(1, 20))
-    fresh = [True, *data.draw(st.lists(st.booleans(), min_size=total_steps - 1,
-                                       max_size=total_steps - 1))]  # fmt: skip
+    fresh = [
+        True,
+        *data.draw(st.lists(st.booleans(), min_size=total_steps - 1, max_size=total_steps - 1)),
+    ]
     plan = EchoPlan(fresh)
     policy = echo.adaptive(total_steps=total_steps, max_factor=99, decided=fresh)
     assert (plan.online, policy.online) == (False, True)

@@ -20,7 +20,7 @@ BEGINS = re.compile(
 INVERTED = re.compile(
     r"Of (an?|all|each|every|its?|one|the|these|this|those|two|what|which|\d[\d,]*) [^.]*[,:.]"
     r"|Of [A-Za-z]+: |.*\b(what (it|they) (is|are) of|those of which)\b"
-)  # fmt: skip
+)
 
 
 def paragraphs(text: str) -> list[str]:

@@ -69,8 +69,9 @@ def test_one_file_imports_what_jax_does_not_promise_to_keep():
     results = {
         str(path.relative_to(ROOT))
         for path in files(*PACKAGES, "tests", "examples")
-        for module in imported(path) if unstable.match(module)
-    }  # fmt: skip
+        for module in imported(path)
+        if unstable.match(module)
+    }
     assert results == {"syncopate/unstable.py"}
 
 

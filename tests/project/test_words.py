@@ -45,8 +45,9 @@ def texts(*kinds: str) -> dict[str, str]:
     paths = [ROOT / name for name in listed.split("\0") if name]
     return {
         str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
-        for path in paths if path.is_file() and path != pathlib.Path(__file__)
-    }  # fmt: skip
+        for path in paths
+        if path.is_file() and path != pathlib.Path(__file__)
+    }
 
 
 def programs(path: str, text: str) -> list[str]:
@@ -93,13 +94,16 @@ def test_terms_are_those_of_the_field():
 def test_a_private_word_is_seen():
     seen = "def f(*, own_rows, shown):\n  x = shown.told\n  return [known for known in x]"
     assert [line.split()[1] for line in sorted(private_names("page.py", seen))] == [
-        "known", "own_rows", "told",
-    ]  # fmt: skip
+        "known",
+        "own_rows",
+        "told",
+    ]
     assert private_names("a.md", "found\n```python\nfound = 3\n```") != []
     assert private_names("a/known_rows.py", "unknown = founded = 1") == [
         "a/known_rows.py: known_rows (choices, metadata, scalars)"
     ]
     assert private_terms("a.md", "It lifts a top_k_wire.") == [
-        "a.md: lifts (map_workers)", "a.md: wire (compressor)",
-    ]  # fmt: skip
+        "a.md: lifts (map_workers)",
+        "a.md: wire (compressor)",
+    ]
     assert not private_terms("a.md", "shoplifting, wired")

@@ -23,27 +23,44 @@ from experiments.report.statistics import LOSS, Criterion, compare, frame, paire
 
 # Records of runs that were never trained.
 LABELS = {
-    "rr": "D-RR", "cd_grab": "CD-GraB", "unzip": "unzip control", "id_pair": "independent pair",
-    "parallel": "parallel", "constant": "constant H", "qsr": "QSR", "none": "no echo",
-    "local": "local steps, no echo", "diffusion": "error diffusion",
-}  # fmt: skip
+    "rr": "D-RR",
+    "cd_grab": "CD-GraB",
+    "unzip": "unzip control",
+    "id_pair": "independent pair",
+    "parallel": "parallel",
+    "constant": "constant H",
+    "qsr": "QSR",
+    "none": "no echo",
+    "local": "local steps, no echo",
+    "diffusion": "error diffusion",
+}
 LOWEST = Criterion(when="lowest")
 
 
 def order_records(losses, *, rates=(0.1,), seeds=3, epochs=6, accuracy=0.5):
     """Losses fall from 2 to the order's own; seeds differ much, orders within a seed as given."""
     return [
-        {"study": "cd_grab", "arm": order, "speed": None, "learning_rate": rate, "seed": seed,
-         "phase": "run", "epoch": epoch, "step": epoch, "seconds": 2.0 * epoch,
-         "ended": epoch == epochs,
-         "train/loss": (1 + seed) * (2 + (loss * rate / 0.1 - 2) * epoch / epochs)
-         * (1 + 1e-3 * ((seed * 7 + epoch + len(order)) % 3)),
-         "test/accuracy": accuracy + (1 - loss) / 10}
+        {
+            "study": "cd_grab",
+            "arm": order,
+            "speed": None,
+            "learning_rate": rate,
+            "seed": seed,
+            "phase": "run",
+            "epoch": epoch,
+            "step": epoch,
+            "seconds": 2.0 * epoch,
+            "ended": epoch == epochs,
+            "train/loss": (1 + seed)
+            * (2 + (loss * rate / 0.1 - 2) * epoch / epochs)
+            * (1 + 1e-3 * ((seed * 7 + epoch + len(order)) % 3)),
+            "test/accuracy": accuracy + (1 - loss) / 10,
+        }
         for order, loss in losses.items()
         for rate in rates
         for seed in range(seeds)
         for epoch in range(epochs + 1)
-    ]  # fmt: skip
+    ]
 
 
 def compared(records, criterion=LOWEST):
@@ -65,26 +82,29 @@ def finished(folder, rows, command="python -m x"):
     return str(folder)
 
 
-@pytest.mark.parametrize("size,mean,half,late,word", [
-    (1.0, 0.5, 0.4, (0, 0), "reproduced"),  # half of the published size, and 0 excluded
-    (1.0, 0.49, 0.4, (0, 0), "smaller"),
-    (1.0, 3.0, 2.9, (0, 0), "reproduced"),
-    (1.0, 0.9, 1.0, (0, 0), "undecided"),  # as large as published, and 0 is not excluded
-    (1.0, 0.1, 0.3, (0, 0), "none of that size"),
-    (1.0, 0.1, 0.5, (0, 0), "undecided"),
-    (1.0, -0.5, 0.4, (0, 0), "opposite"),
-    (0.0, 1e-6, 1e-7, (0, 0), "same direction"),  # a sign is no size
-    (0.0, 0.1, 0.3, (0, 0), "undecided"),
-    (0.0, -0.5, 0.4, (0, 0), "opposite"),
-    (1.0, 0.5, 0.4, (0, 2), "reproduced"),  # the base would take longer still
-    (1.0, 0.4, 0.3, (0, 2), "undecided"),  # and this may be half of it
-    (1.0, -0.5, 0.4, (0, 2), "undecided"),
-    (1.0, 0.1, 0.3, (0, 2), "undecided"),
-    (1.0, 0.5, 0.4, (2, 0), "undecided"),  # the arm would
-    (1.0, -0.5, 0.4, (2, 0), "opposite"),
-    (1.0, 0.1, 0.3, (2, 0), "none of that size"),
-    (1.0, 0.5, 0.4, (1, 1), "undecided"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "size,mean,half,late,word",
+    [
+        (1.0, 0.5, 0.4, (0, 0), "reproduced"),  # half of the published size, and 0 excluded
+        (1.0, 0.49, 0.4, (0, 0), "smaller"),
+        (1.0, 3.0, 2.9, (0, 0), "reproduced"),
+        (1.0, 0.9, 1.0, (0, 0), "undecided"),  # as large as published, and 0 is not excluded
+        (1.0, 0.1, 0.3, (0, 0), "none of that size"),
+        (1.0, 0.1, 0.5, (0, 0), "undecided"),
+        (1.0, -0.5, 0.4, (0, 0), "opposite"),
+        (0.0, 1e-6, 1e-7, (0, 0), "same direction"),  # a sign is no size
+        (0.0, 0.1, 0.3, (0, 0), "undecided"),
+        (0.0, -0.5, 0.4, (0, 0), "opposite"),
+        (1.0, 0.5, 0.4, (0, 2), "reproduced"),  # the base would take longer still
+        (1.0, 0.4, 0.3, (0, 2), "undecided"),  # and this may be half of it
+        (1.0, -0.5, 0.4, (0, 2), "undecided"),
+        (1.0, 0.1, 0.3, (0, 2), "undecided"),
+        (1.0, 0.5, 0.4, (2, 0), "undecided"),  # the arm would
+        (1.0, -0.5, 0.4, (2, 0), "opposite"),
+        (1.0, 0.1, 0.3, (2, 0), "none of that size"),
+        (1.0, 0.5, 0.4, (1, 1), "undecided"),
+    ],
+)
 def test_the_interval_of_an_effect_decides(size, mean, half, late, word):
     for seeds in (3, 8):
         values = np.linspace(-1, 1, seeds)
@@ -98,22 +118,27 @@ def judged(claim, records, criterion=LOWEST):
     return "; ".join(filter(None, (verdict(claim.size, effect), effect.note))), effect
 
 
-@pytest.mark.parametrize("losses,expected", [
-    ({"rr": 1.0, "cd_grab": 0.9, "unzip": 1.0}, "reproduced"),
-    ({"rr": 1.0, "cd_grab": 0.97, "unzip": 1.0}, "smaller"),
-    ({"rr": 1.0, "cd_grab": 0.9, "id_pair": 0.9}, "reproduced; independent pair as well"),
-    ({"rr": 1.0, "cd_grab": 1.0}, "none of that size"),
-    ({"rr": 1.0, "cd_grab": 1.1}, "opposite"),
-    ({"rr": 1.0}, "not run: 0 of 3 seeds"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "losses,expected",
+    [
+        ({"rr": 1.0, "cd_grab": 0.9, "unzip": 1.0}, "reproduced"),
+        ({"rr": 1.0, "cd_grab": 0.97, "unzip": 1.0}, "smaller"),
+        ({"rr": 1.0, "cd_grab": 0.9, "id_pair": 0.9}, "reproduced; independent pair as well"),
+        ({"rr": 1.0, "cd_grab": 1.0}, "none of that size"),
+        ({"rr": 1.0, "cd_grab": 1.1}, "opposite"),
+        ({"rr": 1.0}, "not run: 0 of 3 seeds"),
+    ],
+)
 def test_verdicts_follow_records_of_orders(losses, expected):
     claim = Claim("hmda", "", LOSS, "x", ratio(0.9, 1.0))
     assert judged(claim, order_records(losses))[0] == expected
 
 
 def test_a_claimed_shrinking_gain_is_the_difference_of_two_runs():
-    recorded = {"hmda": compared(order_records({"rr": 1.0, "cd_grab": 0.8})),
-             "hmda_cosine": compared(order_records({"rr": 1.0, "cd_grab": 0.95}))}  # fmt: skip
+    recorded = {
+        "hmda": compared(order_records({"rr": 1.0, "cd_grab": 0.8})),
+        "hmda_cosine": compared(order_records({"rr": 1.0, "cd_grab": 0.95})),
+    }
     claim = Claim("hmda", "", LOSS, "the gap shrinks", more_than="hmda_cosine")
     effect = effect_of(claim, recorded)
     np.testing.assert_allclose(effect.values, math.log(0.95 / 0.8), rtol=0.01)
@@ -144,16 +169,31 @@ def arriving(rr, cd_grab):
     return rows
 
 
-@pytest.mark.parametrize("rr,cd_grab,word,text", [
-    (4 * [6], 4 * [3], "reproduced", "3 against 6 epochs: 2.00 times less; lr 0.1"),
-    ([6] + 7 * [0], 8 * [3], "reproduced",
-     "3 against 6 epochs: 2.00 times less; lr 0.1; 8 of 8 seeds arrive, of D-RR 1"),
-    (4 * [3], [6, 6, 6, 0], "opposite",
-     "6 against 3 epochs: 0.50 times less; lr 0.1; 3 of 4 seeds arrive, of D-RR 4"),
-    ([6, 0, 0, 0], [3, 3, 3, 0], "undecided",
-     "3.57 against 6 epochs: 1.68 (0.97 to 2.92) times less; lr 0.1; "
-     "3 of 4 seeds arrive, of D-RR 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rr,cd_grab,word,text",
+    [
+        (4 * [6], 4 * [3], "reproduced", "3 against 6 epochs: 2.00 times less; lr 0.1"),
+        (
+            [6] + 7 * [0],
+            8 * [3],
+            "reproduced",
+            "3 against 6 epochs: 2.00 times less; lr 0.1; 8 of 8 seeds arrive, of D-RR 1",
+        ),
+        (
+            4 * [3],
+            [6, 6, 6, 0],
+            "opposite",
+            "6 against 3 epochs: 0.50 times less; lr 0.1; 3 of 4 seeds arrive, of D-RR 4",
+        ),
+        (
+            [6, 0, 0, 0],
+            [3, 3, 3, 0],
+            "undecided",
+            "3.57 against 6 epochs: 1.68 (0.97 to 2.92) times less; lr 0.1; "
+            "3 of 4 seeds arrive, of D-RR 1",
+        ),
+    ],
+)
 def test_seeds_that_never_arrive_count_as_at_the_end_and_bound_the_effect(rr, cd_grab, word, text):
     result, effect = judged(Claim("hmda", "", "epoch", "x", math.log(2)), arriving(rr, cd_grab))
     assert (result, effect.text, len(effect.values)) == (word, text, len(rr))
@@ -183,23 +223,36 @@ def test_averaged_weights_have_their_own_rates_target_and_seeds(what):
     assert judged(claim._replace(averaged=True), means)[1].values == ()  # nothing was averaged
 
 
-@pytest.mark.parametrize("steps,expected", [
-    ({"none": 100, "local": 100, "diffusion": 110}, "reproduced"),
-    ({"none": 100, "local": 100, "diffusion": 160}, "smaller"),
-    ({"none": 100, "local": 60, "diffusion": 110}, "reproduced; local steps, no echo as well"),
-    ({"none": 100, "local": None, "diffusion": 110}, "reproduced"),
-    ({"none": 100, "diffusion": 300}, "opposite"),
-    ({"none": 100, "diffusion": None}, "undecided"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "steps,expected",
+    [
+        ({"none": 100, "local": 100, "diffusion": 110}, "reproduced"),
+        ({"none": 100, "local": 100, "diffusion": 160}, "smaller"),
+        ({"none": 100, "local": 60, "diffusion": 110}, "reproduced; local steps, no echo as well"),
+        ({"none": 100, "local": None, "diffusion": 110}, "reproduced"),
+        ({"none": 100, "diffusion": 300}, "opposite"),
+        ({"none": 100, "diffusion": None}, "undecided"),
+    ],
+)
 def test_verdicts_follow_records_of_echoing(steps, expected):
     """Arms that arrive after these steps, tuned and timed at one rate; None for never."""
     records = [
-        {"arm": arm, "speed": 2.0, "learning_rate": 0.1, "seed": seed, "phase": phase,
-         "step": (number := (count or 90) + seed + len(arm) % 2),
-         "loads": number / (1 + (arm == "diffusion")), "seconds": 1.0,
-         "valid/accuracy": float(bool(count)), "test/accuracy": float(bool(count))}
-        for arm, count in steps.items() for seed in range(3) for phase in ("tune", "report")
-    ]  # fmt: skip
+        {
+            "arm": arm,
+            "speed": 2.0,
+            "learning_rate": 0.1,
+            "seed": seed,
+            "phase": phase,
+            "step": (number := (count or 90) + seed + len(arm) % 2),
+            "loads": number / (1 + (arm == "diffusion")),
+            "seconds": 1.0,
+            "valid/accuracy": float(bool(count)),
+            "test/accuracy": float(bool(count)),
+        }
+        for arm, count in steps.items()
+        for seed in range(3)
+        for phase in ("tune", "report")
+    ]
     claim = Claim("hmda", "", "loads", "x", ratio(1, 2), "diffusion", "none", speed=2)
     criterion = Criterion("valid/accuracy", False, "target", 0.5)
     assert judged(claim, records, criterion)[0] == expected

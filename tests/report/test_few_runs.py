@@ -33,8 +33,17 @@ CASES = {
 }
 
 
-def records(study, *, seeds=(0, 1), rates=(0.1, 0.2), ends=(10, 20, 30), only=None, diverged=(),
-            value=math.nan, averaged=math.nan):  # fmt: skip
+def records(
+    study,
+    *,
+    seeds=(0, 1),
+    rates=(0.1, 0.2),
+    ends=(10, 20, 30),
+    only=None,
+    diverged=(),
+    value=math.nan,
+    averaged=math.nan,
+):
     """What the study would write; `value` of every scalar, one of its own if nan."""
     phases = {"speed": 2, "phases": ("tune", "report")} if study.speeds else {"phases": ("run",)}
     arms = [*study.arms.items()][:only]
@@ -48,12 +57,23 @@ def records(study, *, seeds=(0, 1), rates=(0.1, 0.2), ends=(10, 20, 30), only=No
         if averaged is None or averaged == averaged:
             result |= {f"{k}/averaged": v and averaged and averaged * v for k, v in result.items()}
         yield {
-            "study": study.name, "arm": name, "speed": phases.get("speed"), "learning_rate": rate,
-            "seed": seed, "phase": phase, **arm.words,
-            "step": step, "epoch": step / 10, "loads": step, "rounds": step, "allreduces": step,
-            "seconds": step / 10 + i, "ended": step == ends[-1], "diverged": "x" if out else None,
+            "study": study.name,
+            "arm": name,
+            "speed": phases.get("speed"),
+            "learning_rate": rate,
+            "seed": seed,
+            "phase": phase,
+            **arm.words,
+            "step": step,
+            "epoch": step / 10,
+            "loads": step,
+            "rounds": step,
+            "allreduces": step,
+            "seconds": step / 10 + i,
+            "ended": step == ends[-1],
+            "diverged": "x" if out else None,
             **({} if out else result),
-        }  # fmt: skip
+        }
 
 
 OTHERS = ("one of everything", "all diverge")  # what every study's report meets
@@ -120,8 +140,12 @@ def test_a_method_has_its_look_in_every_comparison_and_no_two_arms_share_one():
 
 def test_the_first_picture_shows_the_rates_and_epochs_of_its_table(tmp_path, monkeypatch):
     """CD-GraB ends lowest at 0.1, and is at D-RR's best, 0.3, after one epoch at 0.2."""
-    losses = {("rr", 0.1): (0.8, 0.6, 0.3), ("rr", 0.2): (0.8, 0.7, 0.5),
-              ("cd_grab", 0.1): (0.7, 0.5, 0.1), ("cd_grab", 0.2): (0.25, 0.25, 0.25)}  # fmt: skip
+    losses = {
+        ("rr", 0.1): (0.8, 0.6, 0.3),
+        ("rr", 0.2): (0.8, 0.7, 0.5),
+        ("cd_grab", 0.1): (0.7, 0.5, 0.1),
+        ("cd_grab", 0.2): (0.25, 0.25, 0.25),
+    }
     kept = []
     for r in records(cd_grab.STUDY):
         if result := losses.get((r["arm"], r["learning_rate"])):
@@ -174,13 +198,24 @@ def test_a_page_shows_what_its_call_has_made(tmp_path, monkeypatch):
 def compared(base, other, when="last"):
     """Of arms whose runs, one per seed, end with these train losses, or come there in one step."""
     results = [
-        {"arm": arm, "speed": None, "phase": "run", "learning_rate": 0.1, "seed": seed,
-         "step": step, "epoch": step, "loads": step, "rounds": step, "seconds": float(step),
-         "allreduces": step, "train/loss": value}
+        {
+            "arm": arm,
+            "speed": None,
+            "phase": "run",
+            "learning_rate": 0.1,
+            "seed": seed,
+            "step": step,
+            "epoch": step,
+            "loads": step,
+            "rounds": step,
+            "seconds": float(step),
+            "allreduces": step,
+            "train/loss": value,
+        }
         for arm, values in {"rr": base, "other": other}.items()
         for seed, last in enumerate(values)
         for step, value in ([(0, 9.0), (1, last)] if when == "last" else [(0, 9.0), (last, 1.0)])
-    ]  # fmt: skip
+    ]
     criterion = statistics.Criterion("train/loss", when=when, target=1.0)
     return statistics.compare(results, {"rr": "D-RR", "other": "CD-GraB"}, criterion)
 
@@ -188,17 +223,33 @@ def compared(base, other, when="last"):
 HALF = 4.302652729911275 * 0.1 / 3**0.5  # of the interval of three that deviate by 0.1
 
 
-@pytest.mark.parametrize("given,expected", [
-    (([2.0, 2.2, 2.4], [1.5, 1.6, 2.0]), "CD-GraB ends with a train loss that is 0.5 lower than "
-     f"D-RR ({0.5 - HALF:.3g} to {0.5 + HALF:.3g}, 95 % over 3 seeds)."),
-    (([2.0, 2.2, 2.4], [2.0, 2.1, 2.2]), "Nothing is shown to beat D-RR. The best: CD-GraB ends "
-     f"with a train loss that is 0.1 lower than D-RR ({0.1 - HALF:.3g} to {0.1 + HALF:.3g}, 95 % "),
-    (([2.0], [1.5]), "Nothing is shown to beat D-RR. The best: CD-GraB ends with a train loss that "
-     "is 0.5 lower than D-RR (one seed, no interval)."),
-    (([40, 40], [10, 10], "target"), "CD-GraB reaches the target in 4 times fewer steps than D-RR "
-     "(4 to 4, 95 % over 2 seeds)."),
-    (([2.0], [math.inf]), "Nothing is shown to beat D-RR: no other arm comes to its end"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "given,expected",
+    [
+        (
+            ([2.0, 2.2, 2.4], [1.5, 1.6, 2.0]),
+            "CD-GraB ends with a train loss that is 0.5 lower than "
+            f"D-RR ({0.5 - HALF:.3g} to {0.5 + HALF:.3g}, 95 % over 3 seeds).",
+        ),
+        (
+            ([2.0, 2.2, 2.4], [2.0, 2.1, 2.2]),
+            "Nothing is shown to beat D-RR. The best: CD-GraB ends "
+            "with a train loss that is 0.1 lower than D-RR "
+            f"({0.1 - HALF:.3g} to {0.1 + HALF:.3g}, 95 % ",
+        ),
+        (
+            ([2.0], [1.5]),
+            "Nothing is shown to beat D-RR. The best: CD-GraB ends with a train loss that "
+            "is 0.5 lower than D-RR (one seed, no interval).",
+        ),
+        (
+            ([40, 40], [10, 10], "target"),
+            "CD-GraB reaches the target in 4 times fewer steps than D-RR "
+            "(4 to 4, 95 % over 2 seeds).",
+        ),
+        (([2.0], [math.inf]), "Nothing is shown to beat D-RR: no other arm comes to its end"),
+    ],
+)
 def test_the_answer_is_a_sentence_with_its_interval(given, expected):
     assert tables.answer(compared(*given)).startswith(expected)
 
@@ -212,7 +263,13 @@ def test_the_report_starts_with_the_question_and_its_answer_and_folds_the_settin
     page.write(compared([2.0, 2.2], [1.5, 1.6]), study, str(tmp_path), "digits, 4 workers")
     body = (tmp_path / "report.html").read_text().split("<body>")[1]
     question = cd_grab.__doc__.splitlines()[0]
-    parts = [f"<h1>{question}</h1>", "<strong>", "digits, 4 workers", "<h2>Comparison</h2>",
-             "<h2>Command</h2>", "<details><summary>Settings</summary>"]  # fmt: skip
+    parts = [
+        f"<h1>{question}</h1>",
+        "<strong>",
+        "digits, 4 workers",
+        "<h2>Comparison</h2>",
+        "<h2>Command</h2>",
+        "<details><summary>Settings</summary>",
+    ]
     places = [body.index(part) for part in parts]
     assert places == sorted(places) and ".md<" not in body and ".json<" not in body

@@ -109,17 +109,27 @@ def test_the_report_escapes_and_embeds_its_content(tmp_path, monkeypatch):
 
 
 LABELS = [
-    "<img src=x onerror=alert(1)>", "![x](http://evil.example/x.png)", "[x](http://evil.example)",
-    "<http://evil.example>", "![x](data:image/png;base64,AAAA)", "`code`", "a & b", "&lt;b&gt;",
-    "a | b", "two\nlines", "",
-]  # fmt: skip
+    "<img src=x onerror=alert(1)>",
+    "![x](http://evil.example/x.png)",
+    "[x](http://evil.example)",
+    "<http://evil.example>",
+    "![x](data:image/png;base64,AAAA)",
+    "`code`",
+    "a & b",
+    "&lt;b&gt;",
+    "a | b",
+    "two\nlines",
+    "",
+]
 
 
 def test_markup_in_labels_stands_as_it_is(tmp_path):
     """Nothing in a cell, a text or a name becomes a picture, a link or a tag."""
     rows = [{"arm": label, label: 1} for label in LABELS[:1]] + [{"arm": x, "": 1} for x in LABELS]
-    texts = {f"table_{label.replace('/', '')}.md": f"{label}\n\n{markdown([row])}"
-             for label, row in zip([*LABELS, "last"], rows, strict=True)}  # fmt: skip
+    texts = {
+        f"table_{label.replace('/', '')}.md": f"{label}\n\n{markdown([row])}"
+        for label, row in zip([*LABELS, "last"], rows, strict=True)
+    }
     page.write_all(str(tmp_path), LABELS[0], texts, {})
     whole = (tmp_path / "report.html").read_text()
     body = whole.split("<body>")[1]

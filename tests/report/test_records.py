@@ -25,10 +25,18 @@ RECORDS = [
 ]
 
 
-@pytest.mark.parametrize("field,value", [
-    ("arm", "../../elsewhere"), ("arm", "/etc"), ("phase", "run/.."), ("seed", "0/../.."),
-    ("arm", "a\0b"), ("speed", "..\\x"), ("arm", ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "field,value",
+    [
+        ("arm", "../../elsewhere"),
+        ("arm", "/etc"),
+        ("phase", "run/.."),
+        ("seed", "0/../.."),
+        ("arm", "a\0b"),
+        ("speed", "..\\x"),
+        ("arm", ""),
+    ],
+)
 def test_records_that_name_paths_are_refused(tmp_path, field, value):
     """A run's name becomes that of a folder, which is made and removed."""
     path = tmp_path / records.METRICS
@@ -51,8 +59,9 @@ def numbers(records_):
     """{(run, name, step): value} that trackers draw, in float32 as in TensorBoard."""
     return {
         (records.run_of(r).name, name, r["step"]): float(np.float32(value))
-        for r in records_ for name, value in records.numbers_of(r).items()
-    }  # fmt: skip
+        for r in records_
+        for name, value in records.numbers_of(r).items()
+    }
 
 
 def in_tensorboard(folder):

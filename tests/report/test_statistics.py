@@ -40,10 +40,13 @@ def both(arm, rate, losses, **fields):
 
 def test_epochs_to_the_baselines_best_are_counted():
     kept = [
-        *both("rr", 0.1, [8, 4, 3, 2]), *both("rr", 0.2, [8, 9, 9, 9]),
-        *both("cd_grab", 0.1, [8, 3, 2.5, 1]), *both("cd_grab", 0.2, [8, 1.5, 3, 3]),
-        *run("unzip", 0.1, 0, [8, 7, 6, 5]), *run("unzip", 0.1, 1, [8, 4, 3, 2]),
-    ]  # fmt: skip
+        *both("rr", 0.1, [8, 4, 3, 2]),
+        *both("rr", 0.2, [8, 9, 9, 9]),
+        *both("cd_grab", 0.1, [8, 3, 2.5, 1]),
+        *both("cd_grab", 0.2, [8, 1.5, 3, 3]),
+        *run("unzip", 0.1, 0, [8, 7, 6, 5]),
+        *run("unzip", 0.1, 1, [8, 4, 3, 2]),
+    ]
     rows = cells(tables.table(compare(kept, ARMS, LOWEST), tables.ORDER_COLUMNS))
     rr, balanced, unzip = rows["D-RR"], rows["CD-GraB"], rows["unzip control"]
     assert rr["best lr"] == "0.1 (edge)" and rr["epochs, own lr"] == "3 ± 0"
@@ -60,10 +63,11 @@ def test_averaged_weights_have_a_table_at_their_own_best_rates():
         return [r | {"train/loss/averaged": a, "test/accuracy/averaged": 0.7} for r, a in pairs]
 
     kept = [
-        *run_of("rr", 0.1, [8, 4, 3], [8, 4, 2]), *run_of("rr", 0.2, [8, 9, 9], [8, 2, 1]),
+        *run_of("rr", 0.1, [8, 4, 3], [8, 4, 2]),
+        *run_of("rr", 0.2, [8, 9, 9], [8, 2, 1]),
         *run_of("cd_grab", 0.1, [8, 3, 2], [8, 3, 2]),
         *run_of("cd_grab", 0.2, [8, 4, 4], [8, 1, 0.5]),
-    ]  # fmt: skip
+    ]
     compared = compare(kept, ARMS, LOWEST)
     last, title, averaged = tables.table(compared, tables.ORDER_COLUMNS).split("\n\n")
     alone = [{k: v for k, v in r.items() if not k.endswith("averaged")} for r in kept]
@@ -93,11 +97,13 @@ FASTER = {0: [4.0, 1.0, 0.75, 0.5], 1: [5.0, 2.0, 1.75, 1.5]}  # in half the epo
 def gains_of(curves, averaged=None):
     """The cells of `gains`, of {arm: {seed: losses after epochs 1, 2, ...}} and of averages."""
     kept = [
-        r | {"step": 10 * (r["epoch"] + 1), "epoch": r["epoch"] + 1}
+        r
+        | {"step": 10 * (r["epoch"] + 1), "epoch": r["epoch"] + 1}
         | ({"train/loss/averaged": averaged[arm][seed][r["epoch"]]} if averaged else {})
-        for arm, by_seed in curves.items() for seed, losses in by_seed.items()
+        for arm, by_seed in curves.items()
+        for seed, losses in by_seed.items()
         for r in run(arm, 0.1, seed, losses)
-    ]  # fmt: skip
+    ]
     text = tables.gains(compare(kept, {arm: ARMS[arm] for arm in curves}, LOWEST))
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.split("\n")]
 
@@ -130,9 +136,13 @@ def test_a_curve_arrives_between_its_points_that_are_finite(target, at):
 
 
 def test_a_frame_has_a_row_per_run_and_pairs_two_arms_by_seed():
-    kept = [*both("rr", 0.1, [8, 4, 2]), *run("rr", 0.1, 2, [8, 4, 3], timed=False),
-            *run("cd_grab", 0.1, 1, [8, 1, 1]), *run("cd_grab", 0.1, 0, [8, 2, 0.5]),
-            *run("cd_grab", 0.1, 3, [8, 8, 8])]  # fmt: skip
+    kept = [
+        *both("rr", 0.1, [8, 4, 2]),
+        *run("rr", 0.1, 2, [8, 4, 3], timed=False),
+        *run("cd_grab", 0.1, 1, [8, 1, 1]),
+        *run("cd_grab", 0.1, 0, [8, 2, 0.5]),
+        *run("cd_grab", 0.1, 3, [8, 8, 8]),
+    ]
     compared = compare(kept, ARMS, Criterion(when="target", target=2.0))
     table = statistics.frame(compared)
     assert [*table.index] == [("rr", 0), ("rr", 1), ("rr", 2), *(("cd_grab", s) for s in (0, 1, 3))]
@@ -155,8 +165,11 @@ def test_intervals_are_student_s_t():
 
 def test_seed_0_chooses_finalists_and_the_mean_over_most_seeds_decides():
     last = Criterion("valid/accuracy", lower=False)
-    first = [r for rate, loss in ((0.1, 0.3), (0.2, 0.1), (0.4, 0.2)) for r in
-             run("rr", rate, 0, [1, loss])]  # fmt: skip
+    first = [
+        r
+        for rate, loss in ((0.1, 0.3), (0.2, 0.1), (0.4, 0.2))
+        for r in run("rr", rate, 0, [1, loss])
+    ]
     assert statistics.finalists(data_of(first), "rr", None, last) == [0.2, 0.4, 0.1]
     assert statistics.best_rate(data_of(first), "rr", None, last) == 0.2
     more = run("rr", 0.2, 1, [1, 0.9]) + run("rr", 0.4, 1, [1, 0.2])
@@ -167,21 +180,26 @@ def test_seed_0_chooses_finalists_and_the_mean_over_most_seeds_decides():
 def of_rates(values, scalar="train/loss"):
     """Runs at rates: {rate: [last loss of seed 0, 1, ...]}."""
     return [
-        r for rate, losses in values.items() for seed, loss in enumerate(losses)
+        r
+        for rate, losses in values.items()
+        for seed, loss in enumerate(losses)
         for r in run("rr", rate, seed, [9, loss])
-    ]  # fmt: skip
+    ]
 
 
-@pytest.mark.parametrize("values,best", [
-    ({0.1: [0.5], 0.2: [1.0, 1.0]}, 0.1),  # a further seed of the worse one
-    ({0.1: [0.5] * 5, 0.2: [1.0] * 6}, 0.1),
-    ({0.1: [0.5] * 3, 0.2: [1.0] * 6, 0.4: [0.9] * 7}, 0.1),
-    ({0.1: [0.5] * 3, 0.2: [0.4] * 6, 0.4: [0.9] * 7}, 0.2),
-    ({0.1: [0.5], 0.2: [0.6, 0.1], 0.4: [0.9]}, 0.1),  # its good second seed has no rival
-    ({0.1: [0.3, 0.9], 0.2: [0.4, 0.4], 0.4: [0.5]}, 0.2),  # 0.4 lost on the seed that it has
-    ({0.1: [1.0, 0.1], 0.2: [0.9, 0.9, 0.0]}, 0.1),  # means 0.55 and 0.9 of the shared seeds
-    ({0.1: [0.5, 0.5], 0.2: [0.5, 0.5, 0.9]}, 0.2),  # equal on both: the one with more seeds
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "values,best",
+    [
+        ({0.1: [0.5], 0.2: [1.0, 1.0]}, 0.1),  # a further seed of the worse one
+        ({0.1: [0.5] * 5, 0.2: [1.0] * 6}, 0.1),
+        ({0.1: [0.5] * 3, 0.2: [1.0] * 6, 0.4: [0.9] * 7}, 0.1),
+        ({0.1: [0.5] * 3, 0.2: [0.4] * 6, 0.4: [0.9] * 7}, 0.2),
+        ({0.1: [0.5], 0.2: [0.6, 0.1], 0.4: [0.9]}, 0.1),  # its good second seed has no rival
+        ({0.1: [0.3, 0.9], 0.2: [0.4, 0.4], 0.4: [0.5]}, 0.2),  # 0.4 lost on the seed that it has
+        ({0.1: [1.0, 0.1], 0.2: [0.9, 0.9, 0.0]}, 0.1),  # means 0.55 and 0.9 of the shared seeds
+        ({0.1: [0.5, 0.5], 0.2: [0.5, 0.5, 0.9]}, 0.2),  # equal on both: the one with more seeds
+    ],
+)
 def test_rates_are_compared_on_the_seeds_that_they_share(values, best):
     for sign in (1, -1):
         scalar = "train/loss" if sign > 0 else "valid/accuracy"
@@ -217,9 +235,10 @@ def test_a_rate_with_a_diverging_seed_is_dropped():
 def test_the_first_record_that_reaches_a_target_counts():
     kept = run("rr", 0.1, 0, [3, 2, 1, 2])
     for scalar, lower, target, step in (
-        ("train/loss", True, 2, 2), ("train/loss", True, 0.5, math.inf),
+        ("train/loss", True, 2, 2),
+        ("train/loss", True, 0.5, math.inf),
         ("test/accuracy", False, 0.5, 0),
-    ):  # fmt: skip
+    ):
         goal = Criterion(scalar, lower, "target", target)
         table = statistics.frame(compare(kept, {"rr": "D-RR"}, goal))
         assert table["to step"].tolist() == [step]
@@ -241,8 +260,10 @@ def test_the_arm_with_most_arriving_seeds_and_fewest_steps_is_chosen():
     assert {*compared.at(2.0)[0].runs.seed} == {0, 1}
     swept = cells(tables.sweep(compared, 2.0))["no echo"]
     assert [swept[f"lr {rate}"] for rate in (0.1, 0.2, 0.4)] == [
-        "5 (2)", "1 of 2 arrive", "0 of 1 arrive",
-    ]  # fmt: skip
+        "5 (2)",
+        "1 of 2 arrive",
+        "0 of 1 arrive",
+    ]
     row = cells(tables.table(compared, tables.ECHO_COLUMNS, 2.0))["no echo"]
     assert row["lr"] == "0.1 (edge)" and row["steps"] == "0 ± 0"  # on the half that is reported
 
@@ -251,8 +272,11 @@ def eight(values):
     """A factorial: arms by their decisions, with two seeds."""
     kept = []
     for i, (order, sync, echo) in enumerate(np.ndindex(2, 2, 2)):
-        names = {"order": ("rr", "cd_grab")[order], "sync": ("parallel", "qsr")[sync],
-                 "echo": ("none", "diffusion")[echo]}  # fmt: skip
+        names = {
+            "order": ("rr", "cd_grab")[order],
+            "sync": ("parallel", "qsr")[sync],
+            "echo": ("none", "diffusion")[echo],
+        }
         kept += both(f"arm{i}", 0.1, [9, values[order, sync, echo]], **names)
     return kept, {f"arm{i}": f"arm {i}" for i in range(8)}
 
@@ -262,9 +286,14 @@ def test_known_effects_are_recovered():
     y = 3 + 0.5 * a - 2 * b + 0.25 * a * b - 0.125 * a * b * c
     results = {name: mean for name, (mean, _) in combined.effects(np.stack([y, y], -1)).items()}
     assert results == {
-        "order": 1, "sync": -4, "echo": 0, "order × sync": 0.5, "order × echo": 0,
-        "sync × echo": 0, "order × sync × echo": -0.25,
-    }  # fmt: skip
+        "order": 1,
+        "sync": -4,
+        "echo": 0,
+        "order × sync": 0.5,
+        "order × echo": 0,
+        "sync × echo": 0,
+        "order × sync × echo": -0.25,
+    }
     losses = np.exp2(np.array([[[0, 1], [0, 1]], [[1, 2], [1, 2]]]))  # order and echo double it
     compared = compare(*eight(losses), Criterion())
     row = cells(combined.effects_table(compared)[1].split("\n\n")[1])

@@ -17,10 +17,18 @@ def test_stopped_and_resumed_runs_leak_no_threads_or_files(tmp_path):
     held = []
     for attempt in range(6):
         values = parsed(
-            train, "--order=cd_grab", "--sync=qsr", "--echo=diffusion", "--workers=4",
-            "--num_train=512", "--units_per_step=3", "--evaluations=20", "--total_steps=4000",
-            "--checkpoint_every=50", f"--output_dir={tmp_path / str(attempt // 2)}",
-        )  # fmt: skip
+            train,
+            "--order=cd_grab",
+            "--sync=qsr",
+            "--echo=diffusion",
+            "--workers=4",
+            "--num_train=512",
+            "--units_per_step=3",
+            "--evaluations=20",
+            "--total_steps=4000",
+            "--checkpoint_every=50",
+            f"--output_dir={tmp_path / str(attempt // 2)}",
+        )
         before = signal.signal(signal.SIGTERM, lambda number, frame: None)
         timer = threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGTERM))
         if attempt % 2 == 0:  # every second one goes on from where it was stopped

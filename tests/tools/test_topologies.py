@@ -278,17 +278,23 @@ ENTRY %main (a: f32[8]) -> f32[2] {
 """  # noqa: E501
 
 
-@pytest.mark.parametrize("text,expected", [
-    (OF_TPU, [
-        ("body", "all-reduce", 4 * 5 * 4 + 3 * 2, False),  # in a loop
-        ("moves", "all-to-all", 32, True),  # in a computation of its own
-        ("finish", "all-gather", 32, True),  # in three fusions
-        ("scatters", "all-reduce", 32, False),  # in one
-        ("main", "all-gather", 32, True),  # two halves are one
-        ("main", "all-gather", 32, False),  # was one, as its name remembers
-    ]),
-    (OF_CUDA, [("body", "all-reduce", 32, True), ("main", "all-to-all", 32, False)]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text,expected",
+    [
+        (
+            OF_TPU,
+            [
+                ("body", "all-reduce", 4 * 5 * 4 + 3 * 2, False),  # in a loop
+                ("moves", "all-to-all", 32, True),  # in a computation of its own
+                ("finish", "all-gather", 32, True),  # in three fusions
+                ("scatters", "all-reduce", 32, False),  # in one
+                ("main", "all-gather", 32, True),  # two halves are one
+                ("main", "all-gather", 32, False),  # was one, as its name remembers
+            ],
+        ),
+        (OF_CUDA, [("body", "all-reduce", 32, True), ("main", "all-to-all", 32, False)]),
+    ],
+)
 def test_every_collective_counts_once(text, expected):
     actual = collectives_of(text)
     assert [(one.where, one.kind, one.bytes, one.asynchronous) for one in actual] == expected

@@ -87,10 +87,13 @@ def test_late_averages_are_of_the_end_of_the_run_not_of_the_recipe(total):
         np.testing.assert_allclose(results[t], mean, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("sync,steps", [
-    ("constant", range(2 * STEPS)),
-    ("accumulate", range(1, 2 * STEPS, 2)),  # H = 2: updates come after every second step
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "sync,steps",
+    [
+        ("constant", range(2 * STEPS)),
+        ("accumulate", range(1, 2 * STEPS, 2)),  # H = 2: updates come after every second step
+    ],
+)
 def test_optimizers_know_which_share_of_the_run_is_over(sync, steps, monkeypatch):
     def moved(grads, state, params=None, *, at, **extra):
         return jax.tree.map(lambda g: jax.numpy.full_like(g, at), grads), state

@@ -110,10 +110,13 @@ def older(folder):
     shutil.copytree(folder / "56", folder / "60")
 
 
-@pytest.mark.parametrize("act,expected", [
-    (lambda folder: cut(largest(folder)), r"state/\S+ not as digest.txt says"),
-    (older, "it is that of step 56"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "act,expected",
+    [
+        (lambda folder: cut(largest(folder)), r"state/\S+ not as digest.txt says"),
+        (older, "it is that of step 56"),
+    ],
+)
 def test_a_damaged_checkpoint_is_passed_over(copied, capsys, act, expected):
     program, folder, state, result = copied
     act(folder)
@@ -253,9 +256,11 @@ def test_lost_lines_are_written_again(finished, tmp_path, capsys):
 def test_data_and_settings_of_jax_belong_to_a_run(finished, tmp_path, monkeypatch):
     folder = shutil.copytree(finished, tmp_path / "run")
     for name, value in (
-        ("jax_default_prng_impl", "rbg"), ("jax_threefry_partitionable", False),
-        ("jax_random_seed_offset", 3), ("jax_default_matmul_precision", "float32"),
-    ):  # fmt: skip
+        ("jax_default_prng_impl", "rbg"),
+        ("jax_threefry_partitionable", False),
+        ("jax_random_seed_offset", 3),
+        ("jax_default_matmul_precision", "float32"),
+    ):
         before = getattr(jax.config, name)
         jax.config.update(name, value)
         try:
@@ -366,10 +371,13 @@ def test_a_run_that_had_ended_says_so_and_shows_its_result(finished, tmp_path, c
     assert versions["syncopate"] == syncopate.__version__
 
 
-@pytest.mark.parametrize("make,expected", [
-    (lambda path: path.symlink_to(path.parent), "is a link"),
-    (lambda path: path.write_text("mine"), "is no folder"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make,expected",
+    [
+        (lambda path: path.symlink_to(path.parent), "is a link"),
+        (lambda path: path.write_text("mine"), "is no folder"),
+    ],
+)
 def test_a_model_that_could_not_be_written_in_the_end_is_refused_before_training(
     tmp_path, make, expected, capsys
 ):

@@ -20,13 +20,27 @@ import pytest
 from tests.commands import ROOT, children, ended, environment, finish, start
 
 SMALL = ["--num_train=96", "--num_test=200", "--unit_size=1", "--warmup_steps=2", "--h_base=2"]
-TRAIN = [*SMALL, "--echo=diffusion+cosine", "--total_steps=240", "--evaluations=12",
-         "--checkpoint_every=9"]  # fmt: skip
+TRAIN = [
+    *SMALL,
+    "--echo=diffusion+cosine",
+    "--total_steps=240",
+    "--evaluations=12",
+    "--checkpoint_every=9",
+]
 COMMANDS = {
     "train": [*TRAIN, "--workers=4", "--units_per_step=3"],
-    "qsr": [*SMALL, "--workers=2", "--units_per_step=4", "--seeds=2", "--learning_rates=0.1,0.4",
-            "--total_steps=60", "--evaluations=6", "--checkpoint_every=7", "--arms=parallel,qsr"],
-}  # fmt: skip
+    "qsr": [
+        *SMALL,
+        "--workers=2",
+        "--units_per_step=4",
+        "--seeds=2",
+        "--learning_rates=0.1,0.4",
+        "--total_steps=60",
+        "--evaluations=6",
+        "--checkpoint_every=7",
+        "--arms=parallel,qsr",
+    ],
+}
 KILLS = 24  # of each
 FOUR = 10  # kills of four processes
 
@@ -71,8 +85,16 @@ def test_a_run_that_is_killed_over_and_over_is_the_same_run(name, tmp_path):
     print(f"\n{name}: {landed} kills in {runs} runs")
 
 
-LAUNCH = ["experiments.launch", "--processes=4", "--", "experiments.train", *TRAIN,
-          "--workers=4", "--run=mesh", "--units_per_step=3"]  # fmt: skip
+LAUNCH = [
+    "experiments.launch",
+    "--processes=4",
+    "--",
+    "experiments.train",
+    *TRAIN,
+    "--workers=4",
+    "--run=mesh",
+    "--units_per_step=3",
+]
 
 
 def killed(process, folder, generator):

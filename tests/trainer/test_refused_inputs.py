@@ -20,15 +20,17 @@ def schedule(value):
 
 NO_REALS, ONE_EACH = "lr is .*: .* must be real numbers", "pass one value for each of the 4 steps"
 # In the functions that take schedules: tests/project/test_bad_inputs.py.
-test_what_is_no_schedule_is_refused = refuses({
-    "complex": (schedule(np.ones(4) * 1j), "lr is complex128.*: .* must be real numbers"),
-    "bools": (schedule(lambda t: t > 0), NO_REALS),
-    "another length": (schedule([0.1]), rf"lr has the shape \(1,\).*: {ONE_EACH}"),
-    "arrays": (schedule(lambda t: np.ones((2, 3))), rf"lr has the shape \(.*: {ONE_EACH}"),
-    "not called": (schedule(optax.cosine_decay_schedule), "decay_schedule: pass a function"),
-    "not finite": (schedule(lambda t: jnp.where(t > 2, jnp.nan, 1.0)), r"lr\(3\) is nan: the"),
-    "negative": (schedule(lambda t: 2.0 - t), r"lr\(3\) is -1: .* finite and not negative"),
-})  # fmt: skip
+test_what_is_no_schedule_is_refused = refuses(
+    {
+        "complex": (schedule(np.ones(4) * 1j), "lr is complex128.*: .* must be real numbers"),
+        "bools": (schedule(lambda t: t > 0), NO_REALS),
+        "another length": (schedule([0.1]), rf"lr has the shape \(1,\).*: {ONE_EACH}"),
+        "arrays": (schedule(lambda t: np.ones((2, 3))), rf"lr has the shape \(.*: {ONE_EACH}"),
+        "not called": (schedule(optax.cosine_decay_schedule), "decay_schedule: pass a function"),
+        "not finite": (schedule(lambda t: jnp.where(t > 2, jnp.nan, 1.0)), r"lr\(3\) is nan: the"),
+        "negative": (schedule(lambda t: 2.0 - t), r"lr\(3\) is -1: .* finite and not negative"),
+    }
+)
 
 
 def test_a_schedule_that_would_take_long_is_warned_of(monkeypatch):

@@ -21,9 +21,15 @@ from tests.little_run import assert_same
 
 STEPS, LOADS, UNITS, TOGETHER = 20, 5, 40, 8  # of a run; of an epoch; of a step of all workers
 SMALL = [
-    "--num_train=46", "--num_test=20", f"--total_steps={STEPS}", "--evaluations=4",
-    "--learning_rate=0.2", "--unit_size=1", "--checkpoint_every=1", "--average=epoch,ema",
-]  # fmt: skip
+    "--num_train=46",
+    "--num_test=20",
+    f"--total_steps={STEPS}",
+    "--evaluations=4",
+    "--learning_rate=0.2",
+    "--unit_size=1",
+    "--checkpoint_every=1",
+    "--average=epoch,ema",
+]
 MEAN = "--elastic=mean"
 CHANGES = [(8, 7), (4, 14), (8, STEPS)]  # workers, until which step
 
@@ -188,15 +194,22 @@ def test_what_does_not_fit_is_refused_and_nothing_is_touched(whole, tmp_path):
     folder = stopped(whole[0], tmp_path / "eight", 7)
     before = files_of(folder)
     for workers, flags, message in (
-        (4, [MEAN, "--units_per_step=1"],
-         r"4 workers with 1 units per step cannot go on with the 40 units of this run, 8 of them "
-         r"in every step of all workers: pass --workers=4 --units_per_step=2\."),
-        (3, [MEAN], r"3 workers with 2 .*: pass --workers=1 --units_per_step=8, "
-                    r"--workers=2 --units_per_step=4, --workers=4 "),
+        (
+            4,
+            [MEAN, "--units_per_step=1"],
+            r"4 workers with 1 units per step cannot go on with the 40 units of this run, 8 of "
+            r"them in every step of all workers: pass --workers=4 --units_per_step=2\.",
+        ),
+        (
+            3,
+            [MEAN],
+            r"3 workers with 2 .*: pass --workers=1 --units_per_step=8, "
+            r"--workers=2 --units_per_step=4, --workers=4 ",
+        ),
         (4, [MEAN, "--sync=constant"], r"sync: 'qsr' there, 'constant' here, .*run\.$"),
         (8, [MEAN, "--run=mesh"], r"\(run: 'vmap' there, 'mesh' here\): choose"),
         (8, ["--order=rr"], r"order: 'cd_grab' there, 'rr' here\): choose another"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match=message):
             go(folder, workers, *flags)
     assert files_of(folder) == before
@@ -212,14 +225,17 @@ BETWEEN = [(8, 5), (4, 15), (8, STEPS)]  # where epochs end
 @pytest.mark.parametrize(
     "order,sync,echo,changes",
     [
-        ("rr+dealt", "qsr", "none", CHANGES), ("so", "qsr", "fixed", CHANGES),
-        ("id_pair", "qsr+int8", "none", CHANGES), ("cd_grab+walk", "qsr+control", "none", BETWEEN),
-        ("herding", "constant", "none", CHANGES), ("cd_grab+dealt", "parallel", "fixed", CHANGES),
+        ("rr+dealt", "qsr", "none", CHANGES),
+        ("so", "qsr", "fixed", CHANGES),
+        ("id_pair", "qsr+int8", "none", CHANGES),
+        ("cd_grab+walk", "qsr+control", "none", BETWEEN),
+        ("herding", "constant", "none", CHANGES),
+        ("cd_grab+dealt", "parallel", "fixed", CHANGES),
         ("cd_grab+sketch16", "qsr", "diffusion+cosine", CHANGES),
         ("id_pair+sketch1024", "accumulate", "none", CHANGES),
         ("cd_grab+scaled", "qsr", "none", CHANGES),
     ],
-)  # fmt: skip
+)
 def test_every_order_goes_on_with_other_workers(tmp_path, order, sync, echo, changes):
     """From both inputs, bitwise the same; in mid-epoch and between two; echoed batches too."""
     rule, ends = [f"--order={order}", f"--sync={sync}", f"--echo={echo}"], []

@@ -66,10 +66,13 @@ MANY = [(case, {}, 1) for case in cases()] + [
 ]
 FEW = [
     (("cd_grab+sketch16+scaled", "qsr", "none"), {}, 19),
-    (("cd_grab+sketch16+dealt", "qsr", "diffusion+cosine"),
-     {**STREAMED, "average": ("epoch", "ema")}, 23),
+    (
+        ("cd_grab+sketch16+dealt", "qsr", "diffusion+cosine"),
+        {**STREAMED, "average": ("epoch", "ema")},
+        23,
+    ),
     (("cd_grab", "qsr", "measured"), STREAMED, 17),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(
@@ -190,8 +193,9 @@ def test_where_loads_are_not_known_workers_meet_before_each(monkeypatch):
         assert [r[name] for r in records] == [r[name] for r in same], name
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
-        outcome.state.params, other.state.params,
-    )  # fmt: skip
+        outcome.state.params,
+        other.state.params,
+    )
     at = loop.resumed(plans, STEPS, outcome.decided)
     assert (at.loads, at.rounds) == (int(fresh.sum()), replay.sync.rounds)
 

@@ -22,9 +22,14 @@ from tests.sources import Examples
 from tests.words import each
 
 RECIPE = Recipe(
-    workers=4, units_per_step=2, unit_size=1, epochs=3, learning_rates=(0.05,), momentum=0.9,
+    workers=4,
+    units_per_step=2,
+    unit_size=1,
+    epochs=3,
+    learning_rates=(0.05,),
+    momentum=0.9,
     bound_every=2,
-)  # fmt: skip
+)
 PARALLEL = row_of("sync", "parallel").rounds
 
 
