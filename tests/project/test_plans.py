@@ -229,5 +229,5 @@ def test_plans_and_the_measured_policy_decide_through_one_method(data):
     for step in range(total_steps):  # decided already: `ready` is not needed
         asked = dict(uses=1, ready=None)
         assert plan.decide(step, **asked) is policy.decide(step, **asked) is fresh[step]
-    with pytest.raises(ValueError, match="plan is a SyncPlan: make one"):
+    with pytest.raises(ValueError, match="plan is a SyncPlan"):
         echo.repeat([], local_opt.constant(1, total_steps=3))
