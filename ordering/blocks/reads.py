@@ -245,9 +245,10 @@ def read_blocks(
     with jax.transfer_guard("allow"):
         shape = (*first.current.shape[:-1], window)
         sums = jax.tree.map(lambda x: jnp.zeros((*shape, *jnp.shape(x)), jnp.float32), like)
-        place = (first, *[np.asarray(0)] * 7)
+        n = np.asarray(0)  # nothing is read
         about = window, batch_size, seed, blocks.unit_size, blocks.filter_digest
-        start = BlockState(*place, sums, *map(np.asarray, about), blocks.digests)
+        about = [np.asarray(x) for x in about]
+        start = BlockState(first, n, n, n, n, n, n, n, sums, *about, blocks.digests)
         if state is not None:
             saved = restored(start, position.check(state, start, blocks))
             check_place(saved, num_units, scope.workers or 1, window)
