@@ -7,6 +7,7 @@ mean, `{x:i}` a mean and its 95 % interval, `{x:s}` the same with its sign, `{x:
 a rate is at an edge of those tried.
 """
 
+import functools
 import itertools
 import json
 import pathlib
@@ -21,6 +22,7 @@ from experiments.compare.cost import machines
 from experiments.report import archive, statistics, tables
 
 ROOT = pathlib.Path(__file__).parents[1]
+load = functools.cache(archive.load)  # many numbers are of one run
 TASKS, SIZES = ("digits", "hmda", "sst2", "mlp"), ("32x2", "4x16")  # of the runs map_*
 
 
@@ -44,19 +46,19 @@ class Effects(NamedTuple):
 def times(run, arm="cd_grab", base="rr", cost="epoch", **options) -> Effects:
     """How many times less an arm takes."""
     claim = claims.Claim(run, "", cost, arm=arm, base=base, **options)
-    effect = claims.effect_of(claim, {run: archive.load(run)})
+    effect = claims.effect_of(claim, {run: load(run)})
     return Effects(effect.values, edge="(edge)" in effect.text)
 
 
 def points(run, arm="qsr", base="parallel") -> Effects:
     """Points of test accuracy."""
     claim = claims.Claim(run, "", "test/accuracy", arm=arm, base=base)
-    return Effects(claims.effect_of(claim, {run: archive.load(run)}).values, 2)
+    return Effects(claims.effect_of(claim, {run: load(run)}).values, 2)
 
 
 def less(run, arm, base, scalar) -> Effects:
     """A difference of losses."""
-    table = statistics.frame(archive.load(run))
+    table = statistics.frame(load(run))
     return Effects(statistics.paired(table, arm, base, scalar), 4)
 
 
@@ -118,8 +120,8 @@ def _of_orders():
     results["hmda_published"] = times("hmda", rate=5e-3)
     for ending, averaged in (("", False), ("_averaged", True)):
         results[f"closer{ending}"] = times("digits_w64", cost=statistics.ABOVE, averaged=averaged)
-    fewer, gpt = "times fewer epochs at this lr", tables.gains(archive.load("shakespeare_adamw"))
-    vit = tables.gains(archive.load("vit_adamw"))
+    fewer, gpt = "times fewer epochs at this lr", tables.gains(load("shakespeare_adamw"))
+    vit = tables.gains(load("vit_adamw"))
     for name, row in (("gpt", "CD-GraB"), ("gpt_scaled", "CD-GraB, scaled")):
         for which in ("last", "averaged"):
             results[f"{name}_{which}"] = cell(gpt, f"{row} | {which}", "less D-RR")
@@ -133,7 +135,7 @@ def _of_orders():
 def _of_local_steps():
     results = {}
     for kind, rule in (("vit", "cifar10_vit"), ("resnet", "cifar10_resnet")):
-        compared = archive.load(f"qsr_{rule}")
+        compared = load(f"qsr_{rule}")
         printed = tables.table(compared, tables.SYNC_COLUMNS)
         results[f"{kind}_volume"] = cell(printed, "QSR", "volume").replace("%", " %")
         results[f"{kind}_over_constant"] = points(f"qsr_{rule}", "qsr", "constant")
@@ -169,7 +171,7 @@ def _of_echoing():
 def _of_all_three():
     results = {}
     for name, echo in (("", "error diffusion, cosine p"), ("_constant", "error diffusion")):
-        compared = archive.load(f"combined_digits{name}")
+        compared = load(f"combined_digits{name}")
         modelled = combined.modelled_table(machines(4.0, 2.0))(compared)[1]
         for arm, row in (
             ("order", "CD-GraB + parallel + no echo"),
@@ -179,12 +181,12 @@ def _of_all_three():
             ("order_echo", f"CD-GraB + parallel + {echo}"),
         ):
             results[f"modelled{name}_{arm}"] = cell(modelled, row, "load 4 steps")
-    pair = combined.effects_table(archive.load("combined_digits_pair"))[1]
+    pair = combined.effects_table(load("combined_digits_pair"))[1]
     results["pair_steps"] = cell(pair, "order", "steps to the target").strip("*× ")
-    constant = combined.effects_table(archive.load("combined_digits_constant"))[1]
+    constant = combined.effects_table(load("combined_digits_constant"))[1]
     results["hinder_steps"] = cell(constant, "sync × echo", "steps to the target").strip("*× ")
     results["hinder_points"] = cell(constant, "sync × echo", "test accuracy / points").strip("*-")
-    text = combined.effects_table(archive.load("combined_shakespeare"))[1]
+    text = combined.effects_table(load("combined_shakespeare"))[1]
     results["text_points"] = cell(text, "sync", "test accuracy / points").strip("*-")
     return results
 

@@ -24,7 +24,7 @@ def curves(path: str, run: str, title: str, panels, speed: float | None = None, 
     record = archive.load(run)
     if arms:
         labels = {a: record.arms[a] for a in arms}
-        record = statistics.compare(record.records, labels, record.criterion)
+        record = statistics.compare(record.data, labels, record.criterion)
     plots.comparison(record, panels, path, title, speed)
 
 
@@ -159,7 +159,8 @@ def blocks(path: str, schedule: str, ending: str = "") -> None:
         of_task, curves = [r for r in rows if r["task"] == task], {}
         name, scale = ("loss", "linear") if task == "shakespeare" else ("above_optimum", "log")
         criterion = statistics.Criterion(f"train/{name}{ending}")
-        for best in statistics.compare(of_task, {r["arm"]: "" for r in of_task}, criterion).at():
+        arms = {r["arm"]: "" for r in of_task}
+        for best in statistics.compare(statistics.data_of(of_task), arms, criterion).at():
             r, ends = best.runs.iloc[0], best.runs[criterion.scalar]
             several = ", 4 at once" if r["size"] > 1 and r["window"] > 1 else ""
             label = WHOLE.get(best.arm, f"blocks {r['order']}{several}")

@@ -221,7 +221,7 @@ def effect_of(claim: Claim, recorded: Mapping[str, Comparison]) -> Effect:
         lost = [
             f"{compared.arms[arm]} diverges"
             for arm in (claim.arm, claim.base)
-            if statistics.diverged(compared.data, arm, claim.speed)
+            if (one := compared.chosen.get((arm, claim.speed))) and one.diverged
         ]
         return Effect(note=", ".join(lost))
     rows = [table.loc[arm].loc[values.index] for arm in (claim.arm, claim.base)]

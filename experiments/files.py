@@ -7,7 +7,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import IO
 
 from syncopate.refusals import UserError
@@ -143,6 +143,16 @@ def loads(text: str | bytes, what: str) -> dict:
     except (ValueError, RecursionError) as error:
         wrong = error
     raise UserError(f"{what} is broken ({wrong}): {WHAT_TO_DO}")
+
+
+def load_lines(lines: Iterable[bytes], path: str | os.PathLike) -> list[dict]:
+    """The objects in the lines of a file, one each; ValueError, which names the line, if not so."""
+    lines = [*lines]
+    with contextlib.suppress(ValueError, RecursionError):
+        found = [*map(json.loads, map(bytes.decode, lines))]
+        if {*map(type, found)} <= {dict}:
+            return found
+    return [loads(line, f"line {n} of {str(path)!r}") for n, line in enumerate(lines, 1)]
 
 
 def plain(value):

@@ -94,7 +94,7 @@ def _carry_out(study, chosen, task, recipe, folder, values, data):
         for name, plan in plans.items():
             plan.save(os.path.join(folder, f"plan_{name}.json"))
         title = f"{values.task}, {recipe.workers} workers"
-        compared = statistics.compare(rows, labels, study.criterion, plans)
+        compared = statistics.compare(statistics.data_of(rows), labels, study.criterion, plans)
         print(page.write(compared, study, folder, title))
         print(f"\nWritten to {folder}: metrics, tables, pictures, report.html")
 
@@ -166,12 +166,12 @@ def next_run(
     data = statistics.data_of(of_arm)
     best = {}  # in their order; records may be of further rates, that an earlier call asked for
     for criterion in statistics.criteria(study.criterion, data):
-        finalists = statistics.finalists(data, arm, speed, criterion)
+        finalists = statistics.finalists(data, criterion)
         best |= dict.fromkeys([rate for rate in finalists if rate in rates][: study.finalists])
     others = missing(best, range(seeds), phase)
     if others or speed is None:
         return others
-    best = statistics.best_rate(data, arm, speed, study.criterion)
+    best = statistics.best_rate(data, study.criterion)
     return None if best is None else missing([best], range(seeds), "report")
 
 

@@ -10,14 +10,14 @@ import pathlib
 import re
 import shlex
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 import local_opt
 from experiments import files
 from experiments.report import records
-from experiments.report.statistics import Comparison, Criterion, compare
+from experiments.report.statistics import Comparison, Criterion, compare, data_of
 from syncopate.refusals import UserError
 
 FOLDER = pathlib.Path(__file__).parents[1] / "runs"
@@ -106,7 +106,7 @@ def rows_of(folder: pathlib.Path) -> list[dict]:
         lines = gzip.decompress(files.content(path)).splitlines()
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{str(path)!r} is broken ({error}): {files.WHAT_TO_DO}") from error
-    return [files.loads(line, f"line {n} of {str(path)!r}") for n, line in enumerate(lines, 1)]
+    return files.load_lines(lines, path)
 
 
 # What records are compared by.
@@ -120,7 +120,7 @@ def describe(comparison: Comparison) -> dict:
     return {"criterion": criterion, "arms": arms, "plans": plans}
 
 
-def restore(rows: Iterable[dict], described: Mapping) -> Comparison:
+def restore(rows: Sequence[dict], described: Mapping) -> Comparison:
     """The comparison of records by what `describe` gave."""
     plans = {}
     for arm, of in described["plans"].items():
@@ -128,7 +128,7 @@ def restore(rows: Iterable[dict], described: Mapping) -> Comparison:
         ends = np.append(first[1:], of["total_steps"])
         starts = np.concatenate([*map(np.arange, first, ends, periods)])
         plans[arm] = local_opt.SyncPlan(starts, of["total_steps"], of["rule"])
-    return compare(rows, described["arms"], Criterion(**described["criterion"]), plans)
+    return compare(data_of(rows), described["arms"], Criterion(**described["criterion"]), plans)
 
 
 def corners(plan: local_opt.SyncPlan) -> tuple[np.ndarray, np.ndarray]:

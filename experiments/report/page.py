@@ -82,7 +82,7 @@ def write_run(rows: Sequence[Mapping], label: str, folder: str, title: str) -> s
     """Writes a table, a picture and report.html of the records of one run. Returns its result."""
     above = any(statistics.ABOVE in row for row in rows)
     criterion = Criterion(statistics.ABOVE if above else statistics.LOSS)
-    compared = statistics.compare(rows, {"run": label}, criterion)
+    compared = statistics.compare(statistics.data_of(rows), {"run": label}, criterion)
     draw = functools.partial(plots.comparison, compared, plots.RUN_PANELS)
     sentence = tables.result(rows[-1])
     texts, pictures = {"table_run.md": tables.course(rows)}, {"run.png": draw}

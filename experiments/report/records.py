@@ -187,7 +187,7 @@ def read(path: str) -> list[dict]:
     *lines, cut = files.content(path).split(b"\n")
     if cut:
         processes.say(f"Line {len(lines) + 1} of {str(path)!r} was cut off, and is left out.")
-    return [files.loads(line, f"line {n} of {str(path)!r}") for n, line in enumerate(lines, 1)]
+    return files.load_lines(lines, path)
 
 
 def write_lines(path: str, records: Iterable[Mapping]) -> None:

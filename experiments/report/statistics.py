@@ -6,7 +6,6 @@ pandas is imported where records become a frame: it takes half a second, and tra
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -38,7 +37,8 @@ class Chosen:
     label: str
     speed: float | None
     rate: float | None  # its best; None where a run diverged at every rate
-    runs: Any  # the rows of `Comparison.data` with this rate, of the reported phase
+    data: Any  # all rows of the arm at this speed
+    runs: Any  # those with this rate, of the reported phase
     tried: tuple[float, ...]  # learning rates, ascending, as those that diverged
     diverged: tuple[float, ...]
 
@@ -47,8 +47,7 @@ class Chosen:
 class Comparison:
     """The data of tables and pictures."""
 
-    records: Sequence[Mapping]  # of whole runs
-    data: Any  # the same as a frame: by arm, seed and step
+    data: Any  # `data_of` the records of whole runs
     arms: Mapping[str, str]  # {name: label}, the baseline first
     criterion: Criterion
     speeds: tuple  # of the input, or (None,)
@@ -70,16 +69,14 @@ def data_of(records):
     """
     import pandas
 
-    def value(name, given):
-        null = given is None or given != given
-        return worst(name) if null and ("/" in name or name == "drift") else given
-
-    data = pandas.DataFrame(
-        [
-            {"timed": True, "diverged": None} | {name: value(name, v) for name, v in record.items()}
-            for record in records
-        ]
-    )
+    records = [{"timed": True, "diverged": None} | record for record in records]
+    data = pandas.DataFrame(records)
+    for name in data.columns:
+        if "/" in name or name == "drift":
+            empty = np.flatnonzero(data[name].isna())  # null, or not measured
+            null = [i for i in empty if name in records[i]]
+            data[name] = data[name].astype(float)
+            data.loc[null, name] = worst(name)
     return data.sort_values(["seed", "step"], kind="stable", ignore_index=True)
 
 
@@ -88,24 +85,24 @@ def worst(scalar: str) -> float:
     return math.inf if metric is None or metric.lower else -math.inf
 
 
-def compare(records, arms: Mapping[str, str], criterion: Criterion, plans=None) -> Comparison:
+def compare(data, arms: Mapping[str, str], criterion: Criterion, plans=None) -> Comparison:
     """Every arm at its own best rate, at every speed; of averaged weights, at the best for them."""
-    records, chosen = list(records), {}
-    data = data_of(records)
-    speeds = tuple(sorted(data.speed.dropna().unique().tolist())) or (None,)
-    for speed, (arm, label) in itertools.product(speeds, arms.items()):
-        tried = tuple(sorted(runs_of(data, arm, speed).learning_rate.unique().tolist()))
-        if tried:
-            rate = best_rate(data, arm, speed, criterion)
-            runs = runs_of(data, arm, speed, REPORTED, rate)
-            out = diverged(data, arm, speed)
-            chosen[arm, speed] = Chosen(arm, label, speed, rate, runs, tried, out)
+    speeds, chosen = tuple(sorted(data.speed.dropna().unique().tolist())) or (None,), {}
+    for speed in speeds:
+        of_arms = dict(iter((data if speed is None else data[data.speed == speed]).groupby("arm")))
+        for arm, label in arms.items():
+            rows = of_arms.get(arm, data[:0])
+            tried = tuple(sorted(rows.learning_rate[rows.phase.isin(TUNING)].unique().tolist()))
+            if tried:
+                rate = best_rate(rows, criterion)
+                runs = runs_at(rows, rate)
+                out = diverged(rows)
+                chosen[arm, speed] = Chosen(arm, label, speed, rate, rows, runs, tried, out)
     averaged = [
-        compare([r for r in records if each.scalar in r or r.get("diverged")], arms, each, plans)
+        compare(data[data[each.scalar].notna() | data.diverged.notna()], arms, each, plans)
         for each in criteria(criterion, data)[1:]
     ]
-    plans = dict(plans or {})
-    return Comparison(records, data, dict(arms), criterion, speeds, chosen, plans, *averaged)
+    return Comparison(data, dict(arms), criterion, speeds, chosen, dict(plans or {}), *averaged)
 
 
 def criteria(criterion: Criterion, data) -> list[Criterion]:
@@ -114,53 +111,55 @@ def criteria(criterion: Criterion, data) -> list[Criterion]:
     return [criterion, *[averaged] * (averaged.scalar in data)]
 
 
-def runs_of(data, arm: str, speed=None, phases=TUNING, rate: float | None = math.nan):
-    """The rows of an arm at a speed, and with a rate at this one; none where that is None."""
-    rows = data[(data.arm == arm) & data.phase.isin(phases)]
-    rows = rows[rows.speed.isna() if speed is None else rows.speed == speed]
-    return rows[rows.learning_rate == rate] if rate is None or rate == rate else rows
+# Of rows of one arm at one speed.
+def runs_at(rows, rate: float | None, phases: Sequence[str] = REPORTED):
+    """The rows with a learning rate, of these phases; none where it is None."""
+    return rows[rows.phase.isin(phases) & (rows.learning_rate == rate)]
 
 
-def diverged(data, arm: str, speed: float | None = None) -> tuple[float, ...]:
-    """The learning rates at which a run of the arm diverged, ascending."""
-    rows = runs_of(data, arm, speed, (*TUNING, *REPORTED))
+def diverged(rows) -> tuple[float, ...]:
+    """The learning rates at which a run diverged, ascending."""
     return tuple(sorted(rows.learning_rate[rows.diverged.notna()].unique().tolist()))
 
 
-# The best rate.
+def tuned(rows, criterion: Criterion):
+    """The criterion's `curves`, without the rates at which a seed diverged."""
+    kept = rows.phase.isin(TUNING) & ~rows.learning_rate.isin(diverged(rows))
+    return curves(rows[kept], criterion.scalar)
+
+
 def curves(rows, scalar: str):
     """A scalar [step, (learning rate, seed)]: a column per run; nan where it was not measured."""
-    keys = ["step", "learning_rate", "seed"]
-    table = rows.drop_duplicates(keys, keep="last").set_index(keys, drop=False)
-    table = table.reindex(columns=[scalar])
-    return table[scalar].astype(float).unstack(["learning_rate", "seed"]).sort_index(axis=1)
+    import pandas
+
+    runs, column = np.unique(rows[["learning_rate", "seed"]], axis=0, return_inverse=True)
+    steps, row = np.unique(rows.step, return_inverse=True)
+    values = np.full((len(steps), len(runs)), math.nan)
+    values[row, column.ravel()] = rows.get(scalar, math.nan)
+    names = pandas.MultiIndex.from_arrays([*runs.T], names=["learning_rate", "seed"])
+    return pandas.DataFrame(values, pandas.Index(steps, name="step"), names)
 
 
-def tuned(data, arm: str, speed, criterion: Criterion):
-    """The criterion's `curves` of an arm, without the rates at which a seed diverged."""
-    rows = runs_of(data, arm, speed)
-    return curves(rows[~rows.learning_rate.isin(diverged(data, arm, speed))], criterion.scalar)
-
-
-def finalists(data, arm: str, speed, criterion: Criterion) -> list[float]:
+def finalists(rows, criterion: Criterion) -> list[float]:
     """The learning rates of seed 0, the best first."""
-    table = tuned(data, arm, speed, criterion)
+    table = tuned(rows, criterion)
     first = table.loc[:, table.columns.get_level_values("seed") == 0]
     return sorted(first.columns.unique(0), key=lambda rate: score(first[rate], criterion))
 
 
-def best_rate(data, arm: str, speed, criterion: Criterion) -> float | None:
+def best_rate(rows, criterion: Criterion) -> float | None:
     """The best learning rate; None where all diverged.
 
     A rate is out if another one that ran with more seeds is as good on the seeds that both have.
     Those that are left are compared on the seeds that all of them have, so that a further seed of
     one rate alone decides nothing.
     """
-    table = tuned(data, arm, speed, criterion)
-    seeds = {rate: {*table[rate]} for rate in table.columns.unique(0)}
+    table = tuned(rows, criterion)
+    of_rate = {rate: table[rate] for rate in table.columns.unique(0)}
+    seeds = {rate: {*of_rate[rate]} for rate in of_rate}
 
     def score_on(rate, shared):
-        return score(table[rate][sorted(shared or seeds[rate])], criterion)
+        return score(of_rate[rate][sorted(shared or seeds[rate])], criterion)
 
     def beaten(rate):
         more = [other for other in seeds if len(seeds[other]) > len(seeds[rate])]
@@ -174,26 +173,31 @@ def best_rate(data, arm: str, speed, criterion: Criterion) -> float | None:
 
 def score(table, criterion: Criterion) -> tuple[float, float]:
     """(number of runs that miss the target, mean over seeds) of `curves`; less is better."""
-    sign = 1 if criterion.lower else -1
     if criterion.when == "target":
-        arrived = reached(table, criterion)
-        steps = arrived.idxmax()[arrived.any()]
-        return len(table.columns) - len(steps), float(steps.mean()) if len(steps) else 0.0
-    if criterion.when == "lowest":
-        ends = lowest(table, criterion)
-    else:
-        ends = table.ffill().iloc[-1]
-    return 0, float((sign * ends).fillna(math.inf).mean())
+        arrived = reached(table.to_numpy(), criterion)
+        steps = table.index.to_numpy()[arrived.argmax(axis=0)][arrived.any(axis=0)]
+        return len(arrived.T) - len(steps), float(steps.mean()) if len(steps) else 0.0
+    values = lowest(table, criterion) if criterion.when == "lowest" else last(table)
+    mean = float(values.mean()) * (1 if criterion.lower else -1)
+    return 0, math.inf if math.isnan(mean) else mean
 
 
 def reached(values, criterion: Criterion):
     return values <= criterion.target if criterion.lower else values >= criterion.target
 
 
-def lowest(table, criterion: Criterion):
-    """The row of `curves` at the best point of their mean over seeds."""
-    mean = table.mean(axis=1, skipna=False).fillna(math.inf if criterion.lower else -math.inf)
-    return table.loc[mean.idxmin() if criterion.lower else mean.idxmax()]
+def last(table) -> np.ndarray:
+    """The last measured value of each of `curves`."""
+    values = table.to_numpy()
+    place = len(values) - 1 - np.argmax(~np.isnan(values[::-1]), axis=0)
+    return values[place, np.arange(len(place))]
+
+
+def lowest(table, criterion: Criterion) -> np.ndarray:
+    """The values of `curves` at the best point of their mean over seeds."""
+    values = table.to_numpy()
+    mean = values.mean(axis=1) * (1 if criterion.lower else -1)
+    return values[np.argmin(np.where(np.isnan(mean), math.inf, mean))]
 
 
 def tested(criterion: Criterion) -> Criterion:
@@ -201,7 +205,7 @@ def tested(criterion: Criterion) -> Criterion:
     return criterion._replace(scalar=criterion.scalar.replace("valid/", "test/"))
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=64)
 def target_of(comparison: Comparison) -> float:
     """The target that every arm must reach; not finite where there is none.
 
@@ -214,12 +218,12 @@ def target_of(comparison: Comparison) -> float:
     if criterion.when == "lowest":
         runs = curves(base.runs, criterion.scalar)
         return float(lowest(runs, criterion).mean()) if len(runs) else math.nan
-    ends = [curves(one.runs, criterion.scalar).ffill()[-1:] for one in comparison.chosen.values()]
-    ends = [value for end in ends for value in end.to_numpy().flat if math.isfinite(value)]
-    return (max if criterion.lower else min)(ends, default=math.nan)
+    runs = [one.runs for one in comparison.chosen.values() if len(one.runs)]
+    ends = [end for rows in runs for end in last(curves(rows, criterion.scalar)).tolist()]
+    return (max if criterion.lower else min)(filter(math.isfinite, ends), default=math.nan)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=256)
 def at(comparison: Comparison, chosen: Chosen, rate: str | float = "best") -> Chosen:
     """The arm at another of its learning rates.
 
@@ -230,21 +234,20 @@ def at(comparison: Comparison, chosen: Chosen, rate: str | float = "best") -> Ch
     """
     if rate == "best":
         return chosen
-    of = comparison.data, chosen.arm, chosen.speed
     if rate == "baseline":
         rate = comparison.baseline(chosen.speed).rate
         rate = rate if rate in {*chosen.tried} - {*chosen.diverged} else chosen.rate
     elif rate == "end":
-        rate = best_rate(*of, comparison.criterion._replace(when="last"))
+        rate = best_rate(chosen.data, comparison.criterion._replace(when="last"))
     elif rate == "fastest":
         goal = comparison.criterion._replace(when="target", target=target_of(comparison))
-        rate = best_rate(*of, goal) if math.isfinite(goal.target) else None
+        rate = best_rate(chosen.data, goal) if math.isfinite(goal.target) else None
     rate = None if rate in chosen.diverged else rate
-    return dataclasses.replace(chosen, rate=rate, runs=runs_of(*of, REPORTED, rate))
+    return dataclasses.replace(chosen, rate=rate, runs=runs_at(chosen.data, rate))
 
 
 # A row per run.
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=64)
 def frame(comparison: Comparison, rate: str | float = "best", speed: float | None = None):
     """A pandas.DataFrame of the runs at one learning rate per arm, as of `at`.
 
@@ -264,7 +267,7 @@ def frame(comparison: Comparison, rate: str | float = "best", speed: float | Non
     table.loc[~runs.timed.all(), "seconds"] = math.nan
     for one in (one for one in arms if len(one.runs)):
         best = lowest(curves(one.runs, comparison.criterion.scalar), comparison.criterion)
-        table.loc[one.arm, "lowest"] = best.to_numpy()
+        table.loc[one.arm, "lowest"] = best
     goal = tested(comparison.criterion)._replace(target=target_of(comparison))
     if not math.isfinite(goal.target):
         return table

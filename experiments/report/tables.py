@@ -489,7 +489,7 @@ def sweep(comparison: Comparison, speed: float | None = None, head: str = "arm")
             return "diverged"
         if rate not in chosen.tried:
             return "-"
-        rows = statistics.runs_of(comparison.data, chosen.arm, speed, rate=rate)
+        rows = statistics.runs_at(chosen.data, rate, statistics.TUNING)
         runs = statistics.curves(rows, criterion.scalar)
         (late, mean), seeds = statistics.score(runs, criterion), runs.shape[1]
         if late:

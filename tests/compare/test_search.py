@@ -105,7 +105,7 @@ def test_all_rates_run_once_then_two_finalists_with_all_seeds_and_it_resumes():
         None,
         "run",
     )
-    assert statistics.best_rate(statistics.data_of(recorded), "a", None, asked().criterion) == 0.4
+    assert statistics.best_rate(statistics.data_of(recorded), asked().criterion) == 0.4
     again, same, new = searched(rate_of, seeds=3, done=recorded[:7])
     assert same == recorded and new == recorded[7:]
     assert len(again) == len(trained) - 3, "three runs were whole, and one had a record"
@@ -120,7 +120,7 @@ def test_a_diverging_rate_is_replaced_by_the_next_best():
 
     trained, recorded, _ = searched(rate_of, diverges=later, seeds=2)
     assert sorted(r.learning_rate for r in trained if (r.arm, r.seed) == ("a", 1)) == [*RATES]
-    assert statistics.best_rate(statistics.data_of(recorded), "a", None, asked().criterion) == 0.1
+    assert statistics.best_rate(statistics.data_of(recorded), asked().criterion) == 0.1
     trained, _, _ = searched(rate_of, diverges=lambda run: True, of=asked(**SLOW), seeds=3)
     assert {(r.seed, r.phase) for r in trained} == {(0, "tune")}, "nothing is left to report"
 

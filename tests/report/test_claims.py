@@ -19,7 +19,7 @@ from experiments import cd_grab, claims, echoing, herding, qsr
 from experiments.claims import Claim, Effect, effect_of, ratio, verdict
 from experiments.compare import recipes, search
 from experiments.report import archive, statistics
-from experiments.report.statistics import LOSS, Criterion, compare, frame, paired
+from experiments.report.statistics import LOSS, Criterion, compare, data_of, frame, paired
 
 # Records of runs that were never trained.
 LABELS = {
@@ -65,7 +65,7 @@ def order_records(losses, *, rates=(0.1,), seeds=3, epochs=6, accuracy=0.5):
 
 def compared(records, criterion=LOWEST):
     arms = {name: LABELS[name] for name in dict.fromkeys(r["arm"] for r in records)}
-    return compare(records, arms, criterion)
+    return compare(data_of(records), arms, criterion)
 
 
 def finished(folder, rows, command="python -m x"):
@@ -315,9 +315,10 @@ def test_a_recorded_run_keeps_six_digits_and_never_loses_seeds(tmp_path, monkeyp
         rows = record(count)
     kept = archive.load("hmda", tmp_path / "runs")
     assert kept.arms == {"rr": "D-RR", "cd_grab": "CD-GraB"}
-    for row, record_ in zip(rows, kept.records, strict=True):
+    recorded = archive.rows_of(target)
+    for row, record_ in zip(rows, recorded, strict=True):
         assert record_["train/loss"] == float(f"{row['train/loss']:.6g}")
-    assert archive.pack(kept.records) == (target / "metrics.jsonl.gz").read_bytes()
+    assert archive.pack(recorded) == (target / "metrics.jsonl.gz").read_bytes()
     made = [f"python -m x --data_dir=DIR --seeds={count}" for count in (3, 5)]
     assert archive.commands(target) == made
     before = {path.name: path.read_bytes() for path in target.iterdir()}
@@ -336,7 +337,8 @@ def test_only_finished_runs_are_recorded(tmp_path):
 
 def test_plans_survive_the_archive():
     kept = archive.load("qsr_cifar10_vit")
-    again = archive.restore(kept.records, json.loads(json.dumps(archive.describe(kept))))
+    rows = archive.rows_of(archive.FOLDER / "qsr_cifar10_vit")
+    again = archive.restore(rows, json.loads(json.dumps(archive.describe(kept))))
     assert again.plans == kept.plans and again.plans["qsr"].rounds == 292
 
 
@@ -361,7 +363,7 @@ def trained(chosen, name, arms, *, speeds=(), **fields):
     result, _ = search.search(chosen, trains, seeds=5)
     labels = {name: arm.label for name, arm in arms.items()}
     plans = {} if speeds else search.sync_plans(arms, task, recipe)
-    return statistics.compare(result, labels, criterion, plans)
+    return statistics.compare(statistics.data_of(result), labels, criterion, plans)
 
 
 def gain(comparison, what, arm="cd_grab", base="rr", *, rate="fastest", speed=None):

@@ -91,7 +91,9 @@ ALL = [(name, case) for name in STUDIES for case in GIVEN.get(name, OTHERS)]
 def test_a_report_is_written_without_a_warning(name, case, tmp_path):
     (study, pictures), fields = STUDIES[name], CASES[case]
     labels = {arm: one.label for arm, one in [*study.arms.items()][: fields.get("only")]}
-    comparison = statistics.compare(records(study, **fields), labels, study.criterion)
+    comparison = statistics.compare(
+        statistics.data_of(records(study, **fields)), labels, study.criterion
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         text = page.write(comparison, study, str(tmp_path), "title")
@@ -109,7 +111,7 @@ def test_a_scalar_that_no_table_names_has_a_panel_over_steps_and_its_name(tmp_pa
     labels = {name: arm.label for name, arm in study.arms.items()}
     for more in ({}, new):
         kept = [r | {k: v + 1e-3 * r["step"] for k, v in more.items()} for r in records(study)]
-        compared = statistics.compare(kept, labels, study.criterion)
+        compared = statistics.compare(statistics.data_of(kept), labels, study.criterion)
         plots.comparison(compared, study.panels, str(tmp_path / "x.png"), "title")
     before, after = ([axis.get_ylabel() for axis in f.axes if axis.get_ylabel()] for f in figures)
     assert after == [*before, "sent clipped"] and figures[1].axes[-2].get_xlabel() == "steps"
@@ -151,7 +153,7 @@ def test_the_first_picture_shows_the_rates_and_epochs_of_its_table(tmp_path, mon
         if result := losses.get((r["arm"], r["learning_rate"])):
             kept.append(r | {"train/loss": result[r["step"] // 10 - 1]})
     labels, figures = {"rr": "D-RR", "cd_grab": "CD-GraB"}, []
-    compared = statistics.compare(kept, labels, cd_grab.STUDY.criterion)
+    compared = statistics.compare(statistics.data_of(kept), labels, cd_grab.STUDY.criterion)
     monkeypatch.setattr(plots, "save", lambda figure, path, title: figures.append(figure))
     plots.comparison(compared, [cd_grab.FIRST], str(tmp_path / "x.png"), "title")
     shown = {text.get_text() for text in figures[0].legends[0].get_texts()}
@@ -175,7 +177,7 @@ def test_a_page_shows_what_its_call_has_made(tmp_path, monkeypatch):
 
     def written(study):
         labels = {name: arm.label for name, arm in study.arms.items()}
-        comparison = statistics.compare(records(study), labels, study.criterion)
+        comparison = statistics.compare(statistics.data_of(records(study)), labels, study.criterion)
         page.write(comparison, study, str(tmp_path), "title")
         text = (tmp_path / "report.html").read_text()
         return text, text.count("data:image/png;base64,")
@@ -217,7 +219,9 @@ def compared(base, other, when="last"):
         for step, value in ([(0, 9.0), (1, last)] if when == "last" else [(0, 9.0), (last, 1.0)])
     ]
     criterion = statistics.Criterion("train/loss", when=when, target=1.0)
-    return statistics.compare(results, {"rr": "D-RR", "other": "CD-GraB"}, criterion)
+    return statistics.compare(
+        statistics.data_of(results), {"rr": "D-RR", "other": "CD-GraB"}, criterion
+    )
 
 
 HALF = 4.302652729911275 * 0.1 / 3**0.5  # of the interval of three that deviate by 0.1

@@ -47,7 +47,7 @@ def test_epochs_to_the_baselines_best_are_counted():
         *run("unzip", 0.1, 0, [8, 7, 6, 5]),
         *run("unzip", 0.1, 1, [8, 4, 3, 2]),
     ]
-    rows = cells(tables.table(compare(kept, ARMS, LOWEST), tables.ORDER_COLUMNS))
+    rows = cells(tables.table(compare(data_of(kept), ARMS, LOWEST), tables.ORDER_COLUMNS))
     rr, balanced, unzip = rows["D-RR"], rows["CD-GraB"], rows["unzip control"]
     assert rr["best lr"] == "0.1 (edge)" and rr["epochs, own lr"] == "3 ± 0"
     assert balanced["best lr"] == "0.1 (edge)" and balanced["own lr"] == "0.2 (edge)"
@@ -68,10 +68,10 @@ def test_averaged_weights_have_a_table_at_their_own_best_rates():
         *run_of("cd_grab", 0.1, [8, 3, 2], [8, 3, 2]),
         *run_of("cd_grab", 0.2, [8, 4, 4], [8, 1, 0.5]),
     ]
-    compared = compare(kept, ARMS, LOWEST)
+    compared = compare(data_of(kept), ARMS, LOWEST)
     last, title, averaged = tables.table(compared, tables.ORDER_COLUMNS).split("\n\n")
     alone = [{k: v for k, v in r.items() if not k.endswith("averaged")} for r in kept]
-    assert last == tables.table(compare(alone, ARMS, LOWEST), tables.ORDER_COLUMNS)
+    assert last == tables.table(compare(data_of(alone), ARMS, LOWEST), tables.ORDER_COLUMNS)
     assert title == "Averaged weights, each arm at its best rate for them:"
     rows = [cells(text)["CD-GraB"] for text in (last, averaged)]
     assert [row["best lr"] for row in rows] == ["0.1 (edge)", "0.2 (edge)"]
@@ -86,7 +86,7 @@ def test_averaged_weights_have_a_table_at_their_own_best_rates():
 
     lost = run("cd_grab", 0.2, 1, [0], diverged="loss is nan")[-1]
     lost = {k: v for k, v in lost.items() if "/" not in k}  # such a record has no scalars
-    of_averages = compare([*kept, lost], ARMS, LOWEST).averaged
+    of_averages = compare(data_of([*kept, lost]), ARMS, LOWEST).averaged
     assert of_averages.chosen["cd_grab", None].rate == 0.1
 
 
@@ -104,7 +104,7 @@ def gains_of(curves, averaged=None):
         for seed, losses in by_seed.items()
         for r in run(arm, 0.1, seed, losses)
     ]
-    text = tables.gains(compare(kept, {arm: ARMS[arm] for arm in curves}, LOWEST))
+    text = tables.gains(compare(data_of(kept), {arm: ARMS[arm] for arm in curves}, LOWEST))
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.split("\n")]
 
 
@@ -143,7 +143,7 @@ def test_a_frame_has_a_row_per_run_and_pairs_two_arms_by_seed():
         *run("cd_grab", 0.1, 0, [8, 2, 0.5]),
         *run("cd_grab", 0.1, 3, [8, 8, 8]),
     ]
-    compared = compare(kept, ARMS, Criterion(when="target", target=2.0))
+    compared = compare(data_of(kept), ARMS, Criterion(when="target", target=2.0))
     table = statistics.frame(compared)
     assert [*table.index] == [("rr", 0), ("rr", 1), ("rr", 2), *(("cd_grab", s) for s in (0, 1, 3))]
     assert table.loc["rr", "to epoch"].tolist() == [2, 2, math.inf]
@@ -170,11 +170,10 @@ def test_seed_0_chooses_finalists_and_the_mean_over_most_seeds_decides():
         for rate, loss in ((0.1, 0.3), (0.2, 0.1), (0.4, 0.2))
         for r in run("rr", rate, 0, [1, loss])
     ]
-    assert statistics.finalists(data_of(first), "rr", None, last) == [0.2, 0.4, 0.1]
-    assert statistics.best_rate(data_of(first), "rr", None, last) == 0.2
+    assert statistics.finalists(data_of(first), last) == [0.2, 0.4, 0.1]
+    assert statistics.best_rate(data_of(first), last) == 0.2
     more = run("rr", 0.2, 1, [1, 0.9]) + run("rr", 0.4, 1, [1, 0.2])
-    assert statistics.best_rate(data_of(first + more), "rr", None, last) == 0.4
-    assert statistics.best_rate(data_of(first), "rr", 2.0, last) is None
+    assert statistics.best_rate(data_of(first + more), last) == 0.4
 
 
 def of_rates(values, scalar="train/loss"):
@@ -204,29 +203,27 @@ def test_rates_are_compared_on_the_seeds_that_they_share(values, best):
     for sign in (1, -1):
         scalar = "train/loss" if sign > 0 else "valid/accuracy"
         criterion = Criterion(scalar, lower=sign > 0)
-        assert statistics.best_rate(data_of(of_rates(values)), "rr", None, criterion) == best
-    assert statistics.best_rate(data_of(of_rates(values)), "rr", None, LOWEST) == best
+        assert statistics.best_rate(data_of(of_rates(values)), criterion) == best
+    assert statistics.best_rate(data_of(of_rates(values)), LOWEST) == best
     reach = Criterion(when="target", target=0.0)  # none arrives but 0.2 with its last seed
-    result = statistics.best_rate(
-        data_of(of_rates({0.1: [0.0], 0.2: [1.0, 0.0]})), "rr", None, reach
-    )
-    assert result == 0.1
+    rows = data_of(of_rates({0.1: [0.0], 0.2: [1.0, 0.0]}))
+    assert statistics.best_rate(rows, reach) == 0.1
 
 
 def test_seeds_that_no_other_rate_has_count_where_none_is_shared():
     kept = run("rr", 0.1, 0, [9, 2]) + run("rr", 0.2, 1, [9, 1]) + run("rr", 0.2, 2, [9, 1])
-    assert statistics.best_rate(data_of(kept), "rr", None, Criterion()) == 0.2
+    assert statistics.best_rate(data_of(kept), Criterion()) == 0.2
 
 
 def test_a_rate_with_a_diverging_seed_is_dropped():
     last = Criterion()
     kept = both("rr", 0.1, [3, 2]) + both("rr", 0.2, [3, 1]) + both("rr", 0.4, [3, 1.5])
     kept += run("rr", 0.2, 2, [3], diverged="loss is nan")
-    assert statistics.finalists(data_of(kept), "rr", None, last) == [0.4, 0.1]
-    assert statistics.best_rate(data_of(kept), "rr", None, last) == 0.4
-    assert "diverged" in tables.sweep(compare(kept, {"rr": "D-RR"}, last))
+    assert statistics.finalists(data_of(kept), last) == [0.4, 0.1]
+    assert statistics.best_rate(data_of(kept), last) == 0.4
+    assert "diverged" in tables.sweep(compare(data_of(kept), {"rr": "D-RR"}, last))
     lost = run("cd_grab", 0.2, 0, [3], diverged="loss is nan")
-    compared = compare(kept + lost, {"rr": "D-RR", "cd_grab": "CD-GraB"}, LOWEST)
+    compared = compare(data_of(kept + lost), {"rr": "D-RR", "cd_grab": "CD-GraB"}, LOWEST)
     row = cells(tables.table(compared, tables.ORDER_COLUMNS))["CD-GraB"]
     assert row["best lr"] == "all diverge" and row["epochs, own lr"] == "-"
     assert tables.diverged_rates(compared).endswith("CD-GraB diverged at learning rate 0.2.")
@@ -240,7 +237,7 @@ def test_the_first_record_that_reaches_a_target_counts():
         ("test/accuracy", False, 0.5, 0),
     ):
         goal = Criterion(scalar, lower, "target", target)
-        table = statistics.frame(compare(kept, {"rr": "D-RR"}, goal))
+        table = statistics.frame(compare(data_of(kept), {"rr": "D-RR"}, goal))
         assert table["to step"].tolist() == [step]
 
 
@@ -251,12 +248,12 @@ def test_the_arm_with_most_arriving_seeds_and_fewest_steps_is_chosen():
         *run("rr", 0.2, 0, [1, 0.4], phase="tune", speed=2.0),
         *run("rr", 0.4, 0, [1, 1, 1], phase="tune", speed=2.0),
     ]
-    assert statistics.finalists(data_of(first), "rr", 2.0, goal) == [0.2, 0.1, 0.4]
+    assert statistics.finalists(data_of(first), goal) == [0.2, 0.1, 0.4]
     late = run("rr", 0.2, 1, [1, 1], phase="tune", speed=2.0)
     late += run("rr", 0.1, 1, [1, 1, 1, 0.4], phase="tune", speed=2.0)
-    assert statistics.best_rate(data_of(first + late), "rr", 2.0, goal) == 0.1
+    assert statistics.best_rate(data_of(first + late), goal) == 0.1
     reported = both("rr", 0.1, [1, 0.4], phase="report", speed=2.0, **{"test/accuracy": 0.6})
-    compared = compare(first + late + reported, {"rr": "no echo"}, goal)
+    compared = compare(data_of(first + late + reported), {"rr": "no echo"}, goal)
     assert {*compared.at(2.0)[0].runs.seed} == {0, 1}
     swept = cells(tables.sweep(compared, 2.0))["no echo"]
     assert [swept[f"lr {rate}"] for rate in (0.1, 0.2, 0.4)] == [
@@ -295,7 +292,8 @@ def test_known_effects_are_recovered():
         "order × sync × echo": -0.25,
     }
     losses = np.exp2(np.array([[[0, 1], [0, 1]], [[1, 2], [1, 2]]]))  # order and echo double it
-    compared = compare(*eight(losses), Criterion())
+    kept, arms = eight(losses)
+    compared = compare(data_of(kept), arms, Criterion())
     row = cells(combined.effects_table(compared)[1].split("\n\n")[1])
     assert row["order"]["last train loss"].startswith("**× 2.00")
     assert row["sync"]["last train loss"] == "× 1.00 (1.00 to 1.00)"
@@ -309,7 +307,7 @@ def test_a_study_without_effects_says_why():
     values = np.ones((2, 2, 2))
     values[1, 1, 1] = 8  # of a target of 2
     kept, arms = eight(values)
-    compared = compare(kept, arms, Criterion(when="target", target=2.0))
+    compared = compare(data_of(kept), arms, Criterion(when="target", target=2.0))
     assert "arm 7 do not reach" in tables.target_line(compared)
     assert "arm 7 never arrive" in combined.effects_table(compared)[1]
     assert combined.effects_picture(compared)[1] == ""
@@ -317,7 +315,7 @@ def test_a_study_without_effects_says_why():
     assert [line.count(" - ") for line in modelled.splitlines()[4:]] == [0] * 7 + [4]
     first, *others = arms
     for rows, names in ((kept, [first, *others[:6]]), (kept[2:], arms), (kept, [*others, first])):
-        comparison = compare(rows, {name: arms[name] for name in names}, Criterion())
+        comparison = compare(data_of(rows), {name: arms[name] for name in names}, Criterion())
         assert "of the eight arms" in combined.no_effects(comparison)
 
 
@@ -326,7 +324,7 @@ def test_a_value_that_is_not_finite_is_worse_than_every_number():
         kept = both("rr", 0.1, [0.8, 0.4]) + both("rr", 0.2, [0.8, 0.1])
         kept[-1][criterion.scalar] = None
         for when in ("last", "lowest"):
-            compared = compare(kept, ARMS, criterion._replace(when=when))
+            compared = compare(data_of(kept), ARMS, criterion._replace(when=when))
             assert compared.chosen["rr", None].rate == 0.1
-        target = statistics.target_of(compare(kept[4:], ARMS, criterion))
+        target = statistics.target_of(compare(data_of(kept[4:]), ARMS, criterion))
         assert target == (0.1 if criterion.lower else 0.9), "of the seed that ends with a number"
