@@ -12,6 +12,7 @@ from ordering.global_orders import global_order, global_reshuffling
 from ordering.gradients import check_separable, group_loss, microbatch_grads, per_example_grads
 from ordering.pairs import cd_grab, pair_balance
 from ordering.resizing import resize
+from ordering.scored_orders import scored
 from ordering.shuffles import random_reshuffling
 from ordering.sketches.backward import sketch_plan, sketched_grads
 from ordering.sketches.linear import SketchLeaf, make_sketch
@@ -37,6 +38,7 @@ __all__ = [
     "per_example_grads",
     "random_reshuffling",
     "resize",
+    "scored",
     "second_moment_scale",
     "sketch_plan",
     "sketched_grads",

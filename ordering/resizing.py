@@ -6,6 +6,7 @@ Runs on the host, in NumPy, on states with leaves [W, ...].
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
@@ -15,6 +16,7 @@ from ordering.centred import GrabState
 from ordering.gathered import GatheredState
 from ordering.global_orders import GlobalState
 from ordering.pairs import PairBalanceState
+from ordering.scored_orders import ScoredState
 from ordering.shuffles import ShuffleState
 from syncopate import mesh, plans
 
@@ -33,7 +35,7 @@ def resize(
 
     Each step of all workers keeps its W B units: worker 0 of the W' gets the first B' = W B / W' of
     them, worker 1 the next B', and so on. Orders that use no gradients draw their next order for W'
-    workers.
+    workers; the later epochs of `scored` have the steps that they had.
 
     Between epochs, other orders lose nothing, except that greedy herding loses its gradients, which
     it observes again in the next epoch. In the middle of an epoch they drop their observations and
@@ -41,7 +43,7 @@ def resize(
     order keep their order there. Greedy herding also observes the rest of this epoch.
 
     The mean of `grab` and the counters of a sign rule are always kept, from the workers whose units
-    a new worker takes over. The keys are those of `fresh`.
+    a new worker takes over. The keys are those of `fresh`, but that of `scored` is kept.
 
     Args:
       state: leaves [W, ...].
@@ -93,7 +95,7 @@ def resize(
         pairs = zip(new_units, current, strict=True)
         current = np.stack([np.searchsorted(*rows) for rows in pairs])
     new = begun(fresh, state, current.astype(np.int32), visited)
-    if isinstance(new, ShuffleState):  # its next order is drawn an epoch ahead
+    if isinstance(new, ShuffleState | ScoredState):  # its next order is drawn an epoch ahead
         if not isinstance(order, Ordering):
             raise ValueError(f"order is {order!r}: pass the Ordering of which fresh is a state.")
         new = jax.vmap(order.next_epoch, axis_name=axis_name)(new)
@@ -174,6 +176,22 @@ def _(fresh: ShuffleState, state, current, visited):
     """The caller's `next_epoch` makes these orders the current ones and draws the next."""
     epoch = _kept(state.epoch, len(current)) - 1
     return fresh._replace(current=current, next=current.copy(), epoch=epoch)
+
+
+@begun.register
+def _(fresh: ScoredState, state, current, visited):
+    """The key and the ranking are equal on all workers, and stay; the rest is as in a shuffle."""
+    key, workers = state.key, len(current)
+    if not mesh.is_key(key):  # as `Epochs.state` saves it
+        key = jax.random.wrap_key_data(jnp.asarray(key), impl=jax.random.key_impl(fresh.key))
+    first = np.zeros(workers, int)
+    return fresh._replace(
+        current=current,
+        next=current.copy(),
+        epoch=_kept(state.epoch, workers) - 1,
+        key=key[first],
+        places=np.asarray(state.places)[first],
+    )
 
 
 @begun.register(PairBalanceState)

@@ -25,7 +25,9 @@ from tests.bad_values import (
     but_none,
     call,
     leaves_of,
+    real,
     whole,
+    word,
     wrong_functions,
 )
 from tests.public import returning
@@ -94,7 +96,7 @@ SIZES = {
     "team_size": Arg(None, [1, 2]),
 }
 MAKES = returning(ordering.Ordering, ordering, ordering.baselines)
-del MAKES["global_order"]  # of an order, below
+del MAKES["global_order"], MAKES["scored"]  # of an order and of scores, below
 
 
 def order_call(make):
@@ -121,6 +123,32 @@ COORDINATED = {
 for when in ("step", "sync"):
     make = lambda gathers=when, **args: ordering.cd_grab(gathers=gathers, **args)  # noqa: E731
     CALLS[f"cd_grab, {when}"] = call(epoch(make), **COORDINATED)
+NO_SCORES = [
+    None,
+    3,
+    "text",
+    [],
+    [1.0, NAN],
+    [1.0, "a"],
+    np.ones((2, 2)),
+    np.ones(2, complex),
+    THING,
+]
+CALLS["scored"] = call(
+    epoch(ordering.scored),
+    scores=Arg(np.arange(W * M), NO_SCORES),
+    pattern=Arg("saw", word()),
+    workers=also("workers", W, 3, 2 * W * M),
+    units_per_step=also("units_per_step", B, M + 1),
+    jitter=Arg(0, whole(0)),
+    fixed=Arg(False, [3, None, "yes", THING]),
+    layers=Arg(None, but_none(whole())),
+    sections=Arg(None, but_none(whole())),
+    radius=Arg(None, but_none(real(1.5))),
+    ends=Arg(None, [0.1]),
+    axis_name=AXIS,
+    key=KEY,
+)
 CD, GRAB = ordering.cd_grab(M, units_per_step=B), ordering.grab(M, units_per_step=B)
 NOT_PAIRS = [
     None,

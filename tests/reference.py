@@ -593,3 +593,28 @@ def late_mean(weights, t, steps, total):
     ends = [total - total % steps - back * steps for back in (3, 2, 1, 0)]
     past = [(i, weights[k - 1]) for i, k in enumerate(ends, 1) if k <= t] or [(1, weights[t - 1])]
     return sum(i * x for i, x in past) / sum(i for i, _ in past)
+
+
+def scored_order(scores, pattern, *, layers=1, sections=1, radius=0.0):
+    """Units in the published patterns of their scores (Dai et al. 2026)."""
+    ranked = sorted(range(len(scores)), key=lambda unit: scores[unit])
+
+    def layered(units, turns):
+        result = []
+        for layer in range(layers):
+            chosen = [unit for i, unit in enumerate(units) if i % layers == layer]
+            result += chosen[::-1] if turns and layer % 2 else chosen
+        return result
+
+    if pattern in ("folded", "zigzag"):
+        return layered(ranked, pattern == "zigzag")
+    if pattern in ("stairs", "saw"):
+        size, result = len(ranked), []
+        half = round(size * radius)
+        for section in range(1, sections):
+            border = round(size * section / sections)
+            while len(result) < border - half:
+                result.append(ranked[len(result)])
+            result += layered(ranked[len(result) : border + half], pattern == "saw")
+        return result + ranked[len(result) :]
+    return ranked

@@ -1,0 +1,282 @@
+"""Orders from scores of the units: sorted, and the patterns that published curricula make of it."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Int, Key
+
+from ordering import base, trees
+from ordering.base import Ordering
+from syncopate import mesh, plans
+from syncopate.unstable import axis_names
+from syncopate.workers import AXIS, axis_of
+
+SMALL = 1e-9  # .29 * 100 is slightly less than 29
+
+
+class ScoredState(NamedTuple):
+    """State of one worker; `places` is equal on all workers."""
+
+    current: Int[Array, "M"]
+    next: Int[Array, "M"]
+    left: Int[Array, ""]
+    epoch: Int[Array, ""]  # epochs finished
+    key: Key[Array, ""]
+    places: Int[Array, "N"]  # the units of all workers by the pattern, before any is moved
+
+
+class Arranged(NamedTuple):
+    """What a pattern makes of N units, which are numbered by rank: 0 has the lowest score."""
+
+    ranks: np.ndarray  # int[N], a permutation of 0 .. N - 1
+    bounds: tuple[int, ...] = ()  # places where a part begins whose units have a random order
+
+
+def _sorted(size: int) -> Arranged:
+    return Arranged(np.arange(size))
+
+
+def _folded(size: int, *, layers: int = 5) -> Arranged:
+    return Arranged(_layers(np.arange(size), layers))
+
+
+def _zigzag(size: int, *, layers: int = 5) -> Arranged:
+    return Arranged(_layers(np.arange(size), layers, turns=True))
+
+
+def _segments(size: int, *, ends: float = 0.1) -> Arranged:
+    count = int(size * ends + SMALL)
+    return Arranged(np.arange(size), (count, size - count))
+
+
+def _stairs(size: int, *, layers: int = 3, sections: int = 2, radius: float = 0.225) -> Arranged:
+    return _transitions(size, layers, sections, radius, turns=False)
+
+
+def _saw(size: int, *, layers: int = 2, sections: int = 3, radius: float = 0.075) -> Arranged:
+    return _transitions(size, layers, sections, radius, turns=True)
+
+
+def _layers(ranks, layers, turns=False):
+    """Every `layers`-th rank from 0 on, then from 1 on, ...; with `turns` odd layers fall."""
+    parts = [ranks[first::layers] for first in range(layers)]
+    if turns:
+        parts[1::2] = [part[::-1] for part in parts[1::2]]
+    return np.concatenate(parts)
+
+
+def _transitions(size, layers, sections, radius, turns):
+    """Sorted, but with layers within `radius` N places of the borders of equal sections."""
+    ranks, end, half = np.arange(size), 0, round(size * radius)
+    for section in range(1, sections):
+        border = round(size * section / sections)
+        begin, end = max(end, border - half), min(size, border + half)
+        if begin < end:
+            ranks[begin:end] = _layers(ranks[begin:end], layers, turns)
+    return Arranged(ranks)
+
+
+# To add a pattern, add a row: a function of N, whose keywords are arguments of `scored`.
+PATTERNS: dict[str, Callable[..., Arranged]] = {
+    "sorted": _sorted,
+    "folded": _folded,
+    "zigzag": _zigzag,
+    "segments": _segments,
+    "stairs": _stairs,
+    "saw": _saw,
+}
+
+
+def scored(
+    scores: ArrayLike,
+    *,
+    pattern: str = "sorted",
+    workers: int = 1,
+    units_per_step: int = 1,
+    jitter: int = 0,
+    fixed: bool = False,
+    layers: int | None = None,
+    sections: int | None = None,
+    radius: float | None = None,
+    ends: float | None = None,
+    axis_name: str | None = "worker",
+) -> Ordering:
+    """An order of all workers' units by their scores, from low to high, in a published pattern.
+
+    Unit u has the rank r(u) in the sorted scores; equal scores keep the sequence of their units.
+    Place p of the common order has the unit of rank pattern(p):
+
+    - "sorted": 0, 1, .., N - 1, the plain curriculum.
+    - "folded" (FO): every `layers`-th rank from 0 on, then from 1 on, and so on.
+    - "zigzag" (ZIG): as folded, with every second layer from high to low.
+    - "segments" (SEG): the lowest `ends` N, the middle and the highest `ends` N, each in a random
+      order.
+    - "stairs" (STR): sorted, but folded within `radius` N places of the borders of equal sections.
+    - "saw" (SAW): as stairs, with zigzags.
+
+    Worker q mod W gets the unit in place q, as its unit q // W. So a step has the same W B units
+    for any number of workers, and every worker sees the same mix of scores.
+
+    Args:
+      scores: float[N], one number per unit of all workers; pass -scores to begin with the highest.
+      pattern: a name above.
+      workers: W; each worker visits M = N // W units per epoch. The N mod W that are left out lie
+        evenly in the common order, others in every epoch.
+      units_per_step: B in [1, M], the units of a worker's step.
+      jitter: units of a window of the common order, whose units have a random order (JIT); 0 for
+        none. Segments take none.
+      fixed: whether all epochs have one order, instead of new random numbers.
+      layers: layers of folded, zigzag (5), stairs (3) and saw (2).
+      sections: sections of stairs (2) and saw (3).
+      radius: in [0, 1], of stairs (0.225) and saw (0.075).
+      ends: in [0, 0.5], of segments (0.1).
+      axis_name: as in `cd_grab`; not used for one worker.
+
+    Returns:
+      An `Ordering` whose `current` holds units in [0, N); `observe` ignores the gradients. The
+      state keeps the common order, 4 bytes per unit of all workers: a run that resumes goes on
+      with the scores that it began with.
+
+    Raises:
+      ValueError: for scores that are not N finite numbers, for sizes out of range, and for an
+        argument that the pattern does not take; from `init`, outside of the axis, or if it has
+        another number of workers.
+
+    Examples:
+      >>> import jax
+      >>> from syncopate import ordering
+      >>> order = ordering.scored([0.3, 0.1, 0.9, 0.2, 0.5], pattern="folded", layers=2)
+      >>> order.init(jax.random.key(0), params=None).current.tolist()
+      [1, 0, 2, 3, 4]
+
+    References:
+      Dai et al., Data Efficacy for Language Model Training, 2025,
+      https://arxiv.org/abs/2506.21545 (folded); Dai et al., Demystifying Data Organization for
+      Enhanced LLM Training, 2026, https://arxiv.org/abs/2605.30334 (the others, and the defaults
+      of https://github.com/microsoft/data-efficacy)
+    """
+    given = {"layers": layers, "sections": sections, "radius": radius, "ends": ends}
+    places, arranged = _places(scores, pattern, given)
+    total = len(places)
+    workers = plans.check_whole("workers", workers, 1, total)
+    num_units, units_per_step = base.check_units(total // workers, units_per_step)
+    move = _moves(arranged, plans.check_whole("jitter", jitter, 0, total), total)
+    if not isinstance(fixed, bool):
+        raise ValueError(f"fixed is {fixed!r}: pass True for one order in all epochs, or False.")
+
+    def draw(state, epoch):
+        key = jax.random.fold_in(state.key, jnp.zeros_like(epoch) if fixed else epoch)
+        common = move(key, state.places)
+        if spare := total - workers * num_units:
+            common = common[_visited(jax.random.fold_in(key, 1), total, spare)]
+        worker = jax.lax.axis_index(_axis(axis_name)) if workers > 1 else 0
+        return common.reshape(num_units, workers)[:, worker]
+
+    def init(key, params):
+        key = _key_of_all(base.check_key(key), workers, axis_name)
+        of_all = mesh.varying(jnp.asarray(places, jnp.int32), key)
+        left, epoch = jnp.full((), num_units, jnp.int32), jnp.zeros((), jnp.int32)
+        state = ScoredState(of_all, of_all, left, epoch, jax.random.clone(key), of_all)
+        return state._replace(current=draw(state, epoch), next=draw(state, epoch + 1))
+
+    def observe(state, gradients):
+        if gradients is not None:
+            trees.check_gradients(gradients)
+        return state
+
+    def next_epoch(state):
+        epoch = state.epoch + 1
+        return state._replace(current=state.next, next=draw(state, epoch + 1), epoch=epoch)
+
+    order = Ordering(
+        init, observe, next_epoch, units_per_step=units_per_step, is_global=True, total=total
+    )
+    return base.checked(order, num_units, ScoredState, observes=False)
+
+
+def _places(scores: Any, pattern: str, given: dict[str, Any]) -> tuple[np.ndarray, Arranged]:
+    """(the unit in every place, what the pattern is made of); refuses bad arguments."""
+    values, kind = plans.as_array(scores)
+    if values.ndim != 1 or values.dtype.kind not in "biuf" or not len(values):
+        raise ValueError(f"scores is {kind}: pass one number per unit, of all workers.")
+    if len(bad := np.flatnonzero(~np.isfinite(values))):
+        raise ValueError(
+            f"scores[{bad[0]}] is {values[bad[0]]} ({len(bad)} of {len(values)} are not finite): "
+            "give every unit a finite score."
+        )
+    base.check_units(len(values))
+    if not isinstance(pattern, str) or pattern not in PATTERNS:
+        raise ValueError(f"pattern is {pattern!r}: choose one of {', '.join(PATTERNS)}.")
+    takes = inspect.signature(PATTERNS[pattern]).parameters
+    given = {name: value for name, value in given.items() if value is not None}
+    if strange := [name for name in given if name not in takes]:
+        raise ValueError(
+            f"{strange[0]} is {given[strange[0]]!r}, and pattern is {pattern!r}, which takes "
+            f"{', '.join([*takes][1:]) or 'none of its kind'}: leave {strange[0]} out."
+        )
+    for name, value in given.items():
+        if name in ("layers", "sections"):
+            given[name] = plans.check_whole(name, value, 1, len(values))
+        else:
+            given[name] = plans.check_number(
+                name, value, "[0, 0.5]" if name == "ends" else "[0, 1]"
+            )
+    arranged = PATTERNS[pattern](len(values), **given)
+    return np.argsort(values, kind="stable")[arranged.ranks], arranged
+
+
+def _moves(arranged: Arranged, jitter: int, total: int) -> Callable:
+    """`(key, places) -> places`, with those of a part, or of a window, in a random order."""
+    if arranged.bounds and jitter:
+        raise ValueError(
+            f"jitter is {jitter}, and the pattern shuffles its parts as a whole: leave jitter out."
+        )
+    if arranged.bounds:
+        part_of = lambda p: jnp.searchsorted(jnp.array(arranged.bounds), p, side="right")  # noqa: E731
+    elif jitter > 1:
+        part_of = lambda p: p // jitter  # noqa: E731
+    else:
+        return lambda key, places: places
+
+    def move(key, places):
+        drawn = base.permutation(jax.random.fold_in(key, 0), total)
+        return places[drawn[jnp.argsort(part_of(drawn), stable=True)]]
+
+    return move
+
+
+def _visited(key, total, spare):
+    """int32[total - spare], the places that an epoch visits: all but `spare`, evenly apart."""
+    first = jax.random.randint(key, (), 0, total, jnp.int32)
+    offsets = jnp.asarray(total * np.arange(spare, dtype=np.int64) // spare, jnp.int32)
+    # The sum of both may exceed int32.
+    out = jnp.sort(jnp.where(first < total - offsets, first + offsets, first - (total - offsets)))
+    kept = jnp.arange(total - spare, dtype=jnp.int32)
+    before = jnp.searchsorted(out - jnp.arange(spare, dtype=jnp.int32), kept, side="right")
+    return kept + before.astype(jnp.int32)
+
+
+def _key_of_all(key, workers, axis_name):
+    """Worker 0's key on every worker; raises ValueError for another number of workers."""
+    axis = _axis(axis_name)
+    if workers == 1 and axis not in axis_names():
+        return key
+    if (here := mesh.axis_size(axis)) != workers:
+        raise ValueError(
+            f"the order is of {workers} workers, and axis {axis!r} has {here}: make it with "
+            f"workers={here}."
+        )
+    return base.shared_key(key, axis)
+
+
+def _axis(axis_name):
+    """The workers' axis: the only one in scope if it has no name."""
+    names = axis_names()
+    if axis_name is None:
+        return axis_of(None, names, alone=True) if names else AXIS
+    return axis_name
