@@ -5,13 +5,18 @@ r"""Recommends which of the three decisions to use on your machine, for your tas
 
 It measures for about a minute, on one worker: a step, the same step with an order, and the time to
 load a batch from the task's own source. With --run=mesh it also measures the network, as an
-all-reduce of the parameters over the devices of one or several processes; otherwise each value of
---gigabits is one network. It then prices every combination of decisions in the recorded factorials
-(runs/map.json; those with the nearest number of units per worker and step), and prints the fastest
-one, and which others are statistically tied with it. To use your own task, add a file to
-experiments/data/.
+all-reduce of the parameters over the devices of one or several processes. Otherwise each value of
+--gigabits is one network, which a sync uses by --efficiency, after --latency: how far such times
+are from measured ones is in docs/results/measured_syncs.md. --maxtext=base.yml takes the network
+and H from a config of MaxText, and says how much of the time such a run computes.
+
+Then the time of every combination of decisions in the recorded factorials is modelled
+(runs/map.json; those with the nearest number of units per worker and step). The command prints
+the fastest one, and which others are statistically tied with it. To use your own task, add a file
+to experiments/data/.
 """
 
+import functools
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,7 +26,7 @@ import numpy as np
 from absl import flags as absl_flags
 
 import syncopate
-from experiments import entry, files
+from experiments import entry, files, forecast
 from experiments.compare import flags
 from experiments.compare.arms import row_of
 from experiments.data.base import SPEED
@@ -124,6 +129,7 @@ def define_flags(values: absl_flags.FlagValues) -> None:
     define = flags.definer(values)
     text = "Gb/s of a worker's network, if it is not measured"
     define([SPEED], "gigabits", [*GIGABITS], text)
+    forecast.define_network(values, LATENCY)
 
 
 def order_ratio(task, recipe) -> float:
@@ -163,22 +169,35 @@ def machines_of(task, recipe, values) -> list:
 
     size, workers = num_params(task.model), recipe.workers
     mesh = devices.mesh_of(recipe.run, workers)
-    if mesh is not None and values["gigabits"].present:
-        raise UserError("--gigabits is unused, as --run=mesh measures the network: leave one out.")
+    given = [n for n in ("gigabits", "efficiency", "latency", "maxtext") if values[n].present]
+    if mesh is not None and given:
+        name = f"--{given[0]}"
+        raise UserError(f"{name} is unused, as --run=mesh measures the network: leave one out.")
     ratio = order_ratio(task, recipe)  # which refuses sizes that do not fit
     here = timing.measure(task, recipe)._replace(ordered=ratio, parameters=size)
     if mesh is not None:
         syncs = {"measured": measured_sync(mesh, size)}
+        latency = measured_sync(mesh, 1)
     else:
-        bits = 8 * syncopate.local_opt.costs.sync_bytes(size, num_workers=workers)
-        syncs = {
-            f"{speed:g} Gb/s": LATENCY + bits / (1e9 * speed) if bits else 0.0
-            for speed in values.gigabits
-        }
+        sync = functools.partial(
+            syncopate.local_opt.costs.sync_seconds,
+            size,
+            num_workers=workers,
+            efficiency=values.efficiency,
+            latency=values.latency,
+        )
+        syncs = {f"{speed:g} Gb/s": sync(gigabits=speed) for speed in values.gigabits}
+        latency = values.latency
     return [
-        here._replace(label=name, sync=sync, latency=min(LATENCY, sync))
+        here._replace(label=name, sync=sync, latency=min(latency, sync))
         for name, sync in syncs.items()
     ]
+
+
+def computing(machine, period: int) -> float:
+    """The share of its time that a run computes, with a sync after every `period` steps."""
+    steps = period * machine.step
+    return steps / (steps + machine.sync)
 
 
 def command_of(combination: Combination) -> str:
@@ -224,7 +243,7 @@ def run(values: absl_flags.FlagValues) -> None:
     from experiments import fingerprints
     from experiments.distributed import agreement, processes
 
-    tasks = load()
+    tasks, config = load(), forecast.take_maxtext(values)
     processes.start(values)
     task, recipe = flags.setting_from_flags(values)
     agreement.check(fingerprints.facts(values, fingerprints.data_hash(task)))
@@ -241,6 +260,12 @@ def run(values: absl_flags.FlagValues) -> None:
     )
     for machine in machines:
         processes.say(f"\n{advice(machine, tasks)}")
+        if config is not None:
+            share, every = computing(machine, config.period), computing(machine, 1)
+            processes.say(
+                f"With diloco_sync_period = {config.period}, {share:.1%} of the time is "
+                f"computation; with a sync in every step {every:.1%}."
+            )
 
 
 if __name__ == "__main__":

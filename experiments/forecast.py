@@ -7,24 +7,27 @@ Plans are known before a run, and are those of the study with the same flags. Vo
 worker sends, as a share of syncs in every step. Writes table.md and periods.png.
 Expected: QSR takes 9711 rounds (10.375 %) on ViT-B and 24792 (39.731 %) on ResNet-152.
 
-Assumes that workers wait for what is sent, and no latency. ViT-B's seconds per step come from the
-published total times on 16 GPUs; ResNet-152's are an assumption: pass --step_seconds.
+Assumes that workers wait for what is sent, over a network without latency that is used wholly:
+docs/results/measured_syncs.md has how far that is from measured syncs, and --efficiency and
+--latency are what mends it. ViT-B's seconds per step come from the published total times on 16
+GPUs; ResNet-152's are an assumption: pass --step_seconds. --maxtext=base.yml takes the network and
+H from a config of MaxText.
 
 For the echo factor that costs nothing, see `experiments.advise`, which measures a load and a step.
 """
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from absl import flags
 
-from experiments import entry
+from experiments import entry, maxtext
 from experiments.compare import flags as dialect
 from experiments.compare import recipes
 from experiments.compare.arms import SYNC_RULES, Arm, arm_of, plans_of, rows_from_flag
 from experiments.data import Recipe, Task
-from experiments.data.base import POSITIVE, SPEED
+from experiments.data.base import FACTOR, POSITIVE, SECONDS, SPEED
 from experiments.report import plots
 from experiments.report.statistics import volume
 from experiments.report.tables import markdown
@@ -55,6 +58,25 @@ def published(name: str) -> tuple[str, float | None, str | None]:
     return name, None, None
 
 
+def define_network(values: flags.FlagValues, latency: float = 0.0) -> None:
+    """--efficiency, --latency and --maxtext, of every command that computes times of syncs."""
+    define = dialect.definer(values)
+    define(FACTOR, "efficiency", 1.0, "share of --gigabits that a sync reaches")
+    define(SECONDS, "latency", latency, "seconds of a sync beside its bytes")
+    text = "YAML of MaxText: dcn_bandwidth_limit is --gigabits, diloco_sync_period is --h_base"
+    define(flags.DEFINE_string, "maxtext", None, text)
+
+
+def take_maxtext(values: flags.FlagValues) -> maxtext.Config | None:
+    """The config of --maxtext; its limit becomes --gigabits unless that is given."""
+    if values.maxtext is None:
+        return None
+    config = maxtext.read(values.maxtext)
+    if config.gigabits is not None and not values["gigabits"].present:
+        values.gigabits = [config.gigabits]
+    return config
+
+
 def define_flags(values: flags.FlagValues) -> None:
     dialect.define(values, "setting")
     define = dialect.definer(values)
@@ -63,21 +85,33 @@ def define_flags(values: flags.FlagValues) -> None:
     text = "seconds of computation per step; the published ones if unset"
     define(POSITIVE, "step_seconds", None, text)
     define([SPEED], "gigabits", [10, 25, 100, 400], "Gb/s of a worker's link")
+    define_network(values)
     dialect.define(values, "output")
 
 
 def row_of(
-    task: Task, recipe: Recipe, arm: Arm, plans: Plans, speeds: Sequence[float], seconds: float
+    task: Task,
+    recipe: Recipe,
+    arm: Arm,
+    plans: Plans,
+    speeds: Sequence[float],
+    seconds: float,
+    network: Mapping,
 ) -> dict:
-    """A table row: what a rule's plan costs on links of these speeds, in Gb/s."""
+    """A table row: what a rule's plan costs on links of these speeds, in Gb/s.
+
+    `network` has the efficiency and latency of `local_opt.costs.sync_seconds`.
+    """
     from experiments.compare.cost import traffic
-    from local_opt.costs import sync_bytes
+    from local_opt.costs import sync_bytes, sync_seconds
 
     order, row, _ = arm.rows
     sizes, size = sizes_of(task, recipe, deals=order.deals), num_params(task.model)
     plan = plans.sync
     sent = traffic(task, order, row, sizes, False)(plan.rounds, plans.echo.loads)
     sent_bytes = sent * sync_bytes(size, num_workers=sizes.workers)
+    network = {**network, "compress": row.compressor and row.compressor()}
+    one = functools.partial(sync_seconds, size, num_workers=sizes.workers, **network)
     least, most = int(plan.periods.min()), int(plan.periods.max())
     compute = plan.total_steps * seconds
     return {
@@ -88,7 +122,7 @@ def row_of(
         "H": f"{least} to {most}" if least < most else most,
         "compute h": f"{compute / 3600:.2f}",
     } | {
-        f"h at {speed:g} Gb/s": f"{(compute + 8 * sent_bytes / (1e9 * speed)) / 3600:.2f}"
+        f"h at {speed:g} Gb/s": f"{(compute + plan.rounds * one(gigabits=speed)) / 3600:.2f}"
         for speed in speeds
     }
 
@@ -106,7 +140,8 @@ def forecast_of(name: str, values: flags.FlagValues) -> tuple[str, str, tuple]:
     arms = [arm_of(words) for words in rows_from_flag(values, "arms", "sync")]
     made = [plans_of(task, recipe, arm, rate=rate) for arm in arms]
     plans = {arm.label: one.sync for arm, one in zip(arms, made, strict=True)}
-    given = values.gigabits, seconds
+    network = {"efficiency": values.efficiency, "latency": values.latency}
+    given = values.gigabits, seconds, network
     rows = [row_of(task, recipe, *of, *given) for of in zip(arms, made, strict=True)]
     exact = "\n".join(f"- {label}: {plan.rule}" for label, plan in plans.items())
     rates = made[0].rates
@@ -124,6 +159,9 @@ def forecast_of(name: str, values: flags.FlagValues) -> tuple[str, str, tuple]:
 def main(values: flags.FlagValues) -> None:
     from experiments.report import page
 
+    config = take_maxtext(values)
+    if config is not None and not values["h_base"].present:
+        values.h_base = config.period
     names = PUBLISHED if values.task == "all" else [values.task]
     forecasts = [forecast_of(name, values) for name in names]  # before it, what is wrong with flags
     with page.opened("forecast", values) as folder:

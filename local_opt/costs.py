@@ -8,9 +8,9 @@ import jax
 import numpy as np
 
 from local_opt.formats import LANES, Compressor, check_compressor, rows_of
-from syncopate.plans import as_array, check_function, check_whole
+from syncopate.plans import as_array, check_function, check_number, check_whole
 
-__all__ = ["RunTime", "communication_time", "count_collectives", "sync_bytes"]
+__all__ = ["RunTime", "communication_time", "count_collectives", "sync_bytes", "sync_seconds"]
 
 KINDS = (
     "all-reduce",
@@ -95,6 +95,46 @@ def sync_bytes(num_params: int, *, num_workers: int, compress: Compressor | None
     message = compress.message_rows(rows_of(compress, num_params, parts) // parts)
     messages = (num_workers - 1) * (1 if compress.gathers else 2)
     return float(messages * message * LANES * np.dtype(compress.dtype).itemsize)
+
+
+def sync_seconds(
+    num_params: int,
+    *,
+    num_workers: int,
+    gigabits: float,
+    efficiency: float = 1.0,
+    latency: float = 0.0,
+    compress: Compressor | None = None,
+) -> float:
+    """Seconds of one sync of the parameters over a network.
+
+    latency + 8 sync_bytes / (10^9 gigabits efficiency)
+
+    Both defaults are those of a perfect network. For a real one, time syncs of two sizes and solve
+    for both. On one public set of measurements the efficiency was 0.91, and no latency was seen.
+
+    Args:
+      num_params, num_workers, compress: as of `sync_bytes`.
+      gigabits: of a worker's link in 10^9 bits per second, > 0.
+      efficiency: the share of it that a sync reaches, in (0, 1].
+      latency: seconds of a sync beside its bytes, >= 0.
+
+    Returns:
+      Seconds; 0 for one worker.
+
+    Raises:
+      ValueError: for values out of range.
+
+    Examples:
+      >>> from syncopate import local_opt
+      >>> round(local_opt.costs.sync_seconds(30_800_000, num_workers=4, gigabits=1), 4)
+      1.4784
+    """
+    num_bytes = sync_bytes(num_params, num_workers=num_workers, compress=compress)
+    gigabits = check_number("gigabits", gigabits, "(0, inf)")
+    efficiency = check_number("efficiency", efficiency, "(0, 1]")
+    latency = check_number("latency", latency, "[0, inf)")
+    return latency + 8 * num_bytes / (1e9 * gigabits * efficiency) if num_bytes else 0.0
 
 
 class RunTime(NamedTuple):

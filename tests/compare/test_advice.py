@@ -97,16 +97,47 @@ def test_advice_measures_and_recommends(capsys):
 def test_the_network_of_a_mesh_is_an_all_reduce_of_the_parameters(monkeypatch):
     monkeypatch.setattr(advise, "order_ratio", lambda *_: 1.0)
     monkeypatch.setattr(timing, "measure", lambda *_: Machine())
-    timed = {}
-    monkeypatch.setattr(timing, "medians", lambda calls, _: timed.update(calls) or {"sync": 3.0})
+    timed = []
+
+    def medians(calls, _):  # the first call is of the parameters, the second of one number
+        sent = re.findall(r"f32\[(\d+)\] = psum", str(jax.make_jaxpr(calls["sync"])()))
+        timed.append(int(*sent))
+        return {"sync": 3.0 if timed[-1] > 1 else 0.5}
+
+    monkeypatch.setattr(timing, "medians", medians)
     values = parsed(advise, *TWO_DEVICES)
     (machine,) = advise.machines_of(*flags.setting_from_flags(values), values)
-    assert (machine.label, machine.sync, machine.parameters) == ("measured", 3.0, 650)
-    (sent,) = re.findall(r"f32\[(\d+)\] = psum", str(jax.make_jaxpr(timed["sync"])()))
-    assert int(sent) == 650  # 10 classes of 64 pixels and a bias
-    values = parsed(advise, *TWO_DEVICES, "--gigabits=10")
-    with pytest.raises(UserError, match="--gigabits is unused"):
-        advise.machines_of(*flags.setting_from_flags(values), values)
+    assert (machine.label, machine.sync, machine.latency) == ("measured", 3.0, 0.5)
+    assert timed == [machine.parameters, 1] == [650, 1]  # 10 classes of 64 pixels and a bias
+    for name in ("gigabits", "efficiency", "latency", "maxtext"):
+        values = parsed(advise, *TWO_DEVICES, f"--{name}=1")
+        with pytest.raises(UserError, match=f"--{name} is unused"):
+            advise.machines_of(*flags.setting_from_flags(values), values)
+
+
+def test_a_network_has_an_efficiency_and_a_latency(monkeypatch):
+    monkeypatch.setattr(advise, "order_ratio", lambda *_: 1.0)
+    monkeypatch.setattr(timing, "measure", lambda *_: Machine())
+    given = ("--workers=4", "--units_per_step=16", "--gigabits=1,2", "--efficiency=0.5")
+    values = parsed(advise, *given, "--latency=0.25")
+    machines = advise.machines_of(*flags.setting_from_flags(values), values)
+    sent = 8 * 4 * 650 * 1.5 / 1e9  # a ring of four
+    assert [m.sync for m in machines] == pytest.approx([0.25 + 2 * sent, 0.25 + sent], rel=1e-12)
+    assert [m.latency for m in machines] == [0.25, 0.25]
+
+
+def test_a_config_of_maxtext_is_a_network_and_a_period(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(advise, "order_ratio", lambda *_: 1.0)
+    monkeypatch.setattr(timing, "measure", lambda *_: Machine(step=1e-6))
+    path = tmp_path / "base.yml"
+    path.write_text("dcn_bandwidth_limit: '10gbit'\ndiloco_sync_period: 36\n")
+    given = ("--workers=4", "--units_per_step=16", "--latency=0", f"--maxtext={path}")
+    advise.run(parsed(advise, *given))
+    sync = 8 * 4 * 650 * 1.5 / 1e10
+    share = 36e-6 / (36e-6 + sync)
+    out = capsys.readouterr().out
+    assert "10 Gb/s: a load takes" in out
+    assert f"With diloco_sync_period = 36, {share:.1%} of the time is computation" in out
 
 
 @pytest.mark.parametrize(
