@@ -141,6 +141,15 @@ CALLS |= {
         feedback=Arg(0.5, real(0)),
     ),
     "sync_bytes": call(costs.sync_bytes, num_params=100, num_workers=2, compress=None),
+    "sync_seconds": call(
+        costs.sync_seconds,
+        num_params=100,
+        num_workers=2,
+        compress=None,
+        gigabits=Arg(1.0, real(0)),
+        efficiency=Arg(1.0, real(0, 1.5)),
+        latency=Arg(0.0, real()),
+    ),
     "stream_segments": call(
         local_opt.streaming.stream_segments,
         plans_of=Arg(PARTS, [*NO_PLANS, *TURNS]),

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from local_opt.costs import communication_time
+import local_opt
+from local_opt.costs import communication_time, sync_bytes, sync_seconds
 
 
 def test_the_published_times_of_vit_b():
@@ -25,3 +26,13 @@ def test_of_more_runs_it_is_the_line_of_least_squares():
 
 def test_nothing_is_shared_out_where_times_do_not_differ():
     assert communication_time([1, 0.5, 0.25], [3, 3, 3]) == pytest.approx((3, 0))
+
+
+@pytest.mark.parametrize("compress", [None, local_opt.quantize("int8")])
+def test_seconds_of_a_sync_are_its_bytes_over_the_link(compress):
+    given = {"num_workers": 4, "compress": compress}
+    bits = 8 * sync_bytes(1000, **given)
+    assert sync_seconds(1000, gigabits=2, **given) == pytest.approx(bits / 2e9, rel=1e-12)
+    slow = sync_seconds(1000, gigabits=2, efficiency=0.25, latency=3, **given)
+    assert slow == pytest.approx(3 + bits / 0.5e9, rel=1e-12)
+    assert sync_seconds(1000, gigabits=2, latency=3, num_workers=1) == 0

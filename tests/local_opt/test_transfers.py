@@ -62,6 +62,7 @@ HOST = {
     "streaming_rounds": lambda: local_opt.streaming.streaming_rounds(SGD, fragments=1).init(X),
     "communication_time": lambda: local_opt.costs.communication_time(*VOLUMES_AND_SECONDS),
     "sync_bytes": lambda: local_opt.costs.sync_bytes(10, num_workers=2),
+    "sync_seconds": lambda: local_opt.costs.sync_seconds(10, num_workers=2, gigabits=1),
 }
 IN_STEPS = {"count_collectives", "pmean"}
 
