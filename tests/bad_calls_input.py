@@ -97,7 +97,10 @@ CALLS |= {
         echoed,
         plan=Arg(PLAN, [*POLICIES, echo.adaptive(total_steps=T, max_factor=2)]),
         loads=Arg(batches, [*LOADS, [], batches(2)]),
-        first_step=also("first_step", 0, T + 1),
+        minibatches=also("minibatches", 2, 3),
+        key=KEY,
+        axis=also("axis", 0, 1),
+        first_step=also("first_step", 0, 2 * T + 1),
     ),
 }
 

@@ -78,7 +78,7 @@ class BlockEpochs(Epochs):
         Raises:
           ValueError: unless every batch of the window so far has been observed exactly once.
         """
-        if not self._observes:
+        if not self.observes:
             return
         if self.observed or self._summed != self._last[2]:
             raise ValueError(
@@ -135,9 +135,15 @@ class BlockEpochs(Epochs):
         counts = dict(zip(names, counts, strict=True))
         return self._start._replace(order=order, sums=sums, **counts)
 
+    def units_of_batches(self) -> set[int]:
+        raise ValueError(
+            "minibatches cut batches of read_epochs, and read_blocks observes the blocks of whole "
+            "batches: pass it a smaller batch_size, or read with read_epochs."
+        )
+
     def _is_left(self):
         """Whether the last batch is still to be observed, so that it is read again."""
-        waits = self._observes and not self.observed
+        waits = self.observes and not self.observed
         return waits and (self._sums_rows or self.window_ended)
 
     def check_step(self) -> None:

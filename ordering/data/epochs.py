@@ -15,7 +15,14 @@ from ordering import base
 from ordering.base import Ordering, Scope, State
 from ordering.data.batches import Load, Reader, Sizes, epoch_of, of_process
 from ordering.data.loader import Prefetch, check_steps, prefetch_to_device, representable
-from ordering.data.place import ReadState, check_place, check_state, key_data, restored
+from ordering.data.place import (
+    ReadState,
+    check_place,
+    check_state,
+    key_data,
+    restored,
+    with_rows,
+)
 from ordering.data.reading import reading
 from ordering.data.sources import as_source
 from syncopate import plans
@@ -28,6 +35,7 @@ class Epochs(Reader):
 
     Attributes:
       order_state: state of the order after the last step, for a step that calls `order.observe`.
+      observes: whether the order observes gradients, so that every step must call `observe`.
       observed: whether the last batch needs no further `observe`.
       epoch: the epoch of the last batch.
       loads: the number of batches returned since the run began.
@@ -44,8 +52,9 @@ class Epochs(Reader):
         num_epochs: int | None,
         ahead: int,
         skip: int = 0,
+        unit_size: int = 1,
     ):
-        epoch, units, loads, self.steps, self.uses = map(int, state[1:])
+        epoch, units, loads, self.steps, self.uses, self.used = map(int, state[1:7])
         unit = units // (scope.workers or 1)
         super().__init__(
             load,
@@ -58,8 +67,9 @@ class Epochs(Reader):
             ahead=ahead,
         )
         self.order_state, self._scope = state.order, scope
+        self.rows, self.unit_size = state.rows, unit_size
         self._order_of_all = base.compiled(order, scope)
-        self._observes = hasattr(state.order, "position")  # then every step must be observed
+        self.observes = hasattr(state.order, "position")
         self.observed = True  # the last batch
         self._shift = min((int(np.min(of_process(x))) for x in epoch_of(state.order)), default=0)
         self._shift -= epoch  # the order may have been used before
@@ -76,16 +86,12 @@ class Epochs(Reader):
         Raises:
           ValueError: if the batch has been observed, or if the gradients do not fit its units.
         """
-        if self._observes and self.observed:
+        if self.observes and self.observed:
             raise ValueError(
                 "observe was called before a batch was read, or twice for one: call it once after "
                 "each step."
             )
-        if not all(hasattr(leaf, "shape") for leaf in jax.tree.leaves(rows)):
-            raise ValueError(
-                f"rows is {rows!r:.200}: pass the tree of arrays that per_example_grads or "
-                "sketched_grads gave."
-            )
+        check_rows(rows)
         with jax.transfer_guard("allow"):
             self.advance(self._order_of_all.observe(self.order_state, rows))
 
@@ -121,22 +127,36 @@ class Epochs(Reader):
         """
         return self.state_at(self.steps - (not self.observed), 0)
 
-    def state_at(self, steps: int, uses: int) -> ReadState:
-        """`state` after `steps` steps, of which `uses` used the last batch; it is read again."""
+    def state_at(self, steps: int, uses: int, used: int = 0, rows: PyTree = ()) -> ReadState:
+        """`state` after `steps` steps, of which `uses` used the last batch; it is read again.
+
+        With minibatches, one more use has gone through `used` units, of the gradients `rows`.
+        """
         epoch, unit, loads = self._before
-        if self.observed and not uses or self.epoch > epoch:  # that epoch's order is gone
+        again = uses or used
+        if self.observed and not again or self.epoch > epoch:  # that epoch's order is gone
             epoch, unit, loads = self.epoch, self._batches.unit, self.loads
         with jax.transfer_guard("allow"):
             order = jax.tree.map(lambda x: jnp.copy(key_data(x)), self.order_state)
-        counts = epoch, unit * (self._scope.workers or 1), loads, steps, uses
-        return ReadState(order, *map(np.asarray, counts))
+        counts = epoch, unit * (self._scope.workers or 1), loads, steps, uses, used
+        return ReadState(order, *map(np.asarray, counts), rows)
+
+    def units_of_batches(self) -> set[int]:
+        """The numbers of units that a worker's batches have, until the end of an epoch."""
+        sizes, left = self._sizes, self._sizes.num_units - self._batches.unit
+        return {sizes.window, sizes.num_units % sizes.window, left % sizes.window} - {0}
+
+    @property
+    def unit_axis(self) -> int:
+        """The axis of the units in a batch, which follows that of the workers."""
+        return 0 if self._scope.workers is None else 1
 
     def __next__(self) -> PyTree[jax.Array]:
         self.wait()
         before = self.epoch, self._batches.unit, self.loads
         batch = next(self._batches)
         self._before, self.steps = before, self.steps + 1
-        self.observed, self._again = self._again or not self._observes, False
+        self.observed, self._again = self._again or not self.observes, False
         return batch
 
     def newest_state(self) -> State:
@@ -159,6 +179,15 @@ class Epochs(Reader):
                 f"batch {self.loads - 1} was not observed: call reads.observe(rows) after its step "
                 "(or reads.advance(order_state)), or read with an order that looks at no gradients."
             )
+
+
+def check_rows(rows: PyTree) -> None:
+    """Raises ValueError unless it is a tree of arrays."""
+    if not all(hasattr(leaf, "shape") for leaf in jax.tree.leaves(rows)):
+        raise ValueError(
+            f"rows is {rows!r:.200}: pass the tree of arrays that per_example_grads or "
+            "sketched_grads gave."
+        )
 
 
 def read_epochs(
@@ -236,7 +265,7 @@ def read_epochs(
     with jax.transfer_guard("allow"):
         place = ReadState(first)
         if state is not None:
-            place = restored(place, state)
+            place = restored(with_rows(place, state, like, first.current.shape[:-1]), state)
             check_place(place, num_units, scope.workers or 1, window)
         read = reading(source, order, scope, num_units, unit_size)
         if not callable(source):
@@ -250,7 +279,8 @@ def read_epochs(
         batches = read(orders, first_step, epoch)
         return on_devices(batches, sharding, depth=depth, timeout=timeout, first_load=number)
 
-    return Epochs(load, Sizes(num_units, window), order, scope, place, num_epochs, ahead)
+    sizes = Sizes(num_units, window)
+    return Epochs(load, sizes, order, scope, place, num_epochs, ahead, unit_size=unit_size)
 
 
 def on_devices(batches: Iterable, sharding: Any, **options: Any) -> Prefetch:

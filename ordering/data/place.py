@@ -23,6 +23,8 @@ class ReadState(NamedTuple):
     loads: Count = 0  # batches read since the run began
     steps: Count = 0  # equal to loads; with echoing, the uses of all batches
     uses: Count = 0  # uses so far of the next batch, which is used again; 0 if it is not
+    used: Count = 0  # with minibatches, units of a worker in this use's that are done
+    rows: PyTree = ()  # gradients of these units, if the order has still to observe them
 
 
 def check_state(state: State) -> None:
@@ -79,6 +81,18 @@ def restored(like: Any, saved: PyTree) -> Any:
     if len(jax.tree.leaves(saved)) != len(jax.tree.leaves(like)):
         raise ValueError(f"state has arrays that this order does not have: {advice}")
     return restored_state
+
+
+def with_rows(place: ReadState, saved: Any, like: PyTree, lead: tuple[int, ...]) -> ReadState:
+    """A place with zeros for the rows of a saved state; `like` and `lead` give their shapes."""
+    try:
+        used, uses = int(part_of(saved, "used")), int(part_of(saved, "uses"))
+    except (KeyError, IndexError, AttributeError, TypeError):
+        return place  # `restored` names what is missing
+    if not used or uses or not hasattr(place.order, "position"):
+        return place
+    zeros = lambda x: jnp.zeros((*lead, used, *jnp.shape(x)), jnp.float32)  # noqa: E731
+    return place._replace(rows=jax.tree.map(zeros, like))
 
 
 def part_of(tree, name):

@@ -1,0 +1,235 @@
+"""repeat with minibatches: the loop of PPO, resumed at any step, for trees, orders and meshes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import ordering
+from ordering import echo
+from tests import tables
+from tests.echo_source import Source, Uses, assert_same, batch
+
+KEY, PARTS = jax.random.key(7), 2
+PLANS = {
+    "fixed": echo.fixed(3, total_steps=8),
+    "no end": echo.fixed(2),
+    "bernoulli": echo.bernoulli(0.5, total_steps=9, key=jax.random.key(1)),
+}
+
+
+def run(plan, *, first_step=0, loads=5, **options):
+    source = Source(loads, first=plan.first_load(first_step // PARTS))
+    options = {"minibatches": PARTS, "key": KEY, "axis": 1, "first_step": first_step, **options}
+    return Uses(source, plan, stop_with_loads=True, **options)
+
+
+def published(plan, loads, steps):
+    """Load, age and rows of every step: for each use a permutation, and all of its minibatches."""
+    load, use, result = -1, 0, []
+    for t in range(steps):
+        load, use = (load, use + 1) if t and not plan.decide(t, uses=use + 1) else (load + 1, 0)
+        if load == loads:
+            break
+        key = jax.random.fold_in(jax.random.fold_in(KEY, load), use)
+        for number, rows in enumerate(np.split(jax.random.permutation(key, 4), PARTS)):
+            result.append((load, use * PARTS + number, rows))
+    return result
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_all_minibatches_are_used_before_the_next_use(name):
+    """And not one minibatch several times in place."""
+    plan = PLANS[name]
+    uses = run(plan)
+    expected = published(plan, 5, plan.total_steps or 10)
+    for step, (load, age, rows) in enumerate(expected):
+        use = next(uses)
+        assert use[:3] == (step, load, age < PARTS) and uses.batches.age == age
+        loaded = jax.tree.map(lambda x, rows=rows: x[:, rows], batch(load))
+        jax.tree.map(np.testing.assert_array_equal, use.batch, loaded)
+    with pytest.raises(StopIteration):
+        next(uses)
+    orders = {tuple(np.concatenate(pair).tolist()) for pair in _pairs([x[2] for x in expected])}
+    assert len(orders) > 1 and all(sorted(order) == [0, 1, 2, 3] for order in orders)
+
+
+def _pairs(rows):
+    return zip(rows[::PARTS], rows[1::PARTS], strict=True)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_run_resumes_at_any_step_with_its_permutations(name):
+    """It loads what the steps before have not used up, and permutes as the whole run does."""
+    whole = list(run(PLANS[name]))
+    for step in range(len(whole) + 1):
+        rest = run(PLANS[name], first_step=step)
+        age = whole[step - 1].step if step else None
+        assert rest.batches.step == step - 1 and (age is None or rest.batches.age >= 0)
+        assert_same(rest, whole[step:])
+
+
+def test_a_policy_that_measures_goes_on_in_the_middle_of_a_use():
+    with ordering.data.prefetch_to_device(Source(9)) as loader:
+        options = {"minibatches": PARTS, "key": KEY, "axis": 1}
+        whole = list(Uses(loader, echo.adaptive(max_factor=2, total_steps=6), **options))
+    decided = [use.fresh for use in whole][::PARTS]
+    replay = echo.EchoPlan(decided)
+    for step in range(2 * 6):
+        policy = echo.adaptive(max_factor=2, total_steps=6, decided=decided[: step // PARTS + 1])
+        with ordering.data.prefetch_to_device(Source(9, replay.first_load(step // 2))) as loader:
+            rest = Uses(loader, policy, first_step=step, **options)
+            assert_same([next(rest)], whole[step : step + 1])
+
+
+def read(name, minibatches, *, plan=None, state=None, workers=None, units=12, step=4, size=1):
+    order = tables.ORDERS[name].make(units, step)
+    data = np.arange(units * size * (workers or 1))
+    reads = ordering.data.read_epochs(
+        data, order, KEY, like=jnp.zeros(3), state=state, workers=workers, unit_size=size
+    )
+    plan = plan or echo.fixed(2)
+    return echo.repeat(reads, plan, minibatches=minibatches, key=KEY), order
+
+
+TABLE = tables.whole_numbers((64, 3)).astype(np.float32)
+
+
+def gradients(x, size=1):
+    return jnp.asarray(TABLE)[x[..., ::size] // size]
+
+
+@functools.cache
+def steps_of(name, minibatches, stop, state=None, **options):
+    batches, _ = read(name, minibatches, state=state, **options)
+    steps = []
+    for x in batches:
+        steps.append((batches.step, batches.load, batches.fresh, batches.age, x.tolist()))
+        batches.observe(gradients(x, options.get("size", 1)))
+        if batches.step + 1 == stop:
+            return steps, batches.state()
+
+
+@pytest.mark.parametrize("options", [{}, {"workers": 2}, {"size": 2}, {"units": 10}], ids=str)
+@pytest.mark.parametrize("name", ["grab", "random_reshuffling"])
+def test_an_order_observes_minibatches_as_it_observes_batches(name, options):
+    whole, state = steps_of(name, 2, 2 * 2 * 7, **options)
+    once, expected = steps_of(name, 1, 2 * 7, **options)
+    jax.tree.map(np.testing.assert_array_equal, state, expected._replace(steps=expected.steps))
+    axis = 1 if options.get("workers") else 0
+    size = options.get("size", 1)
+    for first, second, use in zip(whole[::2], whole[1::2], once, strict=True):
+        joined = np.concatenate([first[4], second[4]], axis)
+        assert first[2] == second[2] == use[2]
+        if use[2]:  # in the order that was read
+            np.testing.assert_array_equal(joined, use[4])
+        np.testing.assert_array_equal(np.sort(joined, axis), np.sort(use[4], axis))
+        units = joined.reshape(*joined.shape[:-1], -1, size)
+        assert (units - units[..., :1] == np.arange(size)).all(), "units stay whole"
+
+
+@pytest.mark.parametrize("workers", [None, 2])
+@pytest.mark.parametrize("name", ["grab", "random_reshuffling"])
+def test_a_run_with_an_order_resumes_between_any_two_minibatches(name, workers):
+    options = {"workers": workers}
+    whole, _ = steps_of(name, 2, 26, **options)
+    for stop in range(1, 26):
+        before, state = steps_of(name, 2, stop, **options)
+        saved = jax.tree.map(np.asarray, state)._asdict()  # as from a checkpoint
+        batches, _ = read(name, 2, state=saved, **options)
+        again = jax.tree.map(np.asarray, batches.state())._asdict()
+        jax.tree.map(np.testing.assert_array_equal, again, saved)
+        after = []
+        for x in batches:
+            after.append((batches.step, batches.load, batches.fresh, batches.age, x.tolist()))
+            batches.observe(gradients(x))
+            if batches.step == 25:
+                break
+        assert before + after == whole, stop
+
+
+def test_a_step_that_was_not_observed_is_made_again():
+    batches, _ = read("grab", 2)
+    batches.observe(gradients(next(batches)))
+    x = next(batches)
+    state = batches.state()
+    with pytest.raises(ValueError, match="step 1 was not observed: call observe"):
+        next(batches)
+    again, _ = read("grab", 2, state=state)
+    np.testing.assert_array_equal(next(again), x)
+    assert again.step == 1
+
+
+def test_minibatches_are_gathered_where_the_batch_is():
+    x = {"x": np.arange(48.0).reshape(16, 3), "y": np.arange(16)}
+    options = {"minibatches": 2, "key": KEY}
+    expected = list(echo.repeat([x], echo.fixed(2), **options))
+    for kind in AxisType.Explicit, AxisType.Auto:
+        mesh = jax.make_mesh((8,), ("data",), (kind,))
+        sharding = NamedSharding(mesh, PartitionSpec("data"))
+        batches = echo.repeat([jax.device_put(x, sharding)], echo.fixed(2), **options)
+        with jax.transfer_guard_device_to_host("disallow"):
+            cut = list(batches)
+        for part, whole in zip(cut, expected, strict=True):
+            jax.tree.map(np.testing.assert_array_equal, part, whole)
+            assert all(
+                leaf.sharding.is_equivalent_to(sharding, leaf.ndim) for leaf in part.values()
+            )
+    with pytest.raises(ValueError, match="minibatches of 4 rows.*cannot split over {'data': 8}"):
+        next(echo.repeat([jax.device_put(x, sharding)], echo.fixed(2), minibatches=4, key=KEY))
+
+
+def test_workers_on_a_mesh_exchange_nothing_and_a_later_step_moves_nothing():
+    mesh = jax.make_mesh((8,), ("worker",))
+    order = ordering.random_reshuffling(8, units_per_step=4)
+    reads = ordering.data.read_epochs(np.arange(64), order, KEY, workers=mesh)
+    batches = echo.repeat(reads, echo.fixed(2), minibatches=2, key=KEY)
+    next(batches)
+    with jax.transfer_guard("disallow"):
+        x = next(batches)
+    assert len(x.addressable_shards) == 8 and x.shape == (8, 2)
+    taken = echo.minibatches._taking(1, (x.sharding,))
+    compiled = taken.lower([jnp.zeros((8, 4), device=x.sharding)], jnp.arange(2)).compile()
+    assert not [name for name in ("all-", "permute", "scatter") if name in compiled.as_text()]
+
+
+REFUSED = {
+    "no key": ({"minibatches": 2}, "minibatches is 2 and key is None"),
+    "no divisor": ({"minibatches": 3, "key": KEY}, "4 rows, which 3 minibatches do not divide"),
+    "a scalar": ({"loads": [{"x": np.ones(4), "n": np.float32(1)}]}, r"batch\['n'\] has the shape"),
+    "other rows": ({"loads": [(np.ones(4), np.ones(6))]}, r"batch\[1\] has 6 rows.*others have 4"),
+    "an axis": ({"axis": 1}, "batch has the shape"),
+    "a legacy step": ({"first_step": 99}, "first_step is 99"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_cut_is_refused(name):
+    options, message = REFUSED[name]
+    options = {"key": KEY, "minibatches": 2, **options} if "minibatches" not in options else options
+    loads = options.pop("loads", None) or [np.ones(4)] * 2
+    with pytest.raises(ValueError, match=message):
+        next(echo.repeat(loads, echo.fixed(2, total_steps=4), **options))
+
+
+def test_what_readers_cannot_do_is_refused():
+    with pytest.raises(ValueError, match="2 units, which 4 minibatches do not divide"):
+        read("grab", 4, units=10)
+    batches, _ = read("grab", 2)
+    x = next(batches)
+    with pytest.raises(ValueError, match="advance takes the state after a whole batch"):
+        batches.advance(batches.order_state)
+    with pytest.raises(ValueError, match="with 2 rows"):
+        batches.observe(gradients(x)[:1])
+    batches.observe(gradients(x))
+    with pytest.raises(ValueError, match="after 1 of 1 minibatches"):
+        batches.observe(gradients(x))
+    with pytest.raises(ValueError, match="saved after 2 units of a use"):
+        read("grab", 1, state=batches.state())
+    blocks = ordering.blocks.split(np.arange(12), unit_size=3)
+    reads = ordering.blocks.read_blocks(blocks, ordering.random_reshuffling(4), KEY, batch_size=4)
+    with pytest.raises(ValueError, match="minibatches cut batches of read_epochs"):
+        echo.repeat(reads, echo.fixed(2), minibatches=2, key=KEY)
