@@ -139,7 +139,7 @@ class Epochs(Reader):
         with jax.transfer_guard("allow"):
             order = jax.tree.map(lambda x: jnp.copy(key_data(x)), self.order_state)
         counts = epoch, unit * (self._scope.workers or 1), loads, steps, uses, used
-        return ReadState(order, *map(np.asarray, counts), rows)
+        return ReadState(order, *map(np.asarray, counts), rows=rows)
 
     def units_of_batches(self) -> set[int]:
         """The numbers of units that a worker's batches have, until the end of an epoch."""

@@ -84,7 +84,7 @@ def cut_of(minibatches: int, key: Any, axis: int) -> Cut:
         key = plans.check_key(key)
         with jax.transfer_guard("allow"):  # batches may be on other devices
             data = np.asarray(jax.random.key_data(key))
-            key = jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
+            key = jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(key))
     return Cut(parts, key, axis)
 
 
