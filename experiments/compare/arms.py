@@ -105,6 +105,14 @@ def _cd_grab(s: OrderSetting, sketched=False, rule=None, **options):
     )
 
 
+def _by_scores(s: OrderSetting, sign=1, **options):
+    if s.scores is None:
+        raise UserError("an order is scored, and there are no data here to score: leave it out.")
+    return syncopate.ordering.scored(
+        sign * s.scores(), workers=s.workers, units_per_step=s.units_per_step, **options
+    )
+
+
 ORDERS = {
     "rr": Order(
         "D-RR",
@@ -142,6 +150,13 @@ ORDERS = {
         lambda s: syncopate.ordering.baselines.shuffle_once(s.num_units),
         observes=False,
     ),
+    "scored": Order(
+        "by scores",
+        _by_scores,
+        observes=False,
+        deals=UNITS,
+        takes=("pattern", "first"),
+    ),
     "herding": Order(
         "greedy herding",
         lambda s: syncopate.ordering.baselines.greedy_herding(
@@ -151,10 +166,23 @@ ORDERS = {
 }
 
 
-def _order(row: Order, *, sketch=None, team=None, scale=None, signs=None, deal=None, cut=None):
+def _order(
+    row: Order,
+    *,
+    sketch=None,
+    team=None,
+    scale=None,
+    signs=None,
+    deal=None,
+    cut=None,
+    pattern=None,
+    first=None,
+):
     """The row with values of its options."""
     options = {"sketched": True} if sketch and row.coordinated else {}
     options |= {} if signs is None else {"rule": signs}
+    options |= {} if pattern is None else {"pattern": pattern}
+    options |= {} if first is None else {"sign": first}
     if team is not None:
         if sketch is None:
             raise UserError(f"--team is {team} without a sketch: pass --sketch too, as 1024.")
@@ -399,6 +427,10 @@ OPTIONS = {
     "cut": Option("order", "how a text is cut into windows anew in every epoch", {
         "documents": ("documents permuted", "documents"), "shifted": ("shifted", "shifted"),
     }),
+    "pattern": Option("order", "what it makes of sorted scores", {
+        name: (name, name) for name in ("folded", "zigzag", "segments", "stairs", "saw")
+    }),
+    "first": Option("order", "the end at which scores begin", {"hard": ("hard first", -1)}),
     "compress": Option("sync", "in which workers send their changes", {
         name: (name, make) for name, make in COMPRESSORS.items()
     }),

@@ -83,7 +83,8 @@ def order_traffic(
         whole, last = of_step(int(units[1])), of_step(int(units[-1] - units[-2]))
         sent = whole * loads
         sent[-1] += last - whole
-    signs = math.ceil(sizes.num_units // 2 / 8) if order.deals == UNITS and workers > 1 else 0
+    signed = order.deals == UNITS and order.observes and workers > 1
+    signs = math.ceil(sizes.num_units // 2 / 8) if signed else 0
     epoch = sent[-1] + signs * workers / (8 * num_params)
     if order.scaled and not order.sketch and not sync_in_step and workers > 1:
         epoch += 1

@@ -98,6 +98,16 @@ RECIPES = {
             learning_rates=(1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
         ),
     ),
+    # Few epochs, as of curricula, and 490 steps each.
+    "scored": Setting(
+        "tinyshakespeare", {"num_train": 15_680},
+        COSINE._replace(
+            units_per_step=8, epochs=2, total_steps=None, optimizer="adamw", weight_decay=0.01,
+            schedule="constant", floor=0.0, warmup_steps=50, evaluations=4, average=("ema",),
+            ema_epochs=(0.1, 0.3), learning_rates=(1e-3, 2e-3, 4e-3, 8e-3), metric="loss",
+            target=2.0,
+        ),
+    ),
     "digits_mlp": Setting(  # few examples, so that generalisation can differ
         "digits", {"model": "mlp", "num_train": 800},
         COSINE._replace(units_per_step=16, learning_rates=(0.05, 0.1, 0.2, 0.4, 0.8)),

@@ -5,6 +5,7 @@ Shape letters: W workers, M units per worker, B units per worker and step, S exa
 
 import functools
 import hashlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,6 +38,8 @@ class OrderSetting(NamedTuple):
     units_per_step: int  # B
     total: int | None = None  # units of the whole training set; None: W M
     gathers: str = "step"  # when workers tell each other the sketches of their pairs
+    workers: int = 1  # W
+    scores: Callable | None = None  # () -> float[total], of the units of the whole training set
 
 
 class RunConfig(NamedTuple):

@@ -16,6 +16,7 @@ import local_opt
 import models
 import ordering
 from experiments.data.base import Recipe, Task
+from experiments.data.scores import scores_of
 from experiments.trainer import optimizers
 from experiments.trainer.averages import Averages, averages_of
 from experiments.trainer.config import (
@@ -134,6 +135,8 @@ def worker_of(
             sizes.units_per_step,
             total=size_of(task.train) // sizes.unit_size,
             gathers="step" if rounds.in_step else "sync",
+            workers=sizes.workers,
+            scores=functools.partial(scores_of, task.train, sizes.unit_size),
         )
     )
     sketch = row.sketch and min(row.sketch, num_params(task.model))

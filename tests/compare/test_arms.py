@@ -77,9 +77,11 @@ def setting_of(total_steps=60, units=8, **fields):
 
 
 def test_every_row_builds_its_decision():
-    setting = config.OrderSetting(num_units=8, units_per_step=2)
+    setting = config.OrderSetting(num_units=8, units_per_step=2, scores=lambda: np.arange(8.0))
     for name in all_rows("order"):
         assert isinstance(row_of("order", name).make(setting), ordering.Ordering), name
+    with pytest.raises(ValueError, match="no data here to score"):
+        row_of("order", "scored+saw").make(config.OrderSetting(num_units=8, units_per_step=2))
     given = setting_of(growth=1.5, horizon=20)
     assert (given.total_steps, given.echo_factor) == (120, 4), "more steps: echoed ones are shorter"
     for name in all_rows("echo"):

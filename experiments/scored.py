@@ -1,0 +1,53 @@
+r"""Does a curriculum lower the loss, and does that depend on the decay of the rate and on averages?
+
+    python -m experiments.scored --data_dir=DIR                                # a constant rate
+    python -m experiments.scored --data_dir=DIR --schedule=linear              # down to zero
+    python -m experiments.scored --data_dir=DIR --schedule=linear --floor=0.3  # a moderate decay
+
+Windows of text are sorted by the loss of a bigram model of them, from easy to hard, in the patterns
+of Dai et al. 2026 (arXiv 2605.30334) with their published defaults. Luo et al. 2025 (arXiv
+2511.18903) find that a curriculum gains where the rate decays little and the weights are averaged.
+So both kinds of weights are evaluated in all runs: the last ones, and the best of exponential
+moving averages. Each arm has its own best rate, by half of the test windows; the other half is
+reported.
+"""
+
+from experiments.compare import study
+from experiments.compare.study import Study, arm_of
+from experiments.report import tables
+from experiments.report.plots import Panel
+from experiments.report.statistics import Criterion
+from experiments.report.tables import Column
+
+ORDERS = (
+    "rr+dealt",
+    "scored",
+    "scored+hard",
+    "scored+folded",
+    "scored+zigzag",
+    "scored+segments",
+    "scored+stairs",
+    "scored+saw",
+)
+COLUMNS = (
+    tables.arm("order"),
+    tables.rate("best lr"),
+    tables.SEEDS,
+    Column("test loss", "{:.4f}", "test/loss"),
+    Column("less {base}", "{:+.4f}", "test/loss", than="difference"),
+    Column("{train_loss}", "{:.4f}", "train/loss"),
+)
+STUDY = Study(
+    "scored",
+    {name: arm_of(name) for name in ORDERS},
+    recipe="scored",
+    criterion=Criterion("valid/loss", lower=True, when="last"),
+    finalists=1,
+    columns=COLUMNS,
+    panels=(Panel("test/loss", ("epoch",)),),
+    sections=(tables.diverged_rates,),
+)
+
+
+if __name__ == "__main__":
+    study.main(STUDY)
