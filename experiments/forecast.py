@@ -167,8 +167,7 @@ def main(values: flags.FlagValues) -> None:
     with page.opened("forecast", values) as folder:
         text = "\n".join(text for _, text, _ in forecasts)
         shown = {label: plans for label, _, plans in forecasts}
-        rules = {row.label: words for words, row in rows_from_flag(values, "arms", "sync").items()}
-        pictures = {"periods.png": functools.partial(plots.periods, shown, rules)}
+        pictures = {"periods.png": functools.partial(plots.periods, shown)}
         print(page.write_all(folder, "Steps between syncs", {"table.md": text.rstrip()}, pictures))
         print(f"\nWritten to {folder}: periods.png, table.md, report.html")
 

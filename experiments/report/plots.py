@@ -1,45 +1,25 @@
-"""Pictures: curves over their costs, effects, and herding bounds."""
+"""Pictures: curves over their costs, and effects."""
 
-import collections
 import io
 import itertools
 import math
 import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from experiments import files
 from experiments.report import statistics
-from experiments.report.statistics import (
-    AVERAGED,
-    Chosen,
-    Comparison,
-    curves,
-    interval,
-    tested,
-)
+from experiments.report.statistics import AVERAGED, Chosen, Comparison, interval, tested
 from experiments.report.tables import LABELS, name_of
 
-# Okabe and Ito's colours, which stay apart for colour-blind readers.
-BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
-RED, PINK, BLUE, GREY = "#D55E00", "#CC79A7", "#0072B2", "#999999"
-COLOURS = BLACK, ORANGE, SKY, GREEN, RED, PINK, BLUE, GREY
-# A method's colour and marker in every picture: baselines are black, one colour per idea.
-METHODS = {
-    "rr": (BLACK, "o"), "blocks": (SKY, "P"), "unzip": (GREY, "D"), "id_mean": (PINK, "v"),
-    "id_pair": (ORANGE, "^"), "cd_grab": (BLUE, "s"), "so": (GREEN, "X"), "herding": (RED, "*"),
-    "parallel": (BLACK, "o"), "accumulate": (GREY, "D"), "constant": (RED, "^"),
-    "matched": (RED, "v"), "post_local": (ORANGE, "D"), "swap": (SKY, "X"), "inverse": (PINK, "<"),
-    "qsr": (GREEN, "P"), "cubic": (BLUE, ">"), "every_load": (SKY, "h"), "every_factor": (RED, "d"),
-    "accumulate_factor": (GREY, "P"), "coins": (PINK, "X"),
-    "none": (BLACK, "o"), "fixed": (ORANGE, "^"), "bernoulli": (RED, "v"), "diffusion": (PINK, "X"),
-    "measured": (SKY, "*"), "local": (GREEN, "p"), "larger_lr": (BLUE, "s"),
-    "diffusion_every": (PINK, "d"), "algorithm2": (RED, "<"), "proximal": (ORANGE, "h"),
-    "proximal_strong": (ORANGE, "D"),
-}  # fmt: skip
+# Okabe and Ito's colours, which colour-blind readers can tell apart, as rows of a table get them.
+COLOURS = BLACK, BLUE, ORANGE, GREEN, PINK, SKY, RED, GREY = (
+    "#000000", "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999",
+)  # fmt: skip
+MARKERS = "os^DvXP"
 CURVES = 5  # of one panel, at most
 LOGARITHMIC = (
     "train/above_optimum",
@@ -49,6 +29,7 @@ LOGARITHMIC = (
     "loads",
     "rounds",
     "allreduces",
+    "H",
 )
 
 
@@ -58,14 +39,6 @@ class Panel(NamedTuple):
     scalar: str  # of the records; "objective" chose the rates, "metric" is what is reported
     x: tuple[str, ...] = ("epoch", "seconds")  # costs of the records, a column each
     fastest: bool = False  # at the rate that is first at the target, which is dotted
-
-
-class Line(NamedTuple):
-    """A scalar of runs, the rows of `Comparison.data`, and its look."""
-
-    scalar: str
-    runs: Any
-    style: Mapping
 
 
 ORDER_PANELS = (Panel("objective"), Panel("metric"), Panel("bound/linf"))
@@ -82,6 +55,52 @@ COMBINED_PANELS = (
 )
 
 
+def styles_of(names: Iterable[str]) -> dict[str, dict]:
+    """{name: its colour and marker}, of one cycle: the first row of a table is black."""
+    return {
+        name: {
+            "color": COLOURS[i % len(COLOURS)],
+            "marker": MARKERS[i % len(MARKERS)],
+            "markevery": 0.1,
+            "ms": 4,
+        }
+        for i, name in enumerate(names)
+    }
+
+
+def curves(frame, x: str, y: str, *, axis, styles: Mapping[str, Mapping], by="arm", at="step"):
+    """Draws a curve for each value of `by`: the mean of y over seeds, with its 95 % interval.
+
+    A curve ends where its shortest run does.
+
+    Args:
+      frame: a pandas.DataFrame with the columns x, y, `by`, `at` and "seed".
+      x, y: columns, which name the axes; of x the mean over seeds is shown.
+      styles: {value of `by`: options of a matplotlib line}.
+      at: the column whose equal values are one point of a curve.
+    """
+    for name, rows in frame.groupby(by, sort=False):
+        rows, style = rows.drop_duplicates([at, "seed"], keep="last"), styles[name]
+        values = rows.set_index([at, "seed"])[y].unstack().to_numpy(float)
+        places = rows.set_index([at, "seed"], drop=False)[x].unstack().to_numpy(float).mean(axis=1)
+        kept = np.isfinite(values).all(axis=1) & np.isfinite(places)
+        if not kept.any():
+            continue
+        values, places = values[kept], places[kept]
+        mean, half = np.array([interval(of_seeds) for of_seeds in values]).T
+        axis.plot(places, mean, **{"label": name} | style)
+        axis.plot(places[-1], mean[-1], **style | {"label": None, "markevery": 1, "ms": 6})
+        if np.isfinite(half).all():
+            low = mean - half
+            if y in LOGARITHMIC:  # where a band may not reach 0
+                low = np.maximum(low, values.min(axis=1) / 2)
+            color = style["color"]
+            axis.fill_between(places, low, mean + half, color=color, alpha=0.1, linewidth=0)
+    axis.set(xlabel=name_of(x), ylabel=name_of(y))
+    axis.grid(alpha=0.3)
+    _scale(axis, x)
+
+
 def comparison(
     compared: Comparison, panels: Sequence[Panel], path: str, title: str, speed: float | None = None
 ) -> None:
@@ -91,39 +110,28 @@ def comparison(
     LABELS get a panel over steps, too; those that were not recorded are left out. Nothing is
     written if every run diverged.
     """
-    rows, goal = _rows(compared, panels, speed), tested(compared.criterion)
+    rows = _rows(compared, panels, speed)
     if not rows:
         return
     shown = [one for one in compared.at(speed) if len(one.runs)]
-    styles, split = styles_of(compared.arms), groups([one.arm for one in shown])
-    target = statistics.target_of(compared)
+    split = groups([one.arm for one in shown])
     count, width = len(split), max(len(panel.x) for panel in rows)
     high, wide = (3.7, 4.7) if count == 1 else (2.5, 4.0)
     size = max(6.5, wide * width), high * count * len(rows) + 1.2  # the title is so wide
     figure, axes = panes(count * len(rows), width, size)
     for panel, block in zip(rows, np.split(axes, len(rows)), strict=True):
-        drawn = []
-        _share(block, panel)
+        _share(block, len(panel.x))
+        frame, styles = _lines(compared, panel, shown)
         for row, arms in zip(block, split, strict=True):
-            lines = _lines(compared, panel, [one for one in shown if one.arm in arms], styles)
-            drawn += lines
             for axis, x in zip(row, panel.x, strict=False):
-                for line in lines:
-                    curve(axis, line.runs, x, line.scalar, line.style)
-                if (panel.fastest or goal.when == "target") and panel.scalar == goal.scalar:
-                    best = f"{compared.baseline().label}'s best" if panel.fastest else None
-                    axis.axhline(target, color="#444444", linewidth=0.8, linestyle=":", label=best)
-                    table = statistics.frame(compared, "fastest") if panel.fastest else None
-                    for arm in arms if panel.fastest else ():
-                        taken = statistics.column(table, arm, f"to {x}")
-                        _arrival(axis, taken, target, styles[arm])
-            row[0].set_ylabel(textwrap.fill(name_of(panel.scalar), int(9.6 * high)))
-        for axis, x in zip(block[0], panel.x, strict=False):
-            _scale(axis, x)
-        if _logarithmic(panel.scalar) and max(axis.dataLim.y1 for axis in block.flat) > 0:
+                of_arms = frame[frame.arm.isin(arms)]
+                curves(of_arms, x, panel.scalar, axis=axis, styles=styles, by="line")
+                _target(compared, panel, x, arms, axis)
+        _trim(block, len(panel.x), int(9.6 * high))
+        if panel.scalar in LOGARITHMIC and max(axis.dataLim.y1 for axis in block.flat) > 0:
             block[0, 0].set_yscale("log")
         else:
-            _zoom(block[0, 0], [_shared(line.runs, line.scalar) for line in drawn])
+            _zoom(block[0, 0], frame, panel.scalar)
     legend(figure)
     counts = [one.runs.seed.nunique() for one in shown]
     few, seeds = min(counts), max(counts)
@@ -152,55 +160,69 @@ def groups(arms: Sequence[str]) -> list[list[str]]:
     return [[arms[0], *others] for others in result]
 
 
-def _lines(compared, panel: Panel, best: Sequence[Chosen], styles) -> list[Line]:
-    """The curves of a panel: of arms, then of other best rates and averaged weights, hollow."""
-    first, other = best, compared.averaged
+def _lines(compared, panel: Panel, best: Sequence[Chosen]):
+    """The rows of a panel's curves, which "line" names, and {line: its style}.
+
+    The curves are of the arms; then, hollow, of other best rates and of averaged weights.
+    """
+    import pandas
+
+    first, other, colours = best, compared.averaged, styles_of(compared.arms)
     if panel.fastest and math.isfinite(statistics.target_of(compared)):
         first = [statistics.at(compared, one, "fastest") for one in best]
     slower = [one for one, fast in zip(best, first, strict=True) if one.rate != fast.rate]
     averaged = [other.chosen.get((one.arm, one.speed)) for one in best] if other else []
+    parts, styles, hollow = [], {}, {"markerfacecolor": "white", "linewidth": 0.8}
+    for chosen, ending, weights, look in (
+        (first, "", "", {}),
+        (slower, ", lowest", "", hollow),
+        (averaged, ", averaged", AVERAGED, hollow),
+    ):
+        for one in (one for one in chosen if one and len(one.runs)):
+            line, label = one.arm + ending, f"{one.label}{ending} (lr {one.rate:g})"
+            styles[line] = colours[one.arm] | look | {"label": label}
+            values = one.runs.get(panel.scalar + weights, math.nan)
+            parts.append(one.runs.assign(line=line, **{panel.scalar: values}))
+    return pandas.concat(parts), styles
 
-    def line(one, ending="", weights="", **style):
-        style = styles[one.arm] | {"label": f"{one.label}{ending} (lr {one.rate:g})"} | style
-        return Line(panel.scalar + weights, one.runs, style)
 
-    hollow = {"markerfacecolor": "white", "linewidth": 0.8}
-    return [
-        *(line(one) for one in first),
-        *(line(one, ", lowest", **hollow) for one in slower),
-        *(line(one, ", averaged", AVERAGED, **hollow) for one in averaged if one and len(one.runs)),
-    ]
+def _target(compared, panel: Panel, x: str, arms: Sequence[str], axis):
+    """The target as a dotted line; at the fastest rates also where all seeds of an arm reach it."""
+    goal, target = tested(compared.criterion), statistics.target_of(compared)
+    if panel.scalar != goal.scalar or not (panel.fastest or goal.when == "target"):
+        return
+    best = f"{compared.baseline().label}'s best" if panel.fastest else None
+    axis.axhline(target, color="#444444", linewidth=0.8, linestyle=":", label=best)
+    styles = styles_of(compared.arms)
+    for arm in arms if panel.fastest else ():
+        taken = statistics.column(statistics.frame(compared, "fastest"), arm, f"to {x}")
+        mean, half = interval(taken)
+        if math.isfinite(mean):
+            look = {"ms": 10, "markeredgecolor": "white", "linewidth": 2.5, "capsize": 5}
+            look |= {name: styles[arm][name] for name in ("color", "marker")}
+            axis.errorbar(mean, target, xerr=np.nan_to_num(half), zorder=4, **look)
 
 
-def _share(block, panel: Panel):
-    """Shares a panel's axes: one scale per cost, one of the scalar; labels only at the edges."""
-    for i, row in enumerate(block):
-        for axis, top, x in zip(row, block[0], panel.x, strict=False):
+def _share(block, width: int):
+    """Shares a panel's axes: one scale for each of its costs, and one of the scalar."""
+    for row in block:
+        for axis, top in zip(row[:width], block[0], strict=False):
             if axis is not block[0, 0]:
                 axis.sharey(block[0, 0])
             if axis is not top:
                 axis.sharex(top)
-            axis.grid(alpha=0.3)
-            axis.set_xlabel(name_of(x) if i == len(block) - 1 else "")
-            axis.tick_params(labelleft=axis is row[0], labelbottom=i == len(block) - 1)
-        for axis in row[len(panel.x) :]:
+        for axis in row[width:]:
             axis.set_visible(False)
 
 
-def _logarithmic(name: str) -> bool:
-    """Whether curves or costs differ by factors."""
-    return name.removesuffix(AVERAGED) in LOGARITHMIC
-
-
-def _averaged(compared, scalar: str, shown, styles) -> list[tuple]:
-    """(scalar, style, arm) of the arms' averaged weights, each at its best rate for averages."""
-    curves, other = [], compared.averaged
-    for chosen in [other.chosen.get((one.arm, one.speed)) for one in shown] if other else []:
-        if chosen and chosen.runs:  # of slow input: reported at this rate too
-            style = styles[chosen.arm] | {"markerfacecolor": "white", "linewidth": 0.8}
-            style["label"] = f"{chosen.label}, averaged (lr {chosen.rate:g})"
-            curves.append((scalar + AVERAGED, style, chosen))
-    return curves
+def _trim(block, width: int, wide: int):
+    """Names and numbers at the edges of a panel alone."""
+    for i, row in enumerate(block):
+        for axis in row[:width]:
+            left, low = axis is row[0], i == len(block) - 1
+            axis.set_ylabel(textwrap.fill(axis.get_ylabel(), wide) if left else "")
+            axis.set_xlabel(axis.get_xlabel() if low else "")
+            axis.tick_params(labelleft=left, labelbottom=low)
 
 
 def _rows(compared, panels, speed) -> list[Panel]:
@@ -222,47 +244,8 @@ def _rows(compared, panels, speed) -> list[Panel]:
     return list(dict.fromkeys(row for row in rows if row.scalar in scalars and row.x))
 
 
-def curve(axis, runs, x: str, y: str, style) -> None:
-    """A scalar of runs over a cost: its mean and 95 % interval, up to the end of the shortest."""
-    values, at = curves(runs, y), curves(runs, x).mean(axis=1, skipna=False)
-    kept = np.isfinite(values).all(axis=1) & np.isfinite(at)
-    if not kept.any():
-        return
-    x, values = at[kept].to_numpy(), values[kept].to_numpy()
-    mean, half = np.array([interval(of_seeds) for of_seeds in values]).T
-    low, high = mean - np.nan_to_num(half), mean + np.nan_to_num(half)
-    if _logarithmic(y):  # where a band may not reach 0
-        low = np.maximum(low, values.min(axis=1) / 2)
-    axis.plot(x, mean, **style)
-    axis.fill_between(x, low, high, color=style["color"], alpha=0.1, linewidth=0)
-    axis.plot(x[-1], mean[-1], **style | {"label": None, "markevery": 1, "ms": 6})
-
-
-def _shared(runs, scalar: str):
-    """Its curves at the steps that all runs have."""
-    return curves(runs, scalar)[curves(runs, "step").notna().all(axis=1)]
-
-
-def _arrival(axis, taken: Iterable[float], target: float, style):
-    """Marks the mean cost at which all seeds reach the target, with its interval."""
-    mean, half = interval(taken)
-    if math.isfinite(mean):
-        axis.errorbar(
-            mean,
-            target,
-            xerr=np.nan_to_num(half),
-            color=style["color"],
-            marker=style["marker"],
-            ms=10,
-            markeredgecolor="white",
-            linewidth=2.5,
-            capsize=5,
-            zorder=4,
-        )
-
-
 def _scale(axis, x):
-    if _logarithmic(x):
+    if x in LOGARITHMIC:
         axis.set_xscale("log")
         _plain(axis.xaxis)
     else:
@@ -282,34 +265,14 @@ def _plain(axis):
     axis.set_minor_formatter(NullFormatter())
 
 
-def _zoom(axis, tables: Sequence):
+def _zoom(axis, frame, scalar: str):
     """Limits the axis to the values after the first fifth, which would flatten the rest."""
-    late = np.concatenate([table[len(table) // 5 :].to_numpy().ravel() for table in tables])
+    ends = frame.groupby("line").step.transform("max")
+    late = frame.loc[frame.step > 0.2 * ends, scalar]
     late = late[np.isfinite(late)]
     if len(late):
         margin = 0.08 * (late.max() - late.min()) + 1e-3 * (abs(late.max()) or 1)
         axis.set_ylim(late.min() - margin, late.max() + margin)
-
-
-def styles_of(names: Iterable[str]) -> dict[str, dict]:
-    """{name: its colour, marker and dash}.
-
-    Methods are words of a name. The first one that is not black gives the colour and the last the
-    marker, independently of the other names. Names without a method get a free colour; dashes
-    distinguish names that would look equal.
-    """
-    styles, used = {}, collections.Counter()
-    for name in sorted(names, key=lambda name: not METHODS.keys() & {*name.split("+")}):
-        styled = [METHODS[word] for word in name.split("+") if word in METHODS]
-        free = min(COLOURS, key=[colour for colour, _ in used.elements()].count), "o"
-        coloured = [style for style in styled if style[0] != BLACK] or styled[:1] or [free]
-        coloured = coloured[0][0], coloured[-1][1]
-        line = (0, (6, *(1.5, 1.5) * (used[coloured] - 1), 1.5)) if used[coloured] else "-"
-        used[coloured] += 1
-        styles[name] = dict(
-            color=coloured[0], marker=coloured[1], linestyle=line, markevery=0.1, ms=4
-        )
-    return {name: styles[name] for name in names}
 
 
 def effects(
@@ -348,49 +311,52 @@ def effects(
     save(figure, path, f"{title}\n{subtitle}, {many}")
 
 
-def periods(shown: Mapping[str, tuple], names: Mapping[str, str], path: str, title: str) -> None:
+def periods(shown: Mapping[str, tuple], path: str, title: str) -> None:
     """Writes a PNG with a column per run: H of every plan over its steps, the learning rate below.
 
     Args:
       shown: {title: (learning rates float[T], {label: plan of T steps})}.
-      names: {label: words of the rule}, which give its look.
     """
+    import pandas
+
     from experiments.report import archive
 
-    styles = styles_of(names.values())
     size = max(7.0, 6.0 * len(shown)), 6.1
     figure, axes = panes(2, len(shown), size, sharex="col", height_ratios=(4, 1))
     for (above, below), (name, (rates, plans)) in zip(axes.T, shown.items(), strict=True):
+        styles, parts = styles_of(plans), []
         for place, (label, plan) in enumerate(plans.items()):
             # Many plans share H for a while: later lines are thinner, and lie above.
-            style = styles[names[label]] | {"ms": 8, "markeredgecolor": "white"}
-            style["linewidth"] = 5 - 3.5 * place / max(1, len(plans) - 1)
-            above.step(*archive.corners(plan), where="post", label=label, **style)
-        above.set(title=name, yscale="log", ylabel="H, steps from sync to sync")
+            width = 5 - 3.5 * place / max(1, len(plans) - 1)
+            styles[label] |= {"drawstyle": "steps-post", "linewidth": width, "ms": 8}
+            styles[label] |= {"markeredgecolor": "white"}
+            steps, periods = archive.corners(plan)
+            parts.append(pandas.DataFrame({"arm": label, "seed": 0, "step": steps, "H": periods}))
+        curves(pandas.concat(parts), "step", "H", axis=above, styles=styles)
+        above.set(title=name, yscale="log", xlabel="")
         above.yaxis.set_major_formatter("{x:,g}")
         below.plot(np.arange(len(rates)), rates, color="#444444", linewidth=1.2)
-        below.set(xlabel="step", xlim=(0, len(rates)), ylabel="learning rate", ylim=(0, None))
-        for axis in (above, below):
-            axis.grid(alpha=0.3)
+        below.set(xlabel="steps", xlim=(0, len(rates)), ylabel="learning rate", ylim=(0, None))
+        below.grid(alpha=0.3)
     legend(figure)
     save(figure, path, title)
 
 
 def herding(records, labels: Mapping[str, str], path: str, title: str) -> None:
     """Writes a PNG: the bound over rounds at the most workers, and over workers at the end."""
+    import pandas
+
+    frame = pandas.DataFrame(records).assign(seed=0).rename(columns={"bound": "bound/linf"})
     figure, ((left, right),) = panes(1, 2, (11, 4.4))
-    widths, rounds = (sorted({r[name] for r in records}) for name in ("workers", "round"))
-    for name, style in styles_of(labels).items():
-        bounds = {(r["workers"], r["round"]): r["bound"] for r in records if r["order"] == name}
-        style = style | {"label": labels[name]}
-        left.plot(rounds, [bounds[widths[-1], k] for k in rounds], **style)
-        right.plot(widths, [bounds[width, rounds[-1]] for width in widths], **style)
-    for axis in (left, right):
-        axis.set(yscale="log", ylabel=name_of("bound/linf"))
+    styles = {name: style | {"label": labels[name]} for name, style in styles_of(labels).items()}
+    for axis, over, other in ((left, "round", "workers"), (right, "workers", "round")):
+        at_most = frame[frame[other] == frame[other].max()]
+        curves(at_most, over, "bound/linf", axis=axis, styles=styles, by="order", at=over)
+        axis.set_yscale("log")
         _plain(axis.yaxis)
-        axis.grid(alpha=0.3)
+    widths = sorted(frame.workers.unique())
     left.set_xlabel(f"rounds (W = {widths[-1]})")
-    right.set(xlabel=f"workers (after {rounds[-1]} rounds)", xscale="log")
+    right.set(xlabel=f"workers (after {frame['round'].max()} rounds)", xscale="log")
     right.set_xticks(widths, [str(w) for w in widths])
     right.minorticks_off()
     legend(figure)

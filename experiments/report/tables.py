@@ -32,6 +32,7 @@ LABELS = {
     "rounds": "communication rounds",
     "allreduces": "sent, in all-reduces of the parameters",
     "seconds": "seconds of training",
+    "H": "H, steps from sync to sync",
 }
 
 
@@ -145,7 +146,9 @@ def name_of(scalar: str) -> str:
         return LABELS[scalar]
     part, _, name = scalar.partition("/")
     part = "validation" if part == "valid" else part
-    return METRICS[name].label.replace("test", part) if name in METRICS else f"{part} {name}"
+    return (
+        METRICS[name].label.replace("test", part) if name in METRICS else f"{part} {name}".strip()
+    )
 
 
 def form_of(scalar: str) -> str:

@@ -4,12 +4,13 @@ import itertools
 import math
 import warnings
 
+import pandas
 import pytest
 
-from experiments import cd_grab, combined, echoing, files, qsr
+from experiments import cd_grab, combined, echoing, qsr
 from experiments.compare import cost
-from experiments.compare.arms import TABLES, arm_of
-from experiments.report import archive, page, plots, statistics, tables
+from experiments.compare.arms import arm_of
+from experiments.report import page, plots, statistics, tables
 from experiments.report.statistics import Criterion
 
 TARGET = Criterion("valid/accuracy", lower=False, when="target", target=0.15)
@@ -119,25 +120,28 @@ def test_a_scalar_that_no_table_names_has_a_panel_over_steps_and_its_name(tmp_pa
     assert tables.table(compared, [column]).splitlines()[2] == "| 0.53 ± 0.00 |"
 
 
-def test_a_method_has_its_look_in_every_comparison_and_no_two_arms_share_one():
-    assert plots.METHODS.keys() >= {*TABLES["order"], *TABLES["sync"], *TABLES["echo"]}
-    recorded = archive.FOLDER.glob(f"*/{archive.COMPARISON}")
-    comparisons = [[*files.read_json(path)["arms"]] for path in recorded]
-    comparisons += [[*study.arms] for study, _ in STUDIES.values()]
-    every = {}
-    for arms in comparisons:
-        result = plots.styles_of(arms)
-        assert [*result] == arms and len({str(style) for style in result.values()}) == len(arms)
-        for arm, style in result.items():
-            assert every.setdefault(arm, style_of := (style["color"], style["marker"])) == style_of
-    assert len(every) > 60 and every["rr"] == every["rr+dealt"] == ("#000000", "o")
-    assert every["cd_grab"] == every["cd_grab+sketch1024+scaled"] == ("#0072B2", "s")
-    mine, with_colours = ["cd_grab", "mine", "id_pair", "yours"], ("cd_grab", "id_pair")
-    result = plots.styles_of(mine)
-    assert len({style["color"] for style in result.values()}) == 4
-    assert all(result[arm]["color"] == every[arm][0] for arm in with_colours)
-    many = [f"cd_grab+sketch{size}" for size in range(1, 50)]
-    assert len({str(style) for style in plots.styles_of(many).values()}) == len(many)
+def test_a_curve_is_the_mean_over_seeds_up_to_the_end_of_the_shortest_run():
+    rows = [
+        {"arm": arm, "seed": seed, "step": step, "seconds": step + seed, "drift": step + 2.0 * seed}
+        for arm in ("a", "b")
+        for seed in (0, 1)
+        for step in range(1, 4 if (arm, seed) == ("b", 1) else 5)
+    ]
+    _, ((axis,),) = plots.panes(1, 1, (4, 3))
+    styles = plots.styles_of("ab")
+    plots.curves(pandas.DataFrame(rows), "seconds", "drift", axis=axis, styles=styles)
+    drawn = {line.get_label(): line.get_xydata().tolist() for line in axis.lines}
+    points = [[step + 0.5, step + 1.0] for step in range(1, 5)]
+    assert drawn["a"] == points and drawn["b"] == points[:3]
+    assert len(axis.collections) == 2 and axis.get_xlabel() == "seconds of training"
+
+
+def test_the_first_arm_is_black_and_no_two_arms_look_equal():
+    arms = [f"arm {i}" for i in range(50)]
+    styles = plots.styles_of(arms)
+    assert [*styles] == arms and len({str(style) for style in styles.values()}) == len(arms)
+    assert styles["arm 0"]["color"] == plots.BLACK
+    assert len({styles[arm]["color"] for arm in arms[:8]}) == 8
 
 
 def test_the_first_picture_shows_the_rates_and_epochs_of_its_table(tmp_path, monkeypatch):
