@@ -10,7 +10,9 @@ from ordering.base import Ordering, init_workers
 from ordering.centred import grab
 from ordering.global_orders import global_order, global_reshuffling
 from ordering.gradients import check_separable, group_loss, microbatch_grads, per_example_grads
+from ordering.indices import Indices
 from ordering.pairs import cd_grab, pair_balance
+from ordering.permutations import counted, index_shuffle
 from ordering.resizing import resize
 from ordering.scored_orders import scored
 from ordering.shuffles import random_reshuffling
@@ -19,18 +21,21 @@ from ordering.sketches.linear import SketchLeaf, make_sketch
 from ordering.sketches.scale import second_moment_scale
 
 __all__ = [
+    "Indices",
     "Ordering",
     "SketchLeaf",
     "baselines",
     "blocks",
     "cd_grab",
     "check_separable",
+    "counted",
     "data",
     "echo",
     "global_order",
     "global_reshuffling",
     "grab",
     "group_loss",
+    "index_shuffle",
     "init_workers",
     "make_sketch",
     "microbatch_grads",

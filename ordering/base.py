@@ -16,6 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Int, Key, PyTree, UInt32
 
 from ordering import trees
+from ordering.indices import Indices
 from ordering.signs import SignRule
 from syncopate import mesh, plans
 from syncopate.unstable import axis_names
@@ -41,8 +42,10 @@ class Ordering(NamedTuple):
       units_per_step: B, the units of a step, which readers read as a batch.
       is_global: whether `current` names units of all workers, instead of the worker's own.
       total: for a global order, the number of units of the data; None for W M.
+      indices: `state -> Indices`, for an order whose units are computed: those of this epoch, of
+        all workers, step after step. Its states belong to all workers together, and need no arrays.
 
-    Every state has three arrays. `current`, int32[M], is the order of this epoch, and `next`,
+    Every other state has three arrays. `current`, int32[M], is the order of this epoch, and `next`,
     int32[M], the order of the next epoch as far as it is known. The entries `next[:left]` are
     final, where `left` is int32[], so that input can be read ahead across the end of the epoch. It
     may also have `epoch`, int32[], the number of finished epochs, and `position`, int32[], the
@@ -71,6 +74,7 @@ class Ordering(NamedTuple):
     units_per_step: int = 1
     is_global: bool = False
     total: int | None = None
+    indices: Callable[[State], Indices] | None = None
 
 
 Make = TypeVar("Make", bound=Callable)
@@ -115,7 +119,8 @@ def init_workers(
         mesh, or "worker".
 
     Returns:
-      A state with leaves [W, ...]; for one worker, `order.init(key, like)`.
+      A state with leaves [W, ...]; for one worker, and for an order with `indices`, whose state
+      all workers share, `order.init(key, like)`.
 
     Raises:
       ValueError: if `like` has no shapes, or there are no such workers.
@@ -129,6 +134,8 @@ def init_workers(
       (4, 8)
     """
     check_order(order)
+    if order.indices is not None:  # all workers share its state
+        return order.init(key, like)
     leaves, structure = jax.tree.flatten(like)
     if not all(jnp.issubdtype(getattr(leaf, "dtype", object), np.number) for leaf in leaves):
         raise ValueError(
@@ -206,6 +213,7 @@ def _init(order, structure, shapes, scope):
 @functools.lru_cache(64)
 def compiled(order: Ordering, scope: Scope) -> Ordering:
     """The order of all workers; its compiled functions donate the state."""
+    scope = Scope(None) if order.indices else scope  # all workers share its state
     names = ("observe", "next_epoch", "sync")
     of_all = {name: jax.jit(scope.map(getattr(order, name)), donate_argnums=0) for name in names}
     return order._replace(**of_all)

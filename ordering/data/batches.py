@@ -12,6 +12,7 @@ from jaxtyping import PyTree
 
 from ordering.base import State
 from ordering.data.loader import LoadError, Prefetch
+from ordering.indices import Indices
 from syncopate.unstable import multihost_utils
 
 # (orders from a step on, that step, the epoch, the number of the first batch) -> its loader
@@ -25,10 +26,11 @@ class Sizes(NamedTuple):
     window: int
     batches: int = 1
     last: int = 1  # batches of the last window, if it has fewer units
+    least: int = 1  # a last window has so many; fewer units are left out
 
     def steps(self, units: int) -> int:
         """Batches of so many units, from the beginning of a window to the end of the epoch."""
-        return units // self.window * self.batches + (units % self.window > 0) * self.last
+        return units // self.window * self.batches + (units % self.window >= self.least) * self.last
 
 
 class EpochBatches:
@@ -73,7 +75,8 @@ class EpochBatches:
         whole = num_final >= self._sizes.num_units
         stop = self.steps if whole else self._first + windows * self._sizes.batches
         if stop > self.opened:
-            part = orders[..., self._unit_of(self.opened) : self._unit_of(stop)]
+            part = slice(self._unit_of(self.opened), self._unit_of(stop))
+            part = orders[part] if orders.ndim == 1 else orders[:, part]
             number = self.loads + self.opened - self.step
             self._loaders.append((stop, self._load(part, self.opened, self.epoch, number)))
             self.opened = stop
@@ -143,6 +146,14 @@ class Reader(Iterator, contextlib.AbstractContextManager):
     def end_epoch(self) -> None:
         """Called once between two epochs."""
 
+    def current_order(self, state: State) -> list:
+        """The order of this epoch, on its way to the host."""
+        return _copies(state.current)
+
+    def next_order(self, state: State) -> list:
+        """The order of the next epoch and how many of its units are known, likewise."""
+        return _copies(state.next, state.left)
+
     def check_step(self) -> None:
         """Raises ValueError if the next batch may not be asked for yet."""
 
@@ -202,10 +213,10 @@ class Reader(Iterator, contextlib.AbstractContextManager):
     def _begin_step(self):
         if self._due and self._order is None:
             state = self.newest_state()
-            self._order = _copies(state.current, *epoch_of(state))
+            self._order = [*self.current_order(state), *_copies(*epoch_of(state))]
         # Once two loads have started, wait for the order only while the device is busy.
         if self._due and (self._batches.step or self._batches.opened < 2):
-            order, *epochs = map(np.asarray, self._order)
+            order, *epochs = map(_on_host, self._order)
             self.check_order(*epochs)
             self._batches.open(order, self._sizes.num_units)
             self._due = False
@@ -219,13 +230,12 @@ class Reader(Iterator, contextlib.AbstractContextManager):
         now, units = self._batches, self._sizes.num_units
         if self._early is None:
             if now.step >= now.steps - 1 - self._ahead:
-                state = self.newest_state()
-                self._early = _copies(state.left, state.next)
+                self._early = self.next_order(self.newest_state())
         elif self._following is None and now.opened == now.steps:
             if self._num_epochs is None or now.epoch + 1 < self._num_epochs:
-                left, orders = map(np.asarray, self._early)
+                orders, left = map(_on_host, self._early)
                 self._following = self._next_batches()
-                self._following.open(orders, min(int(left.min()), units))
+                self._following.open(orders, min(int(np.min(left)), units))
 
 
 def _copies(*arrays):
@@ -234,6 +244,10 @@ def _copies(*arrays):
     for copy in copies:
         copy.copy_to_host_async()
     return copies
+
+
+def _on_host(x: Any) -> Any:
+    return x if isinstance(x, Indices) else np.asarray(x)
 
 
 def of_process(x: Any) -> Any:

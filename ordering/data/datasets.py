@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Int, PyTree
 
@@ -38,8 +39,8 @@ def tf_dataset(
     Args:
       source: as in `as_source`; all examples have the same shapes.
       indices: int[n] in [0, N): the order of one worker, `state.current`, or the orders of several
-        from `step_indices`, whose second result is the size for `batch`. To resume a run at step t,
-        pass `indices[t * size :]`.
+        from `step_indices`, whose second result is the size for `batch`; or `order.indices(state)`,
+        which are computed as they are read. To resume a run at step t, pass `indices[t * size :]`.
 
     Returns:
       A `tf.data.Dataset` of one epoch. Do not `shuffle` or `repeat` it, which changes or repeats
@@ -74,7 +75,7 @@ def tf_dataset(
     kinds, settings = list(map(kind, like)), carried_settings()
 
     def load(first):
-        part = indices[first:][:READ_AT_ONCE]
+        part = np.asarray(indices[first:][:READ_AT_ONCE])
         try:
             leaves, other = jax.tree.flatten(_reads.wait_for(lambda: examples[part], settings))
             if other != structure or list(map(kind, leaves)) != kinds:
@@ -144,7 +145,7 @@ def reordered(
     """
     tf = _tensorflow("reordered")
     size = _check_finite(tf, dataset)
-    indices = check_indices(indices, size)
+    indices = np.asarray(check_indices(indices, size))
     with tf.device("/CPU:0"):
         examples = _in_memory(tf, dataset, size)
         rows = lambda part: tf.nest.map_structure(lambda x: tf.gather(x, part), examples)  # noqa: E731

@@ -55,7 +55,9 @@ class Epochs(Reader):
         unit_size: int = 1,
     ):
         epoch, units, loads, self.steps, self.uses, self.used = map(int, state[1:7])
-        unit = units // (scope.workers or 1)
+        # The units of a computed order are counted over all workers, others per worker.
+        self._workers = 1 if order.indices else scope.workers or 1
+        unit = units // self._workers
         super().__init__(
             load,
             sizes,
@@ -68,7 +70,7 @@ class Epochs(Reader):
         )
         self.order_state, self._scope = state.order, scope
         self.rows, self.unit_size = state.rows, unit_size
-        self._order_of_all = base.compiled(order, scope)
+        self._pure, self._order_of_all = order, base.compiled(order, scope)
         self.observes = hasattr(state.order, "position")
         self.observed = True  # the last batch
         self._shift = min((int(np.min(of_process(x))) for x in epoch_of(state.order)), default=0)
@@ -138,13 +140,14 @@ class Epochs(Reader):
             epoch, unit, loads = self.epoch, self._batches.unit, self.loads
         with jax.transfer_guard("allow"):
             order = jax.tree.map(lambda x: jnp.copy(key_data(x)), self.order_state)
-        counts = epoch, unit * (self._scope.workers or 1), loads, steps, uses, used
+        counts = epoch, unit * self._workers, loads, steps, uses, used
         return ReadState(order, *map(np.asarray, counts), rows=rows)
 
     def units_of_batches(self) -> set[int]:
         """The numbers of units that a worker's batches have, until the end of an epoch."""
         sizes, left = self._sizes, self._sizes.num_units - self._batches.unit
-        return {sizes.window, sizes.num_units % sizes.window, left % sizes.window} - {0}
+        units = sizes.window, sizes.num_units % sizes.window, left % sizes.window
+        return {n // sizes.least for n in units} - {0}
 
     @property
     def unit_axis(self) -> int:
@@ -164,6 +167,17 @@ class Epochs(Reader):
 
     def end_epoch(self) -> None:
         self.order_state = self._order_of_all.next_epoch(self.order_state)
+
+    def current_order(self, state: State) -> list:
+        indices = self._pure.indices
+        return [indices(state)] if indices else super().current_order(state)
+
+    def next_order(self, state: State) -> list:
+        indices = self._pure.indices
+        if indices is None:
+            return super().next_order(state)
+        following = indices(self._pure.next_epoch(state))
+        return [following, len(following)]
 
     def check_order(self, *epochs_of_workers: np.ndarray) -> None:
         for epochs in epochs_of_workers:
@@ -259,19 +273,18 @@ def read_epochs(
     base.check_order(order)
     scope = base.scope_of(workers, axis_name)
     first = base.init_workers(order, key, like, workers, axis_name=axis_name)
-    check_state(first)
-    num_units, window = base.check_units(first.current.shape[-1], order.units_per_step)
+    sizes = _sizes(order, first, scope)
     source = source if callable(source) else as_source(source)
     with jax.transfer_guard("allow"):
         place = ReadState(first)
         if state is not None:
-            place = restored(with_rows(place, state, like, first.current.shape[:-1]), state)
-            check_place(place, num_units, scope.workers or 1, window)
-        read = reading(source, order, scope, num_units, unit_size)
-        if not callable(source):
-            steps = {window, num_units % window or window}  # the last is an epoch's last step
             lead = () if scope.workers is None else (scope.workers,)
-            check_steps(source, [(*lead, n * unit_size) for n in steps], sharding)
+            place = restored(with_rows(place, state, like, lead), state)
+            shared = 1 if order.indices else scope.workers or 1
+            check_place(place, sizes.num_units, shared, sizes.window)
+        read = reading(source, order, scope, sizes.num_units, unit_size)
+        if not callable(source):
+            check_steps(source, _shapes(sizes, scope, unit_size), sharding)
         if scope.mesh is not None and sharding is None and not callable(source):
             sharding = NamedSharding(scope.mesh, PartitionSpec(scope.axis_name))
 
@@ -279,8 +292,29 @@ def read_epochs(
         batches = read(orders, first_step, epoch)
         return on_devices(batches, sharding, depth=depth, timeout=timeout, first_load=number)
 
-    sizes = Sizes(num_units, window)
     return Epochs(load, sizes, order, scope, place, num_epochs, ahead, unit_size=unit_size)
+
+
+def _sizes(order: Ordering, first: State, scope: Scope) -> Sizes:
+    """An epoch of one worker, or for a computed order of all workers together."""
+    if order.indices is None:
+        check_state(first)
+        return Sizes(*base.check_units(first.current.shape[-1], order.units_per_step))
+    workers, num_units = scope.workers or 1, len(order.indices(first))
+    if workers * order.units_per_step > num_units:
+        raise ValueError(
+            f"a step of {workers} workers with {order.units_per_step} units each exceeds the "
+            f"{num_units} units of an epoch: lower units_per_step."
+        )
+    return Sizes(num_units, workers * order.units_per_step, least=workers)
+
+
+def _shapes(sizes: Sizes, scope: Scope, unit_size: int) -> list[tuple[int, ...]]:
+    """The leading axes of the batches: of a step, and of an epoch's last step."""
+    lead = () if scope.workers is None else (scope.workers,)
+    last = sizes.num_units % sizes.window
+    steps = {sizes.window, last if last >= sizes.least else sizes.window}
+    return [(*lead, n // sizes.least * unit_size) for n in steps]
 
 
 def on_devices(batches: Iterable, sharding: Any, **options: Any) -> Prefetch:

@@ -11,6 +11,7 @@ import numpy as np
 from ordering.base import Ordering, Scope
 from ordering.data.loader import check_batches
 from ordering.data.sources import as_source, check_units_of, step_indices
+from ordering.indices import Indices
 from syncopate import plans
 
 
@@ -25,10 +26,16 @@ def reading(
     first = 0 if order.is_global else num_units * here[:, None]  # each worker's first unit
 
     def pipeline(orders, first_step, epoch):
-        orders = np.atleast_2d(orders) + first
-        indices, size = step_indices(
-            orders, num_units=num_units, units_per_step=window, unit_size=unit_size, total=total
-        )
+        if isinstance(orders, Indices):
+            orders = _of_workers(orders, here, workers, window)
+            indices, size = step_indices(
+                orders, units_per_step=min(len(here) * window, len(orders)), unit_size=unit_size
+            )
+        else:
+            orders = np.atleast_2d(orders) + first
+            indices, size = step_indices(
+                orders, num_units=num_units, units_per_step=window, unit_size=unit_size, total=total
+            )
         sizes = [min(size, indices.size - i) for i in range(0, indices.size, size)]
         given = source(indices, first_step, epoch)
         check_batches("batches", given)
@@ -45,20 +52,47 @@ def reading(
             "workers, or change unit_size. Leave out of the source what is not to be read."
         )
 
-    def batches(orders, first_step, epoch):
+    def steps(orders):
+        """The units int64[W, b] of every step, of this process's workers."""
+        if isinstance(orders, Indices):
+            mine = _of_workers(orders, here, workers, window)
+            for start in range(0, len(mine), len(here) * window):
+                units = np.asarray(mine[start : start + len(here) * window])
+                yield units.reshape(len(here), -1)
+            return
         if order.is_global:
             check_units_of(orders.reshape(-1), total)
         else:
             check_units_of(orders, num_units)
         rows = np.atleast_2d(orders)
         for start in range(0, rows.shape[1], window):
-            units = rows[:, start : start + window].astype(np.int64) + first
+            yield rows[:, start : start + window].astype(np.int64) + first
+
+    def batches(orders, first_step, epoch):
+        for units in steps(orders):
             indices = units[..., None] * unit_size + np.arange(unit_size)
             batch = examples[indices.reshape(-1)]
-            shape = indices.shape[:1] if orders.ndim == 2 else ()
+            shape = () if scope.workers is None else indices.shape[:1]
             yield jax.tree.map(lambda x: x.reshape(*shape, -1, *x.shape[1:]), batch)  # noqa: B023
 
     return batches
+
+
+def _of_workers(orders: Indices, here: np.ndarray, workers: int, window: int) -> Indices:
+    """The units that some of the workers read of those of all, step after step."""
+    step, rows = workers * window, len(here) * window
+    whole, rest = divmod(len(orders), step)
+    last = rest // workers  # units per worker in a last, shorter step
+
+    def units(places):
+        number, place = np.divmod(places, rows)
+        size = np.where(number < whole, window, max(last, 1))
+        worker, row = np.divmod(place, size)
+        return orders[number * step + here[worker] * size + row]
+
+    if len(here) == workers:
+        return orders[: len(orders) - rest % workers]
+    return Indices(units, whole * rows + last * len(here))
 
 
 def workers_of_process(scope: Scope) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Data sources, and their examples in the sequence of an order."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from jaxtyping import Int, PyTree
 
 from ordering import base
 from ordering.data import containers
+from ordering.indices import Indices
 from syncopate import plans
 
 MOST = 2**48  # examples; in Grain an endlessly repeated data set has the length 2^63 - 1
@@ -29,6 +31,8 @@ class Source:
         return self._size
 
     def __getitem__(self, indices: Int[ArrayLike, "n"] | slice) -> PyTree[np.ndarray]:
+        if isinstance(indices, Indices):
+            indices = np.asarray(indices)
         if self._like is None:
             if not isinstance(indices, slice):
                 indices = check_indices(indices, self._size)
@@ -140,8 +144,12 @@ def _check_size(name: str, size: int) -> None:
         )
 
 
-def check_indices(indices: ArrayLike | Sequence, num_examples: int) -> Int[np.ndarray, "n"]:
+def check_indices(
+    indices: ArrayLike | Sequence, num_examples: int
+) -> Int[np.ndarray, "n"] | Indices:
     """int64[n], indices of a source's examples; raises ValueError for other values."""
+    if isinstance(indices, Indices):  # each part is checked when it is read
+        return indices
     indices = whole_numbers("indices", indices, (1,), "step_indices(...)[0]")
     wrong = indices[(indices < 0) | (indices >= num_examples)]
     if wrong.size:
@@ -378,7 +386,8 @@ def step_indices(
 
     Args:
       orders: int[M] or int[W, M], a permutation of 0 .. M - 1 for every worker. With `num_units`, a
-        slice [.., m] of such orders that starts at a step.
+        slice [.., m] of such orders that starts at a step. Or `Indices`, the units of all workers
+        step after step, for which `units_per_step` is W B.
       units_per_step: B in [1, M], units per worker and step.
       unit_size: S >= 1, consecutive examples per unit.
       num_units: M, if `orders` is a slice.
@@ -386,7 +395,8 @@ def step_indices(
         (`ordering.global_order`); orders then name units in [0, total), each at most once.
 
     Returns:
-      `(indices, batch_size)`: int64[W m S], and W B S, the number of examples in a whole step.
+      `(indices, batch_size)`: int64[W m S], or `Indices`, and W B S, the number of examples in a
+      whole step.
       `tf_dataset(source, indices).batch(batch_size)` reads the steps.
 
     Raises:
@@ -400,6 +410,10 @@ def step_indices(
       >>> indices.tolist(), batch_size
       ([2, 0, 4, 3, 1, 5], 4)
     """
+    if isinstance(orders, Indices):
+        unit_size = plans.check_whole("unit_size", unit_size, 1)
+        units_per_step = plans.check_whole("units_per_step", units_per_step, 1, len(orders))
+        return _examples_of(orders, unit_size), units_per_step * unit_size
     orders = np.atleast_2d(whole_numbers("orders", orders))
     workers, length = orders.shape
     per_worker = length if num_units is None else num_units
@@ -421,6 +435,18 @@ def step_indices(
     if unit_size > 1:
         units = (units[:, None] * unit_size + np.arange(unit_size)).reshape(-1)
     return units, workers * units_per_step * unit_size
+
+
+def _examples_of(units: Indices, unit_size: int) -> Indices:
+    """The examples of units that are computed."""
+    if unit_size == 1:
+        return units
+    return Indices(functools.partial(_examples_at, units, unit_size), len(units) * unit_size)
+
+
+def _examples_at(units, unit_size, places):
+    number, example = np.divmod(places, unit_size)
+    return units[number] * unit_size + example
 
 
 def check_units_of(orders: np.ndarray, most: int) -> None:

@@ -1,0 +1,187 @@
+"""Computed orders: permutations, equal by NumPy and JAX, read lazily by any number of workers."""
+
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ordering
+from ordering import permutations
+from ordering.data import read_epochs
+
+SIZES = [*range(1, 40), 255, 256, 257, 1000, 4095, 65535, 65536, 65537, 262145]
+
+
+def units_of(size, epoch=0, seed=0):
+    return ordering.index_shuffle(np.arange(size), size, jax.random.key(seed), epoch=epoch)
+
+
+@pytest.mark.parametrize("size", [*SIZES, 10**6 + 3])
+def test_every_unit_has_one_place_and_its_inverse_finds_it(size):
+    units = units_of(size, epoch=5)
+    assert units.dtype == np.int64 and (np.bincount(units, minlength=size) == 1).all()
+    domain = permutations.domain_of(size)
+    keys = permutations.keys_of(jax.random.key_data(jax.random.key(0)), 5, domain)
+    places = permutations.computed(units, domain, keys, permutations.undone)
+    np.testing.assert_array_equal(places, np.arange(size))
+
+
+def test_a_place_of_large_data_has_its_inverse():
+    draw = np.random.default_rng(0)
+    for size in [2**31, 2**32 + 1, 10**10, 10**12, 2**48, *draw.integers(2**16, 10**12, 20)]:
+        domain = permutations.domain_of(int(size))
+        keys = permutations.keys_of(jax.random.key_data(jax.random.key(1)), 0, domain)
+        places = np.unique(draw.integers(0, size, 10**4))
+        units = permutations.computed(places, domain, keys)
+        assert 0 <= units.min() <= units.max() < size and len(np.unique(units)) == len(places)
+        found = permutations.computed(units, domain, keys, permutations.undone)
+        np.testing.assert_array_equal(found, places)
+
+
+def slowly(place, size, key_data, epoch):
+    """The unit at a place, in whole numbers of Python."""
+    word = 2**32 - 1
+
+    def mixed(x, add=0):
+        x = (x ^ (x >> 16)) * 0x21F0AAAD & word
+        x = ((x ^ (x >> 15)) + add & word) * 0xD35A2D97 & word
+        return x ^ (x >> 15)
+
+    def absorbed(state, word_in):
+        first = mixed(state[0] ^ word_in)
+        return first, mixed(state[1] + first & word)
+
+    state = (0x9E3779B9, 0x85EBCA6B)
+    for w in (*key_data, epoch):
+        state = absorbed(state, w)
+    low = next(p for p in range(2, size + 3, 2) if p * p >= size)
+    sides, halves = (low, -(-size // low)), [place % low, place // low]
+    while True:
+        for number in range(24 if size < 2**16 else 8):
+            here, key = number % 2, absorbed(state, number)
+            moved = halves[here] + mixed(halves[1 - here] ^ key[0], key[1]) % sides[here]
+            halves[here] = moved % sides[here]
+        if halves[1] * low + halves[0] < size:
+            return halves[1] * low + halves[0]
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000, 65537])
+def test_numpy_jax_and_whole_numbers_of_python_agree(size):
+    key, places = jax.random.key(11), np.arange(min(size, 300))
+    shuffle = jax.jit(lambda i, key, e: ordering.index_shuffle(i, size, key, epoch=e))
+    units = shuffle(places, key, 3)
+    words = jax.random.key_data(key).tolist()
+    assert units.dtype == jnp.int32
+    assert units.tolist() == [slowly(i, size, words, 3) for i in places.tolist()]
+    by_numpy = ordering.index_shuffle(places, size, key, epoch=3)
+    np.testing.assert_array_equal(units, by_numpy)
+    outside = shuffle(np.array([-1, size, 2**31 - 1]), key, 3)
+    assert outside.tolist() == [size] * 3
+
+
+def test_keys_and_epochs_give_other_permutations():
+    rows = [tuple(units_of(50, epoch, seed)) for epoch in range(20) for seed in range(20)]
+    assert len(set(rows)) == 400
+
+
+def test_indices_are_computed_where_they_are_read():
+    order = ordering.counted(10**10)
+    state = order.init(jax.random.key(0), None)
+    indices = order.indices(state)
+    assert len(indices) == 10**10 and indices.shape == (10**10,)
+    part = indices[10**9 : 10**9 + 40_000 : 2]
+    assert isinstance(part, ordering.Indices) and len(part) == 20_000
+    every = np.asarray(part)
+    np.testing.assert_array_equal(every, indices[np.arange(10**9, 10**9 + 40_000, 2)])
+    assert list(part) == every.tolist() and part[-1] == every[-1] == part[np.array([-1])][0]
+    assert part[3:5][1] == every[4]
+    np.testing.assert_array_equal(np.asarray(pickle.loads(pickle.dumps(part))), every)
+    np.testing.assert_array_equal(
+        every[:9], ordering.index_shuffle(np.arange(9) * 2 + 10**9, 10**10, jax.random.key(0))
+    )
+    with pytest.raises(IndexError, match="out of range"):
+        part[20_000]
+    with pytest.raises(IndexError, match="out of range"):
+        part[np.array([0, -20_001])]
+    following = order.indices(order.next_epoch(state))
+    assert (np.asarray(following[:100]) != np.asarray(indices[:100])).mean() > 0.9
+
+
+class Numbers:
+    """A source of any size, whose examples are their numbers."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, i):
+        return np.array([i // 2**16, i % 2**16], np.int32)
+
+
+def read(size, workers, batch, state=None, steps=None, *, unit_size=1, pipeline=False, epochs=1):
+    """(examples of every step, all workers' rows, the state after the last step)."""
+
+    def source(indices, first_step, epoch):
+        step = workers * batch * unit_size
+        parts = [np.asarray(indices[i : i + step]) for i in range(0, len(indices), step)]
+        return [np.stack([x // 2**16, x % 2**16], -1).astype(np.int32) for x in parts]
+
+    order = ordering.counted(size, units_per_step=batch)
+    options = {"workers": workers, "num_epochs": epochs, "state": state, "unit_size": unit_size}
+    given = source if pipeline else Numbers(size * unit_size)
+    with read_epochs(given, order, jax.random.key(3), **options) as reads:
+        batches = []
+        for pairs in reads:
+            pairs = np.asarray(pairs).reshape(-1, 2).astype(np.int64)
+            batches.append((pairs[:, 0] * 2**16 + pairs[:, 1]).tolist())
+            if len(batches) == steps:
+                break
+        return batches, reads.state()
+
+
+@pytest.mark.parametrize("pipeline", [False, True])
+@pytest.mark.parametrize("unit_size", [1, 3])
+def test_a_run_goes_on_with_other_workers_and_batches_without_a_unit_lost(pipeline, unit_size):
+    options = {"unit_size": unit_size, "pipeline": pipeline}
+    expected = [i for batch in read(352, 1, 1, epochs=2, unit_size=unit_size)[0] for i in batch]
+    assert sorted(expected[: 352 * unit_size]) == list(range(352 * unit_size))
+    seen, state = read(352, 8, 2, steps=5, **options)
+    assert {"order", "epoch", "units"} < {*state._fields} and int(state.units) == 80
+    for workers, batch in ((3, 8), (16, 1), (8, 2)):
+        more, state = read(352, workers, batch, state, steps=4, **options)
+        seen += more
+    seen += read(352, 16, 2, state, epochs=2, **options)[0]
+    # 48 units are left for steps of 32
+    assert [len(x) for x in seen[17:20]] == [n * unit_size for n in (32, 16, 32)]
+    assert [i for batch in seen for i in batch] == expected
+
+
+def test_units_that_workers_cannot_share_are_left_out_of_the_epoch():
+    batches, _ = read(20, 3, 4, epochs=2)
+    assert [len(x) for x in batches] == [12, 6, 12, 6]
+    expected = [i for batch in read(20, 1, 1, epochs=2)[0] for i in batch]
+    assert sum(batches, []) == expected[:18] + expected[20:38]
+
+
+def test_step_indices_are_computed_too():
+    order = ordering.counted(2**40, units_per_step=4)
+    indices = order.indices(order.init(jax.random.key(0), None))
+    examples, size = ordering.data.step_indices(indices, units_per_step=8, unit_size=2)
+    assert size == 16 and len(examples) == 2**41
+    first = np.asarray(indices[:3])
+    assert np.asarray(examples[:6]).tolist() == [2 * u + k for u in first for k in (0, 1)]
+    assert pickle.loads(pickle.dumps(examples))[5] == examples[5]
+
+
+def test_all_workers_share_one_state():
+    order = ordering.counted(12, units_per_step=2)
+    state = ordering.init_workers(order, jax.random.key(0), workers=4)
+    assert state.epoch.shape == () == state.key.shape
+    with pytest.raises(ValueError, match="all workers share one"):
+        order.next_epoch(ordering.random_reshuffling(12).init(jax.random.key(0), None))
+    with pytest.raises(ValueError, match="exceeds the 12 units"):
+        read_epochs(np.arange(12), order, jax.random.key(0), workers=8)
