@@ -36,8 +36,8 @@ def test_a_place_of_large_data_has_its_inverse():
         places = np.unique(draw.integers(0, size, 10**4))
         units = permutations.computed(places, domain, keys)
         assert 0 <= units.min() <= units.max() < size and len(np.unique(units)) == len(places)
-        found = permutations.computed(units, domain, keys, permutations.undone)
-        np.testing.assert_array_equal(found, places)
+        back = permutations.computed(units, domain, keys, permutations.undone)
+        np.testing.assert_array_equal(back, places)
 
 
 def slowly(place, size, key_data, epoch):
