@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PyTree
 from optax import contrib
 
+from local_opt.plans import SyncPlan
 from local_opt.workers import AxisName, in_scope, wide_type
 from syncopate import mesh
 from syncopate.plans import check_like
@@ -108,11 +109,41 @@ def checked_policies(sync_opt_state: str | Mapping[str, str]) -> dict[str, str]:
     policies = sync_opt_state if isinstance(sync_opt_state, Mapping) else {"": sync_opt_state}
     for name, policy in policies.items():
         if str(policy) not in (LOCAL, MEAN, RESET):
-            raise ValueError(
-                f"sync_opt_state is {policy!r}{f' for {name!r}' if name else ''}: it must be "
-                f"{LOCAL!r}, {MEAN!r} or {RESET!r}."
-            )
+            of = f" for {name!r}" if name else ""
+            advice = f"it must be {LOCAL!r}, {MEAN!r} or {RESET!r}."
+            if isinstance(policy, SyncPlan):
+                advice = (
+                    "only local_steps counts steps. Pass 'mean' here, or plans of fields there."
+                )
+            raise ValueError(f"sync_opt_state is {policy!r}{of}: {advice}")
     return dict(policies)
+
+
+def split_policies(
+    sync_opt_state: str | Mapping[str, str | SyncPlan], plan: SyncPlan
+) -> tuple[dict[str, str], list[tuple[SyncPlan, dict[str, str]]]]:
+    """(policies of the parameters' syncs, fields that are averaged by plans of their own).
+
+    Fields come by plan, as {name: "mean"}. If one has a plan, fields with "mean" have `plan`: a
+    mean of `mu` alone would be refused where `nu` has a plan.
+    """
+    given = sync_opt_state if isinstance(sync_opt_state, Mapping) else {"": sync_opt_state}
+    has_plans = any(isinstance(policy, SyncPlan) for policy in given.values())
+    words, planned = {}, {}
+    for name, policy in given.items():
+        of = plan if has_plans and policy == MEAN else policy
+        if not isinstance(of, SyncPlan):
+            words[name] = of
+            continue
+        if not name:
+            raise ValueError(f"sync_opt_state has {of!r} for the empty name: name fields.")
+        if of.total_steps != plan.total_steps:
+            raise ValueError(
+                f"sync_opt_state has a plan of {of.total_steps} steps for {name!r}, and the "
+                f"parameters' plan has {plan.total_steps}: make both for the whole run."
+            )
+        planned.setdefault(of.digest(), (of, {}))[1][name] = MEAN
+    return words, [*planned.values()]
 
 
 def policy_of_leaves(
@@ -210,6 +241,13 @@ def check_moments(opt_state: optax.OptState, chosen: list[str]) -> None:
                     f"update would divide by a second moment of other gradients than {name!r}: "
                     f"name both, as {{{name!r}: 'mean', 'nu': 'mean'}}."
                 )
+
+
+def check_fields(opt_state, words, of_fields, params) -> None:
+    """Raises ValueError for fields with plans that the state lacks, or that have no mean."""
+    policies = {name: policy for _, fields in of_fields for name, policy in fields.items()}
+    if policies:
+        check_moments(opt_state, policy_of_leaves(opt_state, {**words, **policies}, params))
 
 
 def check_survives(state: optax.OptState, chosen: list[str]) -> None:

@@ -32,7 +32,7 @@ def diloco(
     axis_name: AxisName = AXIS,
     learning_rate: float = 0.7,
     momentum: float = 0.9,
-    sync_opt_state: str | Mapping[str, str] = LOCAL,
+    sync_opt_state: str | Mapping[str, str | SyncPlan] = LOCAL,
     compress: Compressor | None = None,
     correction: Correction | None = None,
     specs: PyTree[PartitionSpec] | None = None,
@@ -52,7 +52,7 @@ def diloco(
       inner: the workers' optimizer; `optax.adamw` in the paper.
       plan: `constant(500, total_steps=T)` in the paper; a run of at least 44 rounds for m = 0.9.
       learning_rate, momentum: of the outer optimizer: lr > 0 and m in [0, 1).
-      axis_name, sync_opt_state, compress, correction, specs, drift: see `local_rounds`.
+      axis_name, sync_opt_state, compress, correction, specs, drift: see `local_steps`.
 
     Returns:
       A GradientTransformationExtraArgs, as `local_steps`.
@@ -96,7 +96,7 @@ def slowmo(
     learning_rate: float = 1.0,
     momentum: float = 0.5,
     inner_rate: optax.ScalarOrSchedule = 1.0,
-    sync_opt_state: str | Mapping[str, str] = LOCAL,
+    sync_opt_state: str | Mapping[str, str | SyncPlan] = LOCAL,
     compress: Compressor | None = None,
     correction: Correction | None = None,
     specs: PyTree[PartitionSpec] | None = None,
@@ -117,7 +117,7 @@ def slowmo(
         lr = 1 and m from 0.4 to 0.8.
       inner_rate: gamma > 0, the schedule of `inner` over the steps since `init`; any number for a
         constant rate. A round that ends at a rate of 0 adds nothing to the momentum.
-      axis_name, sync_opt_state, compress, correction, specs, drift: see `local_rounds`; the paper
+      axis_name, sync_opt_state, compress, correction, specs, drift: see `local_steps`; the paper
         has `sync_opt_state="reset"`.
 
     Returns:

@@ -448,7 +448,7 @@ def local_steps(
     plan: SyncPlan,
     *,
     axis_name: AxisName = AXIS,
-    sync_opt_state: str | Mapping[str, str] = LOCAL,
+    sync_opt_state: str | Mapping[str, str | SyncPlan] = LOCAL,
     outer: optax.GradientTransformation | None = None,
     compress: Compressor | None = None,
     correction: Correction | None = None,
@@ -475,7 +475,9 @@ def local_steps(
         if its number is concrete; a compiled step cannot refuse it and synchronises.
       axis_name: the workers' axis, bound by `jax.vmap` or `jax.shard_map`; None for the only named
         axis in scope; () for one worker, under a plain `jax.jit`.
-      sync_opt_state, outer, compress, correction, specs, drift: see `local_rounds`.
+      sync_opt_state: see `local_rounds`. Here fields may have plans of their own, as {"mu": plan_u,
+        "nu": plan_v}, by which they are averaged (DES-LOC); "mean" then means `plan`.
+      outer, compress, correction, specs, drift: see `local_rounds`.
 
     Returns:
       A GradientTransformationExtraArgs. Its `update` needs `params` and takes these arguments.
@@ -509,8 +511,11 @@ def local_steps(
       https://arxiv.org/abs/1805.09767
       Gu et al., A Quadratic Synchronization Rule for Distributed Deep Learning, 2024,
       https://arxiv.org/abs/2310.14423
+      Iacob et al., DES-LOC: Desynced Low Communication Adaptive Optimizers for Training Foundation
+      Models, 2025, https://arxiv.org/abs/2505.22549
     """
     check_plan(plan)
+    sync_opt_state, of_fields = state_lib.split_policies(sync_opt_state, plan)
     rounds = local_rounds(
         inner,
         axis_name=axis_name,
@@ -525,13 +530,19 @@ def local_steps(
 
     @jax.transfer_guard("allow")
     def init(params):
-        return PlannedState(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), rounds.init(params))
+        state = rounds.init(params)
+        state_lib.check_fields(state.inner, sync_opt_state, of_fields, params)
+        return PlannedState(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), state)
 
     def update(updates, state, params=None, *, sync=None, step=None, weight=None, **extra):
         if params is None:
             raise ValueError("a sync averages parameters: call update(grads, state, params).")
         if sync is not None and step is not None:
             raise ValueError("sync and step are both given: pass step to let the plan decide.")
+        if sync is not None and of_fields:
+            raise ValueError(
+                f"sync is {sync}, but fields of the state have plans of their own: pass step."
+            )
         for name, value, kind in (("sync", sync, jnp.bool_), ("step", step, jnp.integer)):
             if value is not None:
                 check_scalar(name, value, kind)
@@ -555,6 +566,18 @@ def local_steps(
         step = jnp.asarray(step, jnp.int32)
         now = syncs_after_traced(plan, step) if sync is None else sync
         updates, round_state = _decide(now, synced, updates, round_state)
+        for of, policies in of_fields:
+
+            def averages(state, policies=policies):
+                chosen = state_lib.policy_of_leaves(state, policies, params)
+                pairs = zip(jax.tree.leaves(state), chosen, strict=True)
+                fields = [leaf for leaf, policy in pairs if policy == state_lib.MEAN]
+                means = averaged(fields, axis_name, weight).mean
+                return (state_lib.placed(state, chosen, means, lambda: state),)
+
+            now_of = syncs_after_traced(of, step)
+            (inner_state,) = _decide(now_of, averages, round_state.inner)
+            round_state = round_state._replace(inner=inner_state)
         counts = step + 1, state.num_syncs + jnp.asarray(now, jnp.int32)
         num_steps, num_syncs = mesh.varying(counts, state.num_steps)  # typed as they were
         return updates, PlannedState(num_steps, num_syncs, round_state)

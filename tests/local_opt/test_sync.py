@@ -27,6 +27,7 @@ from tests.problems import (
     ends_of,
     flat,
     square_gradient,
+    square_loss,
     square_step,
     vmap,
 )
@@ -169,6 +170,80 @@ PLANS_OF = {
 }
 
 
+def of_des_loc():
+    ends = {FIELDS[name]: set(ends_of(plan)) for name, plan in PLANS_OF.items()}
+    return reference.des_loc(flat(START), square_gradient, ends, 0.05, (0.8, 0.9))
+
+
+@pytest.mark.parametrize("given_step", [False, True])
+def test_plans_of_fields_equal_des_loc(given_step):
+    """In `local_steps`, whose conditionals are one per plan."""
+    plans = {name: plan for name, plan in PLANS_OF.items() if name != "params"}
+    adam = optax.adam(0.05, b1=0.8, b2=0.9)
+    opt = local_opt.local_steps(adam, PLANS_OF["params"], sync_opt_state=plans)
+
+    def step(params, state, matrix, target, t):
+        grads = jax.grad(square_loss)(params, matrix, target)
+        updates, state = opt.update(grads, state, params, **({"step": t} if given_step else {}))
+        return optax.apply_updates(params, updates), state
+
+    run = jax.jit(jax.vmap(step, in_axes=(0, 0, 0, 0, None), axis_name="worker"))
+    params, history = copies(START), []
+    state = jax.vmap(opt.init)(params)
+    for t in range(13):
+        params, state = run(params, state, MATRICES, TARGETS[t], t)
+        inner = state.rounds.inner[0]
+        history.append([flat(x) for x in (params, inner.mu, inner.nu)])
+    for mine, theirs in zip(np.array(history).swapaxes(0, 1), of_des_loc(), strict=True):
+        assert distance(mine, theirs) < 1e-5
+
+
+def test_fields_of_one_plan_share_a_collective():
+    """And "mean" is the parameters' plan, in a collective of its own."""
+    same = local_opt.SyncPlan([0, 5], 13)
+    mapped = functools.partial(local_opt.map_workers, workers=worker_mesh(2))
+    params = local_opt.replicate({"w": jnp.ones(3)}, worker_mesh(2))
+
+    def sent(policies):
+        opt = local_opt.local_steps(optax.adam(0.1), PLANS_OF["params"], sync_opt_state=policies)
+        state = mapped(opt.init, in_specs="worker", out_specs="worker")(params)
+        step = mapped(
+            lambda x, s: opt.update(x, s, x), in_specs=("worker", "worker"), out_specs="worker"
+        )
+        return local_opt.costs.count_collectives(jax.jit(step), params, state)
+
+    assert sent("local") == {"all-reduce": 1}
+    assert sent({"mu": PLANS_OF["nu"], "nu": same}) == {"all-reduce": 2}
+    assert sent({"mu": PLANS_OF["mu"], "nu": same}) == {"all-reduce": 3}
+    assert sent({"mu": "mean", "nu": same}) == {"all-reduce": 3}
+
+
+@pytest.mark.parametrize(
+    "policies,match",
+    [
+        ({"mu": PLANS_OF["mu"]}, "name both, as {'mu': 'mean', 'nu': 'mean'}"),
+        ({"mu": PLANS_OF["mu"], "nv": PLANS_OF["nu"]}, "names ['nv']"),
+        ({"count": PLANS_OF["mu"]}, "averages '0.count', which is int32"),
+        ({"mu": local_opt.constant(2, total_steps=5), "nu": "mean"}, "a plan of 5 steps for 'mu'"),
+        ({"": PLANS_OF["mu"]}, "for the empty name: name fields"),
+    ],
+)
+def test_plans_of_fields_that_have_none_are_refused(policies, match):
+    with pytest.raises(ValueError, match=re.escape(match)):
+        opt = local_opt.local_steps(optax.adam(0.1), PLANS_OF["params"], sync_opt_state=policies)
+        opt.init({"w": jnp.ones(3)})
+
+
+def test_plans_of_fields_need_a_count_of_steps():
+    plans = {"mu": PLANS_OF["mu"], "nu": PLANS_OF["nu"]}
+    with pytest.raises(ValueError, match="only local_steps counts steps"):
+        local_opt.local_rounds(optax.adam(0.1), sync_opt_state=plans)
+    opt = local_opt.local_steps(optax.adam(0.1), PLANS_OF["params"], sync_opt_state=plans)
+    params = {"w": jnp.ones(3)}
+    with pytest.raises(ValueError, match="fields of the state have plans of their own: pass step"):
+        opt.update(params, opt.init(params), params, sync=True)
+
+
 def test_fields_by_plans_of_their_own_equal_des_loc():
     """By `pmean` of each: parts of a sync need no more."""
     adam, history = optax.adam(0.05, b1=0.8, b2=0.9), []
@@ -183,7 +258,5 @@ def test_fields_by_plans_of_their_own_equal_des_loc():
                 mean_of = mean(optax.tree_utils.tree_get(state, name))
                 state = optax.tree_utils.tree_set(state, **{name: mean_of})
         history.append([flat(x) for x in (params, state[0].mu, state[0].nu)])
-    ends = {FIELDS[name]: set(ends_of(plan)) for name, plan in PLANS_OF.items()}
-    expected = reference.des_loc(flat(START), square_gradient, ends, 0.05, (0.8, 0.9))
-    for mine, theirs in zip(np.array(history).swapaxes(0, 1), expected, strict=True):
+    for mine, theirs in zip(np.array(history).swapaxes(0, 1), of_des_loc(), strict=True):
         assert distance(mine, theirs) < 1e-5  # Adam divides: roundings of float32 grow
