@@ -27,7 +27,7 @@ from experiments import entry
 from experiments.compare import recipes
 from experiments.compare.arms import row_of
 from experiments.compare.cost import lower_step, order_traffic
-from experiments.compare.flags import definer
+from experiments.compare.flags import define_value, shown
 from experiments.data import TASKS, Recipe
 from experiments.data.base import COUNT
 from experiments.timing import medians, training_calls
@@ -187,16 +187,16 @@ FIRST = {"balance": ["digits", "hmda", "lenet"]}  # rows by default, where these
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    define = definer(values)
-    define(flags.DEFINE_enum, "part", "balance", "what to measure", list(PARTS))
-    text = "some rows of a part's table, or all; of balance digits,hmda,lenet if unset"
-    define(flags.DEFINE_list, "rows", None, text)
-    text = "timed calls of every row; the part's own if unset"
-    define(COUNT, "repeats", None, text)
-    text = "has the folders hmda, m4, wikitext2, tfds (the prepared cifar10), or some"
-    define(flags.DEFINE_string, "data_dir", None, text)
-    text = "has clones of what PyPI lacks, CD-GraB and init2winit"
-    define(flags.DEFINE_string, "repositories", None, text)
+    with shown(values):
+        flags.DEFINE_enum("part", "balance", list(PARTS), "what to measure", values)
+        text = "some rows of a part's table, or all; of balance digits,hmda,lenet if unset"
+        flags.DEFINE_list("rows", None, text, values)
+        text = "timed calls of every row; the part's own if unset"
+        define_value(values, COUNT, "repeats", None, text)
+        text = "has the folders hmda, m4, wikitext2, tfds (the prepared cifar10), or some"
+        flags.DEFINE_string("data_dir", None, text, values)
+        text = "has clones of what PyPI lacks, CD-GraB and init2winit"
+        flags.DEFINE_string("repositories", None, text, values)
 
 
 def main(values: flags.FlagValues) -> None:

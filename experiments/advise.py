@@ -126,9 +126,9 @@ def predict(machine, tasks: Sequence[Factorial]) -> dict[Combination, np.ndarray
 
 def define_flags(values: absl_flags.FlagValues) -> None:
     flags.define(values, "task", "setting", "processes", task="digits")
-    define = flags.definer(values)
-    text = "Gb/s of a worker's network, if it is not measured"
-    define([SPEED], "gigabits", [*GIGABITS], text)
+    with flags.shown(values):
+        text = "Gb/s of a worker's network, if it is not measured"
+        flags.define_list(values, SPEED, "gigabits", [*GIGABITS], text)
     forecast.define_network(values, LATENCY)
 
 

@@ -24,7 +24,8 @@ best learning rate, and independent balance and the unzip order are added as con
 from absl import flags as absl_flags
 
 from experiments.compare import flags, study
-from experiments.compare.study import Study, arm_of
+from experiments.compare.arms import arm_of
+from experiments.compare.study import Study
 from experiments.report import plots, tables
 from experiments.report.statistics import Criterion
 from syncopate.refusals import UserError
@@ -36,7 +37,8 @@ FIRST = plots.Panel("objective", ("epoch",), fastest=True)
 
 def define_flags(values: absl_flags.FlagValues) -> None:
     text = "digits under all orders, learning rates and columns, and five seeds"
-    flags.definer(values)(absl_flags.DEFINE_bool, "long", False, text)
+    with flags.shown(values):
+        absl_flags.DEFINE_bool("long", False, text, values)
 
 
 def is_short(values: absl_flags.FlagValues) -> bool:

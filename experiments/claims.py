@@ -20,7 +20,7 @@ from absl import flags
 from experiments import entry
 from experiments.compare import recipes
 from experiments.compare.arms import arm_of, plans_of
-from experiments.compare.flags import definer
+from experiments.compare.flags import shown
 from experiments.report import statistics, tables
 from experiments.report.statistics import ABOVE, COSTS, LOSS, Comparison, frame, named, paired
 
@@ -335,7 +335,8 @@ def page(folder=None) -> str:
 
 def define_flags(values: flags.FlagValues) -> None:
     text = "output folder of a study, to keep as the recorded run of that name"
-    definer(values)(flags.DEFINE_string, "record", None, text)
+    with shown(values):
+        flags.DEFINE_string("record", None, text, values)
 
 
 def main(values: flags.FlagValues) -> None:

@@ -29,15 +29,9 @@ from absl import flags as absl_flags
 
 from experiments import entry
 from experiments.compare import flags, study
-from experiments.compare.arms import (
-    ECHO_POLICIES,
-    TABLES,
-    arm_from_flags,
-    arm_of,
-    define_decisions,
-    parsed,
-)
-from experiments.compare.study import Arm, Study
+from experiments.compare.arms import Arm, arm_from_flags, arm_of, define_decisions, row_of
+from experiments.compare.rows import ECHO_POLICIES, TABLES
+from experiments.compare.study import Study
 from experiments.data.base import SECONDS, STEPS
 from experiments.data.metrics import METRICS
 from experiments.report import plots, statistics, tables
@@ -188,15 +182,17 @@ def modelled_table(machines: Sequence) -> Callable:
 
 
 def define_flags(values: absl_flags.FlagValues) -> None:
-    define = flags.definer(values, f"{entry.GROUP}the decisions")
-    define_decisions(define, order="cd_grab", sync="qsr", echo="diffusion+cosine")
-    text = "words of the first order; rr+dealt where --order is dealt"
-    define(absl_flags.DEFINE_string, "baseline", "rr", text)
-    define = flags.definer(values, f"{entry.GROUP}the prices")
-    define(STEPS, "load_steps", 4.0, "modelled: a load, in steps of computation")
-    define(STEPS, "sync_steps", 2.0, "modelled: an all-reduce, in the same unit")
-    text = "if not 0: loads and syncs are delayed, by their prices times this"
-    define(SECONDS, "step_seconds", 0.0, text)
+    with flags.shown(values, f"{entry.GROUP}the decisions"):
+        define_decisions(values, order="cd_grab", sync="qsr", echo="diffusion+cosine")
+        text = "words of the first order; rr+dealt where --order is dealt"
+        absl_flags.DEFINE_string("baseline", "rr", text, values)
+    with flags.shown(values, f"{entry.GROUP}the prices"):
+        text = "modelled: a load, in steps of computation"
+        flags.define_value(values, STEPS, "load_steps", 4.0, text)
+        text = "modelled: an all-reduce, in the same unit"
+        flags.define_value(values, STEPS, "sync_steps", 2.0, text)
+        text = "if not 0: loads and syncs are delayed, by their prices times this"
+        flags.define_value(values, SECONDS, "step_seconds", 0.0, text)
 
 
 def fit(study, task, recipe, values):
@@ -208,14 +204,14 @@ def fit(study, task, recipe, values):
         criterion = criterion._replace(when="target", target=recipe.target)
     # The first level of every factor is that of usual data-parallel training.
     try:
-        first = Arm(**parsed(values.baseline, ("order",)))
+        first = Arm(order=values.baseline)
     except UserError as error:
         raise UserError(f"--baseline is {values.baseline}: {error}") from error
     second = arm_from_flags(values)
     if same := {*first.words.values()} & {*second.words.values()}:
         raise UserError(f"--order, --sync, --echo name {same}: that is the first level.")
     if second.rows[2].online:
-        plans = [name for name, policy in ECHO_POLICIES.items() if not policy.online]
+        plans = [name for name in ECHO_POLICIES if not row_of("echo", name).online]
         raise UserError(
             f"--echo is {values.echo}, which follows slow input, and data on the devices are not "
             f"slow: choose one of {', '.join(plans[1:])}."
@@ -240,7 +236,7 @@ def fit(study, task, recipe, values):
 
 STUDY = Study(
     "combined",
-    arms_of(Arm(order="rr"), Arm(order="cd_grab", sync="qsr", echo="diffusion", p="cosine")),
+    arms_of(Arm(order="rr"), Arm(order="cd_grab", sync="qsr", echo="diffusion+cosine")),
     recipe="digits_cosine",
     criterion=Criterion("train/loss"),
     columns=tables.COMBINED_COLUMNS,

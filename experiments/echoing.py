@@ -22,7 +22,8 @@ docs/results/echoing.md holds the tables of these commands and explains their nu
 """
 
 from experiments.compare import study
-from experiments.compare.study import Arm, Study, arm_of
+from experiments.compare.arms import Arm, arm_of
+from experiments.compare.study import Study
 from experiments.data.metrics import METRICS
 from experiments.report import plots, tables
 from experiments.report.statistics import Criterion
@@ -47,11 +48,9 @@ ARMS = {
     **by_words("diffusion", "diffusion+linear", "diffusion+multistep", "diffusion+cosine"),
     "diffusion_every": Arm("error diffusion, sync every step", echo="diffusion"),
     **by_words("measured"),
-    "proximal": Arm(
-        "fixed factor, proximal", sync="every_load", correction="proximal", echo="fixed"
-    ),
+    "proximal": Arm("fixed factor, proximal", sync="every_load+proximal", echo="fixed"),
     "proximal_strong": Arm(
-        "fixed factor, proximal, 10 λ", sync="every_load", correction="proximal1", echo="fixed"
+        "fixed factor, proximal, 10 λ", sync="every_load+proximal1", echo="fixed"
     ),
 }
 

@@ -25,7 +25,8 @@ from absl import flags
 from experiments import entry, maxtext
 from experiments.compare import flags as dialect
 from experiments.compare import recipes
-from experiments.compare.arms import SYNC_RULES, Arm, arm_of, plans_of, rows_from_flag
+from experiments.compare.arms import Arm, arm_of, plans_of, rows_from_flag
+from experiments.compare.rows import SYNC_RULES
 from experiments.data import Recipe, Task
 from experiments.data.base import FACTOR, POSITIVE, SECONDS, SPEED
 from experiments.report import plots
@@ -60,11 +61,13 @@ def published(name: str) -> tuple[str, float | None, str | None]:
 
 def define_network(values: flags.FlagValues, latency: float = 0.0) -> None:
     """--efficiency, --latency and --maxtext, of every command that computes times of syncs."""
-    define = dialect.definer(values)
-    define(FACTOR, "efficiency", 1.0, "share of --gigabits that a sync reaches")
-    define(SECONDS, "latency", latency, "seconds of a sync beside its bytes")
-    text = "YAML of MaxText: dcn_bandwidth_limit is --gigabits, diloco_sync_period is --h_base"
-    define(flags.DEFINE_string, "maxtext", None, text)
+    with dialect.shown(values):
+        text = "share of --gigabits that a sync reaches"
+        dialect.define_value(values, FACTOR, "efficiency", 1.0, text)
+        text = "seconds of a sync beside its bytes"
+        dialect.define_value(values, SECONDS, "latency", latency, text)
+        text = "YAML of MaxText: dcn_bandwidth_limit is --gigabits, diloco_sync_period is --h_base"
+        flags.DEFINE_string("maxtext", None, text, values)
 
 
 def take_maxtext(values: flags.FlagValues) -> maxtext.Config | None:
@@ -79,12 +82,14 @@ def take_maxtext(values: flags.FlagValues) -> maxtext.Config | None:
 
 def define_flags(values: flags.FlagValues) -> None:
     dialect.define(values, "setting")
-    define = dialect.definer(values)
-    define(flags.DEFINE_string, "task", "all", "a setting to plan, or all")
-    define(flags.DEFINE_list, "arms", SHOWN, f"rules to compare, of {', '.join(SYNC_RULES)}")
-    text = "seconds of computation per step; the published ones if unset"
-    define(POSITIVE, "step_seconds", None, text)
-    define([SPEED], "gigabits", [10, 25, 100, 400], "Gb/s of a worker's link")
+    with dialect.shown(values):
+        flags.DEFINE_string("task", "all", "a setting to plan, or all", values)
+        text = f"rules to compare, of {', '.join(SYNC_RULES)}"
+        flags.DEFINE_list("arms", SHOWN, text, values)
+        text = "seconds of computation per step; the published ones if unset"
+        dialect.define_value(values, POSITIVE, "step_seconds", None, text)
+        text = "Gb/s of a worker's link"
+        dialect.define_list(values, SPEED, "gigabits", [10, 25, 100, 400], text)
     define_network(values)
     dialect.define(values, "output")
 

@@ -21,7 +21,7 @@ from absl import flags
 from experiments import entry
 from experiments.compare import flags as dialect
 from experiments.compare.arms import choices_of, row_of, rows_from_flag
-from experiments.data.base import COUNT, Range
+from experiments.data.base import COUNT
 from experiments.report import plots, tables
 from experiments.trainer.config import OrderSetting
 from syncopate.refusals import UserError
@@ -31,15 +31,16 @@ DIMENSION = 16
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    define = dialect.definer(values)
-    define(Range(int, "[2, 100000000]"), "num_vectors", 1_000_000, "vectors over all workers")
-    define(Range(int, "[1, 10000]"), "rounds", 15, "passes over the vectors")
-    define([COUNT], "workers", [5, 10, 20, 50, 100], "numbers of workers")
-    define(flags.DEFINE_list, "arms", [*ARMS], f"orders: {choices_of('order')}")
-    define(COUNT, "dimension", DIMENSION, "entries of a vector")
-    define(
-        COUNT, "units_per_step", None, "vectors of a worker in a step; about 16 over all workers"
-    )
+    with dialect.shown(values):
+        text = "vectors over all workers"
+        flags.DEFINE_integer("num_vectors", 1_000_000, text, 2, 10**8, values)
+        flags.DEFINE_integer("rounds", 15, "passes over the vectors", 1, 10_000, values)
+        workers = [5, 10, 20, 50, 100]
+        dialect.define_list(values, COUNT, "workers", workers, "numbers of workers")
+        flags.DEFINE_list("arms", [*ARMS], f"orders: {choices_of('order')}", values)
+        dialect.define_value(values, COUNT, "dimension", DIMENSION, "entries of a vector")
+        text = "vectors of a worker in a step; about 16 over all workers"
+        dialect.define_value(values, COUNT, "units_per_step", None, text)
     dialect.define(values, "output")
 
 

@@ -17,7 +17,8 @@ network time.
 """
 
 from experiments.compare import study
-from experiments.compare.study import Study, arm_of
+from experiments.compare.arms import arm_of
+from experiments.compare.study import Study
 from experiments.data.metrics import METRICS
 from experiments.report import plots, tables
 from experiments.report.statistics import Criterion

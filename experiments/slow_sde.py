@@ -19,7 +19,7 @@ from absl import flags
 
 from experiments import entry
 from experiments.compare import flags as dialect
-from experiments.data.base import COUNT, Range
+from experiments.data.base import COUNT, Real
 from experiments.report import tables
 
 
@@ -48,10 +48,11 @@ def table(measured: Sequence[Mapping], name: str) -> str:
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    define, rates = dialect.definer(values), Range(float, "[0.001, 1]")  # of S / eta^2 steps
-    define([COUNT], "workers", [2, 4, 8, 16], "numbers of workers, K")
-    define([rates], "rates", [0.1, 0.05, 0.02, 0.01], "small learning rates, eta")
-    define(Range(int, "[2, 10000]"), "repetitions", 64, "repetitions of every run")
+    with dialect.shown(values):
+        dialect.define_list(values, COUNT, "workers", [2, 4, 8, 16], "numbers of workers, K")
+        rates = Real("[0.001, 1]"), "rates", [0.1, 0.05, 0.02, 0.01]  # of S / eta^2 steps
+        dialect.define_list(values, *rates, "small learning rates, eta")
+        flags.DEFINE_integer("repetitions", 64, "repetitions of every run", 2, 10_000, values)
     dialect.define(values, "output")
 
 

@@ -18,7 +18,8 @@ train on windows that are cut once.
 """
 
 from experiments.compare import study
-from experiments.compare.study import Study, arm_of
+from experiments.compare.arms import arm_of
+from experiments.compare.study import Study
 from experiments.report import tables
 from experiments.report.plots import Panel
 from experiments.report.statistics import Criterion

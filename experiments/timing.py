@@ -11,7 +11,7 @@ import optax
 
 import ordering.data
 from experiments import progress
-from experiments.compare.arms import ECHO_POLICIES, row_of
+from experiments.compare.arms import row_of
 from experiments.compare.cost import Machine
 from experiments.data import Recipe, Task
 from experiments.trainer import loop
@@ -60,7 +60,7 @@ def training_calls(
         row, rule = row_of("order", order), row_of("sync", sync)
         program = build(task, recipe, row, rule.rounds)
         config, rate = config_of(recipe, program.sizes, seed=0), recipe.learning_rates[0]
-        plans = plans_of(config, rule, ECHO_POLICIES["none"], rate=rate)
+        plans = plans_of(config, rule, row_of("echo", "none"), rate=rate)
 
         def train(state, program=program, plans=plans):
             start = loop.Progress()

@@ -27,14 +27,15 @@ POLICIES = ("mean", "reset", "first")  # of `local_opt.resize`
 
 def define_flags(values: absl_flags.FlagValues) -> None:
     flags.define(values, "task", "setting", "run", "forecast", task="digits_cosine", evaluations=10)
-    define, enum = flags.definer(values), absl_flags.DEFINE_enum
-    decide = flags.definer(values, f"{entry.GROUP}the decisions")
-    define_decisions(decide, order="cd_grab", sync="qsr", echo="none")
-    rate = "peak; the middle one of --learning_rates if unset"
-    define(RATE, "learning_rate", None, rate)
-    define(SEED, "seed", 0, "of parameters, orders, coins")
-    text = "other --workers than the run has had: what becomes of their optimizers' states"
-    define(enum, "elastic", None, text, [*POLICIES])
+    with flags.shown(values, f"{entry.GROUP}the decisions"):
+        define_decisions(values, order="cd_grab", sync="qsr", echo="none")
+    with flags.shown(values):
+        text = "peak; the middle one of --learning_rates if unset"
+        flags.define_value(values, RATE, "learning_rate", None, text)
+        flags.define_value(values, SEED, "seed", 0, "of parameters, orders, coins")
+        text = "other --workers than the run has had: what becomes of their optimizers' states"
+        absl_flags.DEFINE_enum("elastic", None, [*POLICIES], text, values)
+    flags.exclude(values)
 
 
 def run(values: absl_flags.FlagValues) -> None:

@@ -13,7 +13,7 @@ def before(path: str, mark: str, text: str) -> tuple[str, str, str]:
     return path, mark, text + mark
 
 
-ARMS = "experiments/compare/arms.py"
+ROWS = "experiments/compare/rows.py"
 ADDITIONS = {
     "order": Addition(
         4,
@@ -59,7 +59,7 @@ def backwards(num_units: int, *, units_per_step: int = 1) -> Ordering:
             ),
             before("ordering/__init__.py", '    "baselines",\n', '    "backwards",\n'),
             before(
-                ARMS,
+                ROWS,
                 '    "unzip": Order(\n',
                 '    "backwards": Order(\n'
                 '        "to and fro",\n'
@@ -106,11 +106,9 @@ def backwards(num_units: int, *, units_per_step: int = 1) -> Ordering:
                 '    "alternating",\n',
             ),
             before(
-                ARMS,
-                """        "walk": ("walk", lambda""",
-                '        "alternate": (\n'
-                '            "alternate", lambda: syncopate.ordering.baselines.alternating()\n'
-                "        ),\n",
+                ROWS,
+                '        "walk": lambda',
+                '        "alternate": lambda: syncopate.ordering.baselines.alternating(),\n',
             ),
         ),
     ),
@@ -151,12 +149,12 @@ def backwards(num_units: int, *, units_per_step: int = 1) -> Ordering:
             ),
             before("local_opt/__init__.py", '    "top_k",\n', '    "thirds",\n'),
             before(
-                ARMS,
-                '    "swap": SyncRule(\n',
-                '    "thirds": SyncRule(\n'
+                ROWS,
+                '    "swap": functools',
+                '    "thirds": functools.partial(\n'
+                "        local_rounds,\n"
                 '        "thirds",\n'
-                "        lambda c: syncopate.local_opt.thirds(total_steps=c.total_steps),\n"
-                "        takes=LOCAL,\n"
+                "        lambda run: syncopate.local_opt.thirds(total_steps=run.total_steps),\n"
                 "    ),\n",
             ),
         ),
@@ -194,7 +192,7 @@ def backwards(num_units: int, *, units_per_step: int = 1) -> Ordering:
             ("ordering/echo/__init__.py", "    fixed,\n)", "    fixed,\n    late,\n)"),
             before("ordering/echo/__init__.py", '    "repeat",\n', '    "late",\n'),
             before(
-                ARMS,
+                ROWS,
                 '    "measured": EchoPolicy(',
                 '    "late": EchoPolicy(\n'
                 '        "late, in half of the steps",\n'
@@ -306,19 +304,18 @@ def cosine_classifier(*, num_features: int, num_classes: int, l2: float = 0.0) -
             before(
                 "experiments/data/schedules.py",
                 "SCHEDULES = {\n",
-                """def power(recipe, steps, every):
+                """def power(warmup, steps, epoch, *, floor):
     import optax
 
-    del every
-    return optax.polynomial_schedule(1.0, recipe.floor, 0.5, steps)
+    return optax.polynomial_schedule(1.0, floor, 0.5, steps)
 
 
 """,
             ),
             before(
                 "experiments/data/schedules.py",
-                '    "step": Schedule(',
-                '    "power": Schedule(power, ("floor",)),\n',
+                '    "step": staircase',
+                '    "power": power,\n',
             ),
         ),
     ),
@@ -368,15 +365,15 @@ def cosine_classifier(*, num_features: int, num_classes: int, l2: float = 0.0) -
 ''',
             ),
             before(
-                ARMS,
-                "    return rules\n",
-                '    rules["momentum0.5"] = "momentum 0.5", lambda: _heavy(0.5)\n',
-            ),
-            before(
-                ARMS,
-                "def _outer() ->",
+                ROWS,
+                "OUTER: dict[str, Callable] = {",
                 "def _heavy(momentum: float):\n    import optax\n\n"
                 "    return optax.sgd(1.0, momentum)\n\n\n",
+            ),
+            before(
+                ROWS,
+                "COMPRESS = Option(",
+                'OUTER["momentum0.5"] = lambda: _heavy(0.5)\n',
             ),
         ),
     ),
@@ -411,7 +408,7 @@ def cosine_classifier(*, num_features: int, num_classes: int, l2: float = 0.0) -
             ("local_opt/__init__.py", "import Compressor, ", "import Compressor, forgetting, "),
             before("local_opt/__init__.py", '    "from_function",\n', '    "forgetting",\n'),
             before(
-                ARMS,
+                ROWS,
                 '    "int4": lambda: ',
                 '    "forgetting": lambda: syncopate.local_opt.forgetting(),\n',
             ),
@@ -435,7 +432,8 @@ def cosine_classifier(*, num_features: int, num_classes: int, l2: float = 0.0) -
             "experiments/to_and_fro.py": '''"""Does going to and fro help?"""
 
 from experiments.compare import study
-from experiments.compare.study import Arm, Study
+from experiments.compare.arms import Arm
+from experiments.compare.study import Study
 from experiments.report import plots, tables
 from experiments.report.statistics import Criterion
 
@@ -444,10 +442,9 @@ STUDY = Study(
     {
         "rr": Arm("D-RR", order="rr"),
         "backwards": Arm("to and fro", order="backwards"),
-        "signs": Arm("alternating signs", order="cd_grab", signs="alternate"),
+        "signs": Arm("alternating signs", order="cd_grab+alternate"),
         "all": Arm(
-            "all that is new", order="backwards", sync="thirds", echo="late",
-            compress="forgetting", outer="momentum0.5",
+            "all that is new", order="backwards", sync="thirds+forgetting+momentum0.5", echo="late"
         ),
     },
     recipe="blobs",

@@ -10,13 +10,13 @@ import optax
 from jax.sharding import AxisType, PartitionSpec
 
 import local_opt
-from experiments.compare import arms
+from experiments.compare import rows
 from tests import reference
 
 W = 4
 RATE, MOMENTUM = 0.05, 0.9
 PLAN = local_opt.SyncPlan([0, 1, 3, 6, 10], 13)  # rounds of 1, 2, 3, 4, 3 steps
-COMPRESSORS = {name: make() for name, make in arms.COMPRESSORS.items()}
+COMPRESSORS = {name: make() for name, make in rows.COMPRESSORS.items()}
 SGD = optax.sgd(RATE, momentum=MOMENTUM)
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)  # DiLoCo's outer optimizer
 

@@ -1,22 +1,21 @@
 """The rows of the tables of decisions that tests go through: names, and words that change them."""
 
-from experiments.compare.arms import OPTIONS, TABLES
+from experiments.compare.arms import options_of
+from experiments.compare.rows import TABLES
 
 
 def further(kind: str) -> dict[str, str]:
     """{word: its flag} of all options of a table; of numbers one stands for all."""
+    return taken(kind, None)
+
+
+def taken(kind: str, name: str | None) -> dict[str, str]:
+    """{word: its flag} of the options that a row takes."""
     return {
         word: flag
-        for flag, option in OPTIONS.items()
-        if option.of == kind
-        for word in ([f"{flag}16"] if isinstance(option.words, str) else option.words)
+        for flag, option in options_of(kind, name).items()
+        for word in option.words or [f"{flag}16"]
     }
-
-
-def taken(kind: str, name: str) -> dict[str, str]:
-    """{word: its flag} of the options that a row takes."""
-    takes = {*TABLES[kind][name].takes}
-    return {word: flag for word, flag in further(kind).items() if {word, flag} & takes}
 
 
 def each(kind: str) -> list[str]:

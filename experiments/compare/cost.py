@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import local_opt
-from experiments.compare.arms import Arm, Order, SyncRule, left_out, plans_of
+from experiments.compare.arms import Arm, left_out, plans_of
+from experiments.compare.rows import Order, SyncRule
 from experiments.data.base import Recipe, Task
 from experiments.distributed.devices import replicated_sharding, worker_sharding
 from experiments.report.statistics import volume

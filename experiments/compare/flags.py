@@ -7,156 +7,144 @@ output    where results are written: --output_dir, --overwrite
 processes which processes it has
 forecast  --dry_run and its assumptions
 
-The flags of the three decisions are defined by `arms.define_decisions`.
+The flags of the three decisions are defined by `arms.define_decisions`. A number is parsed by absl
+with its bounds, and by `base.Real` where bounds are not in an interval or nan is no number.
 """
 
+import contextlib
 import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import typing
+from collections.abc import Iterable, Iterator, Mapping
 
 from absl import flags
 
 from experiments import distributed, entry
 from experiments.compare import recipes, tiny
+from experiments.compare.arms import row_of
+from experiments.compare.rows import TABLES, P
 from experiments.data import TASKS, base
-from experiments.data.base import COUNT, FROM_ZERO, Range, Recipe, Task
+from experiments.data.averages import AVERAGES
+from experiments.data.base import COUNT, FROM_ZERO, Recipe, Task
+from experiments.data.fields import fields_of
+from experiments.data.optimizers import OPTIMIZERS
 from experiments.data.schedules import SCHEDULES
 from experiments.report.trackers import TRACKERS
 from experiments.trainer.config import sizes_of
 from syncopate.refusals import UserError
 
-KINDS = {bool: flags.DEFINE_bool, str: flags.DEFINE_string}
 EITHER = (("total_steps", "epochs"), ("evaluate_every", "evaluations"))  # the first one counts
-# Fields of a recipe that only some rules and policies read, as their rows say.
-OF_ROWS = {
-    "h_base": "--sync=constant, qsr and others with a period",
-    "growth": "--sync=qsr, inverse and cubic",
-    "echo_factor": "--echo=fixed and others but none, and syncs by the factor",
-    "horizon": "--p",
-}
-OF_DRY_RUNS = ("compile", "device_teraflops", "gigabits")
-EXCLUSIVE = (*EITHER, ("learning_rate", "learning_rates"))  # the first one counts
-
-
-class _Number(flags.ArgumentParser):
-    """Parses the numbers of a range, and refuses all others."""
-
-    def __init__(self, allowed: Range):
-        self.allowed, self.syntactic_help = allowed, str(allowed)
-
-    def parse(self, argument):
-        try:
-            number = self.allowed.kind(argument)
-        except ValueError:
-            number = float("nan")
-        if number not in self.allowed:
-            raise UserError(f"pass {self.allowed}")
-        return number
-
-    def flag_type(self):
-        return self.allowed.kind.__name__
+PLANS = ("sync", "echo")  # tables of `rows` that follow fields of a recipe
+WORDS = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES, "average": AVERAGES}  # of its fields
+EXCLUSIVE = (*EITHER, ("learning_rate", "learning_rates"))
 
 
 class _Several(flags.ListParser):
-    """Parses a list of at least one number of a range, or of at least one of these words."""
+    """Parses a list of at least one value of a parser."""
 
-    def __init__(self, allowed: Range | tuple[str, ...]):
+    def __init__(self, each: flags.ArgumentParser):
         super().__init__()
-        words = not isinstance(allowed, Range)
-        self.each = flags.EnumParser([*allowed]) if words else _Number(allowed)
-        message = f"one of {', '.join(allowed)}" if words else allowed
-        self.syntactic_help = f"a list, each {message}"
+        self.each = each
+        words = f"one of {', '.join(each.enum_values)}" if hasattr(each, "enum_values") else ""
+        self.syntactic_help = f"a list, each {words or each.syntactic_help}"
 
     def parse(self, argument):
         return [self.each.parse(text) for text in super().parse(argument) or [""]]
 
 
-def definer(values: flags.FlagValues, title: str = entry.THIS_COMMAND, **defaults) -> Callable:
-    """`define(kind, name, default, text, *more, **options)`, which defines a flag of `absl.flags`.
+def define_value(values, allowed: flags.ArgumentParser, name: str, default, text: str) -> None:
+    """Defines a flag by what parses it."""
+    if isinstance(allowed, flags.BooleanParser):
+        flags.DEFINE_bool(name, default, text, values)
+    else:
+        flags.DEFINE(allowed, name, default, text, values, flags.ArgumentSerializer())
 
-    A kind is a function of `absl.flags`, such as DEFINE_string; a `Range`, whose numbers the flag
-    takes; or a list of one of those, or of a tuple of words, for lists of these. --help shows the
-    flags below the title. `defaults`, by name, go before the default given to `define`.
-    """
 
-    def define(kind, name, default, text, *more, **options):
-        default = defaults.get(name, default)
-        if isinstance(kind, Range):
-            serializer = flags.ArgumentSerializer()
-            flags.DEFINE(_Number(kind), name, default, text, values, serializer)
-        elif isinstance(kind, list):
-            serializer = flags.CsvListSerializer(",")
-            flags.DEFINE(_Several(*kind), name, default, text, values, serializer)
-        else:
-            kind(name, default, *more, text, flag_values=values, **options)
+def define_list(values, each: flags.ArgumentParser, name: str, default, text: str) -> None:
+    """Defines a flag that takes a list of at least one value of a parser."""
+    serializer = flags.CsvListSerializer(",")
+    flags.DEFINE(_Several(each), name, default, text, values, serializer)
+
+
+@contextlib.contextmanager
+def shown(values: flags.FlagValues, title: str = entry.THIS_COMMAND) -> Iterator[None]:
+    """--help shows the flags that are defined inside below a title."""
+    before = {*values}
+    yield
+    for name in [name for name in values if name not in before]:
         for module in (sys.argv[0], title):  # flags of the program, wherever they are defined
             values.register_key_flag_for_module(module, values[name])
-
-    return define
 
 
 def define(values: flags.FlagValues, *groups: str, **defaults) -> None:
     """Defines groups of flags; `defaults` replaces some defaults, as `task="digits_mlp"`."""
     for group in groups:
-        GROUPS[group](definer(values, f"{entry.GROUP}the {group}", **defaults))
+        with shown(values, f"{entry.GROUP}the {group}"):
+            GROUPS[group](values)
+    for name, default in defaults.items():
+        values.set_default(name, default)
 
 
-def _task(define):
+def _task(values):
     names = ", ".join([*recipes.RECIPES, *TASKS])
-    define(flags.DEFINE_string, "task", "digits", f"what to train on and how: {names}")
-    define(flags.DEFINE_string, "data_dir", None, "where the task's data lie")
+    flags.DEFINE_string("task", "digits", f"what to train on and how: {names}", values)
+    flags.DEFINE_string("data_dir", None, "where the task's data lie", values)
     for name, (choice, tasks) in choices().items():
-        text = choice.text or f"of {', '.join(tasks)}"
-        define(choice.range or KINDS[choice.kind], name, None, text)
+        text = f"of {', '.join(tasks)}"
+        if name in recipes.EVERYWHERE:
+            text = "first examples alone, of every task"
+        define_value(values, choice.parser, name, None, text)
 
 
-def _setting(define):
-    for name, (kind, text, allowed) in base.FIELDS.items():
-        if recipes.kind_of(kind) is tuple:
-            define([allowed], name, None, text)
-        elif isinstance(allowed, Range):
-            define(allowed, name, None, text)
-        else:
-            define(flags.DEFINE_enum, name, None, text, [*allowed])
+def _setting(values):
+    for name, (hint, text, allowed) in base.FIELDS.items():
+        several = typing.get_origin(hint) is tuple
+        (define_list if several else define_value)(values, allowed, name, None, text)
 
 
-def _run(define):
+def _run(values):
     text = "a small network and set in place of the setting's, one seed and rate, some forty steps"
-    define(flags.DEFINE_bool, "tiny", False, text)
+    flags.DEFINE_bool("tiny", False, text, values)
     reads = ["device", "thread", "tfdata"]
-    define(flags.DEFINE_enum, "input", "device", "data that stay there, or are read", reads)
+    flags.DEFINE_enum("input", "device", reads, "data that stay there, or are read", values)
     text = "steps; 0: where a signal asks; about every minute if unset"
-    define(FROM_ZERO, "checkpoint_every", None, text)
-    _output(define)
+    define_value(values, FROM_ZERO, "checkpoint_every", None, text)
+    _output(values)
     text = f"who is given records too, some of {', '.join(TRACKERS)} (extras of these names)"
-    define(flags.DEFINE_list, "track", [], text)
-    _processes(define)
+    flags.DEFINE_list("track", [], text, values)
+    _processes(values)
 
 
-def _output(define):
-    define(flags.DEFINE_string, "output_dir", None, "results/NAME_TASK or results/NAME if unset")
-    define(flags.DEFINE_bool, "overwrite", False, "forget another run in the output folder")
+def _output(values):
+    text = "results/NAME_TASK or results/NAME if unset"
+    flags.DEFINE_string("output_dir", None, text, values)
+    flags.DEFINE_bool("overwrite", False, "forget another run in the output folder", values)
 
 
-def _processes(define):
+def _processes(values):
     unset = "; unset for one process"
     address, number, process = distributed.PROCESSES
     text = f"host:port of process 0; {distributed.AUTO}: what SLURM or a TPU pod tells{unset}"
-    define(flags.DEFINE_string, address, None, text)
-    define(COUNT, number, None, "of the run" + unset)
-    define(FROM_ZERO, process, None, f"0 .. {number} - 1" + unset)
+    flags.DEFINE_string(address, None, text, values)
+    define_value(values, COUNT, number, None, "of the run" + unset)
+    define_value(values, FROM_ZERO, process, None, f"0 .. {number} - 1" + unset)
     text = "seconds after which a process that waits for others, or for a batch, says so and leaves"
-    define(base.WAIT, "timeout", distributed.TIMEOUT, text)
+    define_value(values, base.WAIT, "timeout", distributed.TIMEOUT, text)
 
 
-def _forecast(define):
-    define(flags.DEFINE_bool, "dry_run", False, "print what it would cost, and stop")
-    define(flags.DEFINE_bool, "compile", True, "compile the step in a dry run, to know its memory")
+def _forecast(values):
+    flags.DEFINE_bool("dry_run", False, "print what it would cost, and stop", values)
+    text = "compile the step in a dry run, to know its memory"
+    flags.DEFINE_bool("compile", True, text, values)
     assumed = "assumed by a dry run"
-    define(base.SPEED, "device_teraflops", 50.0, f"per second, {assumed}")
-    define(base.SPEED, "gigabits", 25.0, f"of a worker's link, {assumed}")
+    define_value(values, base.SPEED, "device_teraflops", 50.0, f"per second, {assumed}")
+    define_value(values, base.SPEED, "gigabits", 25.0, f"of a worker's link, {assumed}")
+    for name in ("compile", "device_teraflops", "gigabits"):
+        used = lambda given, flag=values[name]: given["dry_run"] or not flag.present  # noqa: E731
+        text = f"--{name} changes nothing: it is for --dry_run. Leave it out."
+        flags.register_multi_flags_validator([name, "dry_run"], used, text, values)
 
 
 GROUPS = {
@@ -171,7 +159,7 @@ GROUPS = {
 
 def choices() -> dict[str, tuple[recipes.Choice, list[str]]]:
     """{choice: (what it is, the tasks that have it)}, as the tasks' loaders say."""
-    result = {name: (choice, []) for name, choice in recipes.EVERYWHERE.items()}
+    result = {name: (recipes.Choice(COUNT), []) for name in recipes.EVERYWHERE}
     for task, loader in TASKS.items():
         for name, choice in recipes.choices_of(loader).items():
             result.setdefault(name, (choice, []))[1].append(task)
@@ -196,13 +184,13 @@ def setting_from_flags(values: flags.FlagValues) -> tuple[Task, Recipe]:
 
     processes.say(f"Preparing {values.task}: data", file=sys.stderr)
     chosen = given(values, choices())
+    recipes.check_choices(values.task, chosen)
     abstract = "dry_run" in values and values.dry_run  # its group of flags may not be defined
     small = "tiny" in values and values.tiny
     load = functools.partial(recipes.load, values.task, values.data_dir, **chosen)
     task, recipe = load(abstract=abstract or small)
     on_one_device = recipe.run
     recipe = recipe._replace(**recipe_fields(values))
-    base.check_recipe(recipe)
     if small and recipe.run == "mesh":
         recipe = recipe._replace(run=on_one_device)
     if not small:
@@ -244,6 +232,28 @@ def folder_of(values: flags.FlagValues, name: str) -> str:
     return values.output_dir or os.path.join("results", f"{name}_{values.task}{tiny}")
 
 
+def exclude(values: flags.FlagValues) -> None:
+    """Refuses two flags of one command that exclude each other."""
+    for names in EXCLUSIVE:
+        given = [values[name] for name in names]
+        one = lambda _, given=given: sum(flag.present > 0 for flag in given) < 2  # noqa: E731
+        text = "pass only one of them."
+        flags.register_multi_flags_validator(names, one, text, values)
+
+
+def followers() -> dict[str, str]:
+    """{field of a recipe: the flags and words that follow it}, of fields that not all follow."""
+    functions = {kind: {name: row_of(kind, name).reads for name in TABLES[kind]} for kind in PLANS}
+    for flag, table in {"p": P.words, **WORDS}.items():
+        functions[flag] = {word: fields_of(function) for word, function in table.items()}
+    result: dict[str, list[str]] = {}
+    for flag, words in functions.items():
+        for field in dict.fromkeys(field for fields in words.values() for field in fields):
+            able = ", ".join(word for word, fields in words.items() if field in fields)
+            result.setdefault(field, []).append(f"--{flag}={able}")
+    return {field: " or ".join(flags) for field, flags in result.items()}
+
+
 def check_used(values: flags.FlagValues, recipe: Recipe, arms: Iterable, *, study=None) -> None:
     """Refuses a flag that is set and changes nothing for these arms, of a study or a run alone.
 
@@ -255,31 +265,26 @@ def check_used(values: flags.FlagValues, recipe: Recipe, arms: Iterable, *, stud
     read = {name for _, rule, policy in rows for name in (*rule.reads, *policy.reads)}
     if study is not None and study.speeds and study.paced:
         read -= {"echo_factor"}
-    unused = {name: by for name, by in OF_ROWS.items() if name not in read}
-    if study is None or not values["schedule"].present:
-        for name in {name for row in SCHEDULES.values() for name in row.reads}:
-            readers = [word for word, row in SCHEDULES.items() if name in row.reads]
-            if recipe.schedule not in readers:
-                unused[name] = f"--schedule={' and '.join(readers)}"
-    if "ema" not in recipe.average:
-        unused["ema_epochs"] = "--average=ema"
+    for flag, table in WORDS.items():
+        words = getattr(recipe, flag)
+        words = words if isinstance(words, tuple) else (words,)
+        if study is not None and flag == "schedule" and values[flag].present:
+            words = table
+        read |= {name for word in words for name in fields_of(table[word])}
+    unused = {name: by for name, by in followers().items() if name not in read}
     if all(order.deals for order, *_ in rows):
         unused["bound_every"] = "orders of each worker's own units, as cd_grab without --deal"
     if study is None or study.criterion.when != "target":
         unused |= {"target": "echoing and combined", "metric": "echoing and combined --target"}
-    if "dry_run" in values and not values.dry_run:
-        unused |= dict.fromkeys(OF_DRY_RUNS, "--dry_run")
     for name, by in unused.items():
         flag = values[name]
         if flag.present and flag.value != Recipe._field_defaults.get(name):
             raise UserError(
                 f"--{name} is {flag.value} and changes nothing: it is for {by}. Leave it out."
             )
-    for one, other in EXCLUSIVE:
-        if all(name in values and values[name].present for name in (one, other)):
-            both = f"--{one} is {values[one].value} and --{other} is {values[other].value}: "
-            if study is None:
-                raise UserError(f"{both}pass only one of them.")
+    for one, other in EITHER if study is not None else ():
+        if values[one].present and values[other].present:
             from experiments.distributed import processes
 
-            processes.say(f"{both}the first counts.")
+            both = f"--{one} is {values[one].value} and --{other} is {values[other].value}"
+            processes.say(f"{both}: the first counts.")

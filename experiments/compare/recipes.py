@@ -4,34 +4,34 @@ A name of RECIPES or of TASKS is what --task takes; a task by itself brings the 
 """
 
 import inspect
-import types
-import typing
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from absl import flags
+
 from experiments.data import TASKS, base, images, wikitext
-from experiments.data.base import COUNT, Range, Recipe, Task
+from experiments.data.base import COUNT, FINITE, Recipe, Task
 from experiments.trainer.config import sizes_of, total_steps_of
 from syncopate.command import meant
 from syncopate.refusals import UserError
 
 NOT_CHOICES = ("data_dir", "abstract")
+# Choices of every task, which its loader need not have.
+EVERYWHERE = ("num_train", "num_test")
+PARSERS = {  # of choices, by the type of their default
+    int: COUNT,
+    float: FINITE,
+    bool: flags.BooleanParser(),
+    str: flags.ArgumentParser(),
+    type(None): COUNT,
+}
 
 
 class Choice(NamedTuple):
     """What a task lets its users choose."""
 
-    kind: type
-    range: Range | None  # of a number
+    parser: flags.ArgumentParser
     model: str | None = None  # which alone has it; None: all have
-    text: str | None = None  # for people, of EVERYWHERE
-
-
-# Choices of every task, which its loader need not have: its first examples alone.
-EVERYWHERE = {
-    "num_train": Choice(int, COUNT, text="first examples alone, of every task"),
-    "num_test": Choice(int, COUNT, text="first examples alone, of every task"),
-}
 
 
 class Setting(NamedTuple):
@@ -205,27 +205,11 @@ def load(
 
     Args:
       abstract: shapes alone; nothing is read.
-      choices: of the task or of EVERYWHERE, in place of the setting's.
+      choices: of the task or of EVERYWHERE, in place of the setting's; see `check_choices`.
     """
     setting = setting_of(name)
-    loader = TASKS[setting.task]
-    options, asked = choices_of(loader), choices
-    choices = {**setting.choices, **asked}
-    for choice, value in choices.items():
-        if (option := options.get(choice, EVERYWHERE.get(choice))) is None:
-            raise UserError(
-                f"--{choice} is {value}: {setting.task} has no such choice. It has "
-                f"{', '.join(dict.fromkeys([*options, *EVERYWHERE]))}."
-            )
-        if option.range is not None:
-            option.range.check(choice, value)
-        model = choices.get("model", inspect.signature(loader).parameters["model"].default)
-        if choice in asked and option.model not in (None, model):
-            raise UserError(
-                f"--{choice} is {value}: of {setting.task} only --model={option.model} has it, and "
-                f"the model is {model}. Leave it out, or choose that model."
-            )
-    more = {k: choices.pop(k) for k in EVERYWHERE if k in choices and k not in options}
+    loader, choices = TASKS[setting.task], {**setting.choices, **choices}
+    more = {k: choices.pop(k) for k in EVERYWHERE if k in {*choices} - {*choices_of(loader)}}
     task = base.with_first(loader(data_dir, abstract=abstract, **choices), **more)
     given = setting.recipe
     return task, given if isinstance(given, Recipe) else task.recipe._replace(**given)
@@ -244,29 +228,35 @@ def recipe_of(name: str) -> Recipe:
 def choices_of(loader: Callable) -> dict[str, Choice]:
     """A task's choices: its model, and its loader's keyword-only parameters.
 
-    A parameter may be annotated by the range of its numbers and by the model that alone has it, as
+    A parameter may be annotated by what parses it and by the model that alone has it, as
     `width: Annotated[int, COUNT, "mlp"] = 64`.
     """
-    return {
-        name: _choice(parameter)
-        for name, parameter in inspect.signature(loader).parameters.items()
-        if name not in NOT_CHOICES
-        and (parameter.kind is inspect.Parameter.KEYWORD_ONLY or name == "model")
-    }
+    choices = {}
+    for name, p in inspect.signature(loader).parameters.items():
+        if name not in NOT_CHOICES and (p.kind is p.KEYWORD_ONLY or name == "model"):
+            more = getattr(p.annotation, "__metadata__", ())
+            choices[name] = Choice(*(more or [PARSERS[type(p.default)]]))
+    return choices
 
 
-def _choice(parameter: inspect.Parameter) -> Choice:
-    hint = parameter.annotation
-    hint, *more = getattr(hint, "__origin__", hint), *getattr(hint, "__metadata__", ())
-    kind = type(parameter.default) if hint is parameter.empty else kind_of(hint)
-    return Choice(kind, *(more or [{int: COUNT, float: base.FINITE}.get(kind)]))
-
-
-def kind_of(hint) -> type:
-    """int of `int | None`, tuple of `tuple[float, ...]`."""
-    if isinstance(hint, types.UnionType):
-        hint = next(h for h in typing.get_args(hint) if h is not types.NoneType)
-    return typing.get_origin(hint) or hint
+def check_choices(name: str, choices: Mapping) -> None:
+    """Raises ValueError for a choice that a setting's task does not have, or not with its model."""
+    setting = setting_of(name)
+    loader = TASKS[setting.task]
+    options = choices_of(loader)
+    usual = inspect.signature(loader).parameters["model"].default
+    model = {"model": usual, **setting.choices, **choices}["model"]
+    for choice, value in choices.items():
+        if choice not in options and choice not in EVERYWHERE:
+            raise UserError(
+                f"--{choice} is {value}: {setting.task} has no such choice. It has "
+                f"{', '.join(dict.fromkeys([*options, *EVERYWHERE]))}."
+            )
+        if choice in options and options[choice].model not in (None, model):
+            raise UserError(
+                f"--{choice} is {value}: of {setting.task} only --model={options[choice].model} "
+                f"has it, and the model is {model}. Leave it out, or choose that model."
+            )
 
 
 def planned(name: str, **fields) -> tuple[Task, Recipe]:

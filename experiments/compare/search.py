@@ -17,15 +17,15 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from absl import flags as absl_flags
 
 from experiments import files, fingerprints, lock, progress
 from experiments.compare import flags, tiny
-from experiments.compare.arms import Arm, config_of, left_out, plans_of
+from experiments.compare.arms import Arm, arms_of, config_of, left_out, plans_of
 from experiments.compare.cost import dry_run, traffic
-from experiments.compare.study import Study, arms_of
 from experiments.data.base import Recipe, Task
 from experiments.distributed import agreement, devices, processes
 from experiments.report import page, records, statistics
@@ -38,7 +38,7 @@ from syncopate.mesh import platform
 EVERY = 20  # steps between two readings of the clock, of `step_seconds`
 
 
-def run(study: Study, values: absl_flags.FlagValues) -> None:
+def run(study, values: absl_flags.FlagValues) -> None:
     """Runs a study with parsed flags: a dry run, or the search and its report.
 
     Raises:
@@ -55,14 +55,14 @@ def run(study: Study, values: absl_flags.FlagValues) -> None:
         processes.say(text)
     if len(chosen.arms) == 1 and (base := next(iter(study.arms))) not in chosen.arms:
         processes.say(f"{base} is compared too, as the baseline of {values.arms[0]}.")
-        chosen = chosen._replace(arms=arms_of(study, [base, *values.arms]))
+        chosen = chosen._replace(arms=arms_of([base, *values.arms], study.arms, **study.usual))
     folder = flags.folder_of(values, study.name)
     with lock.held(folder):
         _carry_out(study, chosen, task, recipe, folder, values, data)
 
 
-def resolved(study: Study, values: absl_flags.FlagValues) -> tuple[Task, Recipe, Study, Study]:
-    """(task, recipe, the study for them, the same with the arms and speeds of the flags)."""
+def resolved(study, values: absl_flags.FlagValues) -> tuple[Task, Recipe, Any, Any]:
+    """(task, recipe, the Study for them, the same with the arms and speeds of the flags)."""
     study.default(values)
     if values.tiny:
         tiny.shrink_comparison(values)
@@ -71,7 +71,7 @@ def resolved(study: Study, values: absl_flags.FlagValues) -> tuple[Task, Recipe,
     if study.criterion.scalar == statistics.LOSS and task.optimum is not None:
         study = study._replace(criterion=study.criterion._replace(scalar=statistics.ABOVE))
     names = study.arms if values.arms is None else values.arms or [""]
-    chosen = study._replace(arms=arms_of(study, names))
+    chosen = study._replace(arms=arms_of(names, study.arms, **study.usual))
     flags.check_used(values, recipe, (study.arms | chosen.arms).values(), study=study)
     if study.speeds and "speeds" in values:
         chosen = chosen._replace(speeds=tuple(values.speeds))
@@ -88,7 +88,7 @@ def _carry_out(study, chosen, task, recipe, folder, values, data):
         processes.say(f"Stopped and saved: {go_on(values)} continues.")
         sys.exit(128 + stopped)
     if processes.is_first():
-        arms = arms_of(study, [r["arm"] for r in rows])
+        arms = arms_of([r["arm"] for r in rows], study.arms, **study.usual)
         labels = {name: arm.label for name, arm in arms.items()}
         plans = {} if chosen.speeds else sync_plans(arms, task, recipe)
         for name, plan in plans.items():

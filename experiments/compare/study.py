@@ -5,17 +5,16 @@ that of `search`, which needs JAX and is imported when a study runs.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from absl import flags as absl_flags
 
 from experiments import entry
 from experiments.compare import flags
-from experiments.compare.arms import Arm, arm_of
+from experiments.compare.arms import Arm
 from experiments.data.base import COUNT, SECONDS, SLOWNESS
 from experiments.report.statistics import Criterion
-from syncopate.refusals import UserError
 
 
 class Study(NamedTuple):
@@ -42,15 +41,15 @@ class Study(NamedTuple):
 def define_flags(study: Study, values: absl_flags.FlagValues) -> None:
     """Defines the flags of a study: its setting, how it runs, and what is compared."""
     flags.define(values, "task", "setting", "run", "forecast", task=study.recipe)
-    add = flags.definer(values, f"{entry.GROUP}the comparison")
-    text = f"of {', '.join(study.arms)}, or any words, as cd_grab+sketch64+qsr; unset: these"
-    add(absl_flags.DEFINE_list, "arms", None, text)
-    text = "runs per arm at its best rates"
-    add(COUNT, "seeds", study.seeds, text)
-    if study.speeds:
-        add([SLOWNESS], "speeds", [*study.speeds], "R, a load's time in steps")
-        text = "behind the delays; measured if unset; 0: no delay, for loads and steps alone"
-        add(SECONDS, "step_seconds", None, text)
+    with flags.shown(values, f"{entry.GROUP}the comparison"):
+        text = f"of {', '.join(study.arms)}, or any words, as cd_grab+sketch64+qsr; unset: these"
+        absl_flags.DEFINE_list("arms", None, text, values)
+        flags.define_value(values, COUNT, "seeds", study.seeds, "runs per arm at its best rates")
+        if study.speeds:
+            text = "R, a load's time in steps"
+            flags.define_list(values, SLOWNESS, "speeds", [*study.speeds], text)
+            text = "behind the delays; measured if unset; 0: no delay, for loads and steps alone"
+            flags.define_value(values, SECONDS, "step_seconds", None, text)
     study.define(values)
 
 
@@ -63,16 +62,3 @@ def main(study: Study) -> None:
         search.run(study, values)
 
     entry.main(functools.partial(define_flags, study), run, defaults=flags.defaults)
-
-
-def arms_of(study: Study, names: Iterable[str]) -> dict[str, Arm]:
-    """The arms of these names: the study's own first, in its order, then others by their words."""
-    names, others = dict.fromkeys(names), {}
-    for name in names:
-        if name not in study.arms:
-            try:
-                others[name] = arm_of(name, **study.usual)
-            except UserError as error:
-                listed = ", ".join(study.arms)
-                raise UserError(f"--arms has {name!r}, none of {listed}: {error}") from error
-    return {name: arm for name, arm in study.arms.items() if name in names} | others

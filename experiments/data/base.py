@@ -6,51 +6,56 @@ from collections.abc import Callable, Iterable
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
+from absl import flags
 
+from experiments.data.averages import AVERAGES
 from experiments.data.metrics import METRICS
+from experiments.data.optimizers import OPTIMIZERS
 from experiments.data.schedules import SCHEDULES
 from syncopate.refusals import UserError, inside
 
 
-class Range(NamedTuple):
-    """Numbers of one kind in an interval, such as "[0, 1)"; nan is in none."""
+class Real(flags.FloatParser):
+    """Numbers in an interval such as "(0, 1]", without NaN, which `flags.FloatParser` takes."""
 
-    kind: type  # int or float
-    interval: str
+    def __init__(self, interval: str):
+        super().__init__()
+        self.interval, self.syntactic_help = interval, f"a number in {interval}"
 
-    def __contains__(self, number) -> bool:
-        is_inside = inside(number, self.interval)
-        return is_inside and (self.kind is float or number == int(number))
-
-    def __str__(self) -> str:
-        return f"a {'whole ' * (self.kind is int)}number in {self.interval}"
-
-    def check(self, name: str, number) -> None:
-        """Raises ValueError, naming the flag, for a number outside."""
-        if number not in self:
-            raise UserError(f"--{name} is {number}: pass {self}.")
+    def is_outside_bounds(self, val: float) -> bool:
+        return not inside(val, self.interval)
 
 
-COUNT = Range(int, "[1, 2147483647]")  # int32, as steps and units are counted on the devices
-FROM_ZERO = Range(int, "[0, 2147483647]")
-SEED = Range(int, "[0, 4294967295]")  # a larger one would be taken modulo 2^32
-SHARE = Range(float, "[0, 1]")
-MOMENTUM = Range(float, "[0, 0.9999999]")  # below 1 in float32 too
-FACTOR = Range(float, "(0, 1]")
-POSITIVE = Range(float, "(0, inf)")
-FINITE = Range(float, "(-inf, inf)")
-EPOCHS = Range(float, "(0, 2147483647]")
-FLOAT32 = "3.4028235e38]"  # its largest number, in which steps compute
-RATE = Range(float, f"(0, {FLOAT32}")
-DECAY = Range(float, f"[0, {FLOAT32}")
+MOST = 2**31 - 1  # int32, as steps and units are counted on the devices
+COUNT, FROM_ZERO = flags.IntegerParser(1, MOST), flags.IntegerParser(0, MOST)
+SEED = flags.IntegerParser(0, 2**32 - 1)  # a larger one would be taken modulo 2^32
+SHARE, FACTOR = Real("[0, 1]"), Real("(0, 1]")
+MOMENTUM = Real("[0, 0.9999999]")  # below 1 in float32 too
+POSITIVE, FINITE = Real("(0, inf)"), Real("(-inf, inf)")
+EPOCHS = Real("(0, 2147483647]")
+# Up to the largest number of float32, in which steps compute.
+RATE, DECAY = Real("(0, 3.4028235e38]"), Real("[0, 3.4028235e38]")
 # In seconds and in steps: the longest wait of a timer is 9.2e9 seconds.
-SECONDS, WAIT = Range(float, "[0, 10000000]"), Range(float, "[1, 10000000]")
-STEPS, SLOWNESS = Range(float, "[0, 1000000]"), Range(float, "(0, 1000000]")
-SPEED = Range(float, "[0.001, inf)")  # in Gb/s or teraflops
+SECONDS, WAIT = Real("[0, 10000000]"), Real("[1, 10000000]")
+STEPS, SLOWNESS = Real("[0, 1000000]"), Real("(0, 1000000]")
+SPEED = Real("[0.001, inf)")  # in Gb/s or teraflops
+
+
+def check(name: str, value, allowed: flags.ArgumentParser) -> None:
+    """Raises ValueError, naming the flag, for a value that it would not take."""
+    try:
+        allowed.parse(value)
+    except (TypeError, ValueError) as error:
+        rule = f"pass {allowed.syntactic_help}" if allowed.syntactic_help else error
+        raise UserError(f"--{name} is {value}: {rule}.") from error
+
+
+def words(table: Iterable[str]) -> flags.EnumParser:
+    return flags.EnumParser([*table])
 
 
 class Recipe(NamedTuple):
-    """The setting of a run, in any study. Every field is a flag, with this text and range."""
+    """The setting of a run, in any study. Every field is a flag, with this text and parser."""
 
     workers: Annotated[int, "number of workers, W", COUNT]
     units_per_step: Annotated[int, "units per worker and step, B", COUNT]
@@ -58,12 +63,10 @@ class Recipe(NamedTuple):
     learning_rates: Annotated[tuple[float, ...], "peak rates; each arm takes its own best", RATE]
     epochs: Annotated[int | None, "epochs without echoing; or total_steps", COUNT] = None
     total_steps: Annotated[int | None, "number of steps, T; or epochs", COUNT] = None
-    optimizer: Annotated[
-        str, "optimizer of every worker", ("momentum", "adamw", "muon", "muon_valley")
-    ] = "momentum"
+    optimizer: Annotated[str, "optimizer of every worker", words(OPTIMIZERS)] = "momentum"
     momentum: Annotated[float, "momentum of SGD, b1 of AdamW", MOMENTUM] = 0.9
     weight_decay: Annotated[float, "weight decay of the optimizer", DECAY] = 0.0
-    schedule: Annotated[str, "learning rate schedule after the warmup", tuple(SCHEDULES)] = (
+    schedule: Annotated[str, "learning rate schedule after the warmup", words(SCHEDULES)] = (
         "constant"
     )
     warmup_steps: Annotated[int, "steps of learning rate warmup", FROM_ZERO] = 0
@@ -78,19 +81,21 @@ class Recipe(NamedTuple):
     evaluate_every: Annotated[int | None, "steps between them; or evaluations", COUNT] = None
     bound_every: Annotated[int, "epochs between herding bounds; 0 for none", FROM_ZERO] = 0
     average: Annotated[
-        tuple[str, ...], "averages of the weights, measured too", ("epoch", "ema", "swa")
+        tuple[str, ...], "averages of the weights, measured too", words(AVERAGES)
     ] = ()
     ema_epochs: Annotated[
         tuple[float, ...], "time constants of --average=ema, one average each", EPOCHS
     ] = (0.5,)
-    metric: Annotated[str, "test metric of the target", tuple(METRICS)] = "accuracy"
+    metric: Annotated[str, "test metric of the target", words(METRICS)] = "accuracy"
     target: Annotated[float | None, "metric to reach on both test halves", FINITE] = None
     run: Annotated[
-        str, "vmap or turns: workers share a device; mesh: a device each", ("vmap", "turns", "mesh")
+        str,
+        "vmap or turns: workers share a device; mesh: a device each",
+        words(["vmap", "turns", "mesh"]),
     ] = "vmap"
 
 
-FIELDS = {  # of a recipe: (type, what it is, its range or words)
+FIELDS = {  # of a recipe: (type, what it is, what parses it or each of several)
     name: (hint.__origin__, *hint.__metadata__)
     for name, hint in typing.get_type_hints(Recipe, include_extras=True).items()
 }
@@ -121,8 +126,8 @@ def check_recipe(recipe: Recipe) -> None:
     for name, (_, _, allowed) in FIELDS.items():
         value = getattr(recipe, name)
         for number in value if isinstance(value, tuple) else (value,):
-            if isinstance(allowed, Range) and number is not None:
-                allowed.check(name, number)
+            if number is not None:
+                check(name, number, allowed)
 
 
 def network(kind: str, **sizes):

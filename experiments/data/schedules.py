@@ -1,10 +1,14 @@
-"""Schedules of the learning rate, one row each: how a schedule is made, and which fields it reads.
+"""Schedules of the learning rate, one row each, which is all that `--schedule` needs.
 
-A row is all that `--schedule` needs; JAX is imported where a schedule is made, after the flags.
+    (steps of the warmup, steps after it, loads of an epoch, fields of a recipe by keyword)
+        -> step after the warmup -> a factor of the peak rate
+
+JAX is imported where a schedule is made, after the flags.
 """
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+
+from experiments.data.fields import called
 
 if TYPE_CHECKING:
     import optax
@@ -12,61 +16,55 @@ if TYPE_CHECKING:
 COOLING, CYCLES, LEAST = 0.4, 4, 0.05  # share of a run; at its end; of the peak rate
 
 
-class Schedule(NamedTuple):
-    """A row of `SCHEDULES`."""
-
-    # (recipe, steps after the warmup, loads of `decay_every`) -> a factor of the peak rate
-    make: Callable
-    reads: tuple[str, ...] = ()  # fields of a recipe that change it
-
-
 def schedule(recipe, total_steps: int, loads_per_epoch: int) -> "optax.Schedule":
     """The learning rate over a run as a factor of its peak: a linear warmup, then the named one."""
     import optax
 
-    warmup, every = recipe.warmup_steps, max(1, round(recipe.decay_every * loads_per_epoch))
-    after = SCHEDULES[recipe.schedule].make(recipe, total_steps - warmup, every)
+    warmup = recipe.warmup_steps
+    lengths = warmup, total_steps - warmup, loads_per_epoch
+    after = called(SCHEDULES[recipe.schedule], recipe, *lengths)
     if not warmup:
         return after
     return optax.join_schedules([optax.linear_schedule(0.0, 1.0, warmup), after], [warmup])
 
 
-def constant(recipe, steps, every):
+def constant(warmup, steps, epoch):
     import optax
 
-    del recipe, steps, every
     return optax.constant_schedule(1.0)
 
 
-def cosine(recipe, steps, every):
+def cosine(warmup, steps, epoch, *, floor):
     import optax
 
-    del every
-    return optax.cosine_decay_schedule(1.0, steps, recipe.floor)
+    return optax.cosine_decay_schedule(1.0, steps, floor)
 
 
-def linear(recipe, steps, every):
+def linear(warmup, steps, epoch, *, floor):
     import optax
 
-    del every
-    return optax.linear_schedule(1.0, recipe.floor, steps)
+    return optax.linear_schedule(1.0, floor, steps)
 
 
-def staircase(recipe, steps, every):
+def _loads(epochs, epoch) -> int:
+    return max(1, round(epochs * epoch))
+
+
+def staircase(warmup, steps, epoch, *, decay_every, decay_factor):
     """Falls count from the run's first step; within the warmup they take effect at its end."""
     import optax
 
-    warmup = recipe.warmup_steps
-    falls = dict.fromkeys(range(every, warmup + steps, every), recipe.decay_factor)
+    every = _loads(decay_every, epoch)
+    falls = dict.fromkeys(range(every, warmup + steps, every), decay_factor)
     stairs = optax.piecewise_constant_schedule(1.0, falls)
     return lambda t: stairs(t + warmup)
 
 
-def cycles(recipe, steps, every):
+def cycles(warmup, steps, epoch, *, decay_every):
     """Constant, then linear to 0 over 40 %; of the last four times `every` each is a cosine."""
     import jax.numpy as jnp
 
-    del recipe
+    every = _loads(decay_every, epoch)
     last = max(0, steps - CYCLES * every)
 
     def at(t):
@@ -79,9 +77,9 @@ def cycles(recipe, steps, every):
 
 
 SCHEDULES = {
-    "constant": Schedule(constant),
-    "cosine": Schedule(cosine, ("floor",)),
-    "linear": Schedule(linear, ("floor",)),
-    "step": Schedule(staircase, ("decay_every", "decay_factor")),
-    "cycles": Schedule(cycles, ("decay_every",)),
+    "constant": constant,
+    "cosine": cosine,
+    "linear": linear,
+    "step": staircase,
+    "cycles": cycles,
 }

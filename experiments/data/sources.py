@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.data.base import COUNT, need_file
+from experiments.data.base import COUNT, check, need_file
 from syncopate.refusals import UserError
 
 # Further flags of the command that prepares a set, for archives that need a registration.
@@ -112,7 +112,7 @@ class ImageSource:
     epoch: int = 0
 
     def __post_init__(self):
-        COUNT.check("size", self.size)
+        check("size", self.size, COUNT)
 
     def __len__(self) -> int:
         return len(self.examples)

@@ -62,7 +62,7 @@ def windows(tokens: np.ndarray, length: int) -> dict:
     x is a window of the text, and y the window one token later. Windows do not overlap; an
     incomplete last one is dropped.
     """
-    COUNT.check("length", length)
+    base.check("length", length, COUNT)
     number = (len(tokens) - 1) // length
     if number < 1:
         raise UserError(
@@ -128,7 +128,7 @@ class Recut:
 
 def abstract_windows(num_tokens: int, length: int) -> dict:
     """The shapes of `windows` for a text of `num_tokens` tokens."""
-    COUNT.check("length", length)
+    base.check("length", length, COUNT)
     window = ((length,), np.int32)
     return base.abstract_set((num_tokens - 1) // length, x=window, y=window)
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.data.base import SEED, Recipe, Task, check_recipe
+from experiments.data.base import SEED, Recipe, Task, check, check_recipe
 from syncopate.refusals import UserError
 
 EXAMPLES, UNITS = "examples", "units"  # of the whole training set
@@ -145,7 +145,7 @@ def num_params(model) -> int:
 
 def seed_of(seed: int) -> np.uint32:
     """A seed of 32 bits; ValueError for another, which JAX would take modulo 2^32."""
-    SEED.check("seed", seed)
+    check("seed", seed, SEED)
     return np.uint32(seed)
 
 

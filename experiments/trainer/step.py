@@ -15,10 +15,10 @@ import optax
 import local_opt
 import models
 import ordering
+from experiments.data import optimizers
+from experiments.data.averages import Averages, averages_of
 from experiments.data.base import Recipe, Task
 from experiments.data.scores import scores_of
-from experiments.trainer import optimizers
-from experiments.trainer.averages import Averages, averages_of
 from experiments.trainer.config import (
     EXAMPLES,
     OrderSetting,

@@ -12,9 +12,10 @@ import models
 from benchmarks.hlo import collectives_of
 from experiments import train
 from experiments.compare import cost
-from experiments.compare.arms import COMPRESSORS, row_of
+from experiments.compare.arms import Arm, row_of
 from experiments.compare.cost import dry_run, order_traffic, shapes_of
-from experiments.compare.study import Arm, Study
+from experiments.compare.rows import COMPRESSORS
+from experiments.compare.study import Study
 from experiments.data import Recipe, Task
 from experiments.data.base import abstract_set
 from experiments.distributed.devices import worker_mesh
@@ -112,7 +113,7 @@ def test_a_dry_run_covers_every_arm():
         "constant": Arm("constant H", "rr", "constant"),
         "all": Arm("all three", "cd_grab", "constant", "fixed"),
     }
-    text = dry_run(task(), RECIPE, study_of(arms), parsed(train, "--nocompile"))
+    text = dry_run(task(), RECIPE, study_of(arms), parsed(train, "--dry_run", "--nocompile"))
     assert re.search(r"\| parameters +\| 650 \(2.6 kB\)", text)
     assert re.search(r"\| training examples +\| 322 ", text) and "| loss 0.5 " in text
     rows = dict(zip(arms, rows_of(text.split("\n\n")[1]), strict=True))

@@ -10,7 +10,8 @@ import sys
 import pytest
 
 from experiments import cd_grab, echoing, qsr, slowrun
-from experiments.compare import flags, search, study, tiny
+from experiments.compare import flags, search, tiny
+from experiments.compare.arms import arms_of
 from experiments.report import records
 from experiments.trainer import config
 from tests import commands
@@ -93,7 +94,7 @@ def test_a_preset_has_the_published_network_and_batch_and_tiny_makes_it_small(na
     if examples:
         assert recipe.workers * recipe.units_per_step * recipe.unit_size == examples
     arms = parsed(path).arms or [*ENTRYPOINTS[entrypoint(name)].STUDY.arms]
-    assert set(arms) == set(study.arms_of(ENTRYPOINTS[entrypoint(name)].STUDY, arms))
+    assert set(arms) == set(arms_of(arms, ENTRYPOINTS[entrypoint(name)].STUDY.arms))
     small_task, small = setting_of(path, "--tiny")
     assert config.size_of(small_task.train) == 512
     assert config.num_params(small_task.model) <= max(10**6, parameters)

@@ -6,8 +6,9 @@ import types
 import numpy as np
 
 from experiments.compare import search
+from experiments.compare.arms import Arm
 from experiments.compare.search import Run
-from experiments.compare.study import Arm, Study
+from experiments.compare.study import Study
 from experiments.data import TASKS
 from experiments.report import statistics
 from experiments.report.statistics import Criterion

@@ -8,7 +8,7 @@ import pytest
 
 from experiments import cd_grab
 from experiments.compare import flags, recipes, search
-from experiments.compare.arms import ORDERS
+from experiments.compare.arms import row_of
 from experiments.report import tables
 from experiments.trainer import loop, measure
 from tests import commands, little_run
@@ -93,7 +93,8 @@ def test_nothing_is_compiled_after_the_start(order, sync, mesh, monkeypatch):
     if mesh:  # read, in chunks of two sizes
         monkeypatch.setattr(measure, "CHUNK", 30)
         task = task._replace(train=Examples(task.train))
-    scalars = measure.scalars_of(task, setting._replace(bound_every=3))(program, ORDERS[order])
+    of = measure.scalars_of(task, setting._replace(bound_every=3))
+    scalars = of(program, row_of("order", order))
     with compilations() as compiled:
         records = little_run.trained(program, little_run.plans_of(sync), scalars=scalars)[1]
     assert not compiled and {"train/loss", "test/accuracy", "bound/l2"} <= records[-1].keys()

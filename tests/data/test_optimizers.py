@@ -7,8 +7,7 @@ import optax
 import pytest
 from optax import contrib
 
-from experiments.data import Recipe, schedules
-from experiments.trainer import optimizers
+from experiments.data import Recipe, optimizers, schedules
 from syncopate.schedules import evaluate_schedule
 
 STEPS = 40

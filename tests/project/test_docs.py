@@ -12,7 +12,7 @@ import types
 import pytest
 import yaml
 
-from experiments.compare.arms import TABLES
+from experiments.compare.rows import TABLES
 from tests import commands
 from tests.additions import ADDITIONS
 from tests.installed import module_of

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import graphlib
 import pathlib
 import re
 
@@ -62,6 +63,17 @@ def test_imports_go_down():
             if other != here and LEVEL.get(other, -1) >= LEVEL[here]:
                 wrong.append(f"{name} imports {module}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_no_two_files_import_each_other():
+    """By any way, and also where a function imports; packages' own `__init__` aside."""
+    names = {str(path.relative_to(ROOT)).removesuffix(".py"): path for path in files(*PACKAGES)}
+    names = {name.removesuffix("/__init__"): path for name, path in names.items()}
+    graph = {}
+    for name, path in names.items():
+        modules = {m if m in names else m.rpartition("/")[0] for m in imported(path)}
+        graph[name] = {m for m in modules if m in names and not f"{name}/".startswith(f"{m}/")}
+    graphlib.TopologicalSorter(graph).prepare()  # CycleError names the files
 
 
 def test_one_file_imports_what_jax_does_not_promise_to_keep():

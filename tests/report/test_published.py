@@ -9,7 +9,7 @@ import pytest
 
 from experiments import combined, slowrun
 from experiments.compare import cost
-from experiments.compare.study import arms_of
+from experiments.compare.arms import arms_of
 from experiments.report import archive, tables
 from tests import commands
 
@@ -92,7 +92,7 @@ def test_the_commands_of_a_record_exist_or_name_their_commit_and_have_its_seeds(
         _, _, name, *arguments = shlex.split(line.replace("--data_dir=DIR", ""))
         module = importlib.import_module(name)
         asked = commands.parsed(module, *arguments).arms or [*module.STUDY.arms]
-        assert [*arms_of(module.STUDY, asked)]
+        assert [*arms_of(asked, module.STUDY.arms, **module.STUDY.usual)]
     seeds = 1 + max(row["seed"] for row in archive.rows_of(path.parent))
     named = [int(n) for line in lines for n in re.findall(r"(?<=--seeds=)\d+|\d+(?= seeds)", line)]
     assert seeds in named or seeds <= 5 and len(named) < len(lines)  # of a study's own default

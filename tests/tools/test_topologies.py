@@ -24,9 +24,8 @@ from benchmarks.topologies import (
     slice_of,
 )
 from experiments import train
-from experiments.compare.arms import row_of
+from experiments.compare.arms import Arm, row_of
 from experiments.compare.cost import order_traffic, shapes_of
-from experiments.compare.study import Arm
 from experiments.distributed.devices import worker_mesh
 from tests.commands import parsed
 from tests.compare.test_cost import RECIPE, WORKERS, study_of, task

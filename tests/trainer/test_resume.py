@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 import local_opt
-from experiments.compare.arms import TABLES, row_of
+from experiments.compare.arms import row_of
+from experiments.compare.rows import TABLES
 from experiments.distributed import processes
 from experiments.trainer import checkpoint, loop, pipeline, run
 from ordering.echo import EchoPlan, adaptive

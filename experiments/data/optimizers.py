@@ -1,26 +1,34 @@
-"""Optimizers without their learning rate, one row each."""
+"""Optimizers without their learning rate, one row each, which is all that `--optimizer` needs.
 
-import jax
-import jax.numpy as jnp
-import optax
-from optax import contrib
+JAX is imported where an optimizer is made, after the flags.
+"""
 
-from experiments.data.base import Recipe
+from typing import TYPE_CHECKING
+
+from experiments.data.fields import called
+
+if TYPE_CHECKING:
+    import optax
 
 OTHERS = 0.1  # of Muon's rate, with which AdamW trains what is no matrix of a layer
 VALLEY = (2 / 15, 1.0), (8 / 15, 1 / 8), (1.0, 0.93 / 0.8)  # share of a run, of the weight decay
 
 
-def _momentum(decay: float, momentum: float) -> tuple:
-    decays = [optax.add_decayed_weights(decay)] * bool(decay)
+def sgd(*, weight_decay: float, momentum: float) -> tuple:
+    import optax
+
+    decays = [optax.add_decayed_weights(weight_decay)] * bool(weight_decay)
     return *decays, *[optax.trace(momentum)] * bool(momentum)
 
 
-def _adamw(decay: float, momentum: float) -> tuple:
-    return optax.scale_by_adam(b1=momentum), *[optax.add_decayed_weights(decay)] * bool(decay)
+def adamw(*, weight_decay: float, momentum: float) -> tuple:
+    import optax
+
+    decays = [optax.add_decayed_weights(weight_decay)] * bool(weight_decay)
+    return optax.scale_by_adam(b1=momentum), *decays
 
 
-def _muon(decay: float, momentum: float, share=lambda at: 1.0) -> tuple:
+def muon(share=lambda at: 1.0, *, weight_decay: float, momentum: float) -> tuple:
     """Muon of the layers' matrices; AdamW of embeddings, and of vectors without weight decay.
 
     Matrices of an attention may have three axes: to or from heads of some width.
@@ -28,6 +36,9 @@ def _muon(decay: float, momentum: float, share=lambda at: 1.0) -> tuple:
     Args:
       share: of the weight decay, at a share of the run.
     """
+    import jax
+    import optax
+    from optax import contrib
 
     def kind(path, p):
         named = path[-1] == jax.tree_util.DictKey("kernel")
@@ -38,13 +49,13 @@ def _muon(decay: float, momentum: float, share=lambda at: 1.0) -> tuple:
         return contrib.MuonDimensionNumbers(tuple(range(split)), tuple(range(split, p.ndim)))
 
     dimensions = lambda tree: jax.tree_util.tree_map_with_path(axes, tree)  # noqa: E731
-    muon = contrib.muon(-1.0, beta=momentum, muon_weight_dimension_numbers=dimensions)
+    matrices = contrib.muon(-1.0, beta=momentum, muon_weight_dimension_numbers=dimensions)
 
     def decayed(updates, state, params, *, at=None, **extra):
         del extra
 
         def of(u, p):
-            return u + (decay * share(at) * p).astype(u.dtype) if p.ndim > 1 else u
+            return u + (weight_decay * share(at) * p).astype(u.dtype) if p.ndim > 1 else u
 
         return jax.tree.map(of, updates, params), state
 
@@ -57,37 +68,37 @@ def _muon(decay: float, momentum: float, share=lambda at: 1.0) -> tuple:
         falling,
         optax.scale(OTHERS),
     )
-    watched = optax.chain(optax.GradientTransformation(moment.init, watch), muon, falling)
+    watched = optax.chain(optax.GradientTransformation(moment.init, watch), matrices, falling)
     label = lambda params: jax.tree_util.tree_map_with_path(kind, params)  # noqa: E731
     return (optax.partition({"muon": watched, "adam": adam}, label),)
 
 
-def _muon_valley(decay: float, momentum: float) -> tuple:
+def muon_valley(*, weight_decay: float, momentum: float) -> tuple:
     """Muon with a weight decay that is held, falls to an eighth, and rises to 7/6 of itself."""
+    import jax.numpy as jnp
+
     places, shares = zip((0.0, 1.0), *VALLEY, strict=True)
-    return _muon(decay, momentum, lambda at: jnp.interp(at, jnp.array(places), jnp.array(shares)))
+    share = lambda at: jnp.interp(at, jnp.array(places), jnp.array(shares))  # noqa: E731
+    return muon(share, weight_decay=weight_decay, momentum=momentum)
 
 
-# (weight decay, momentum) -> transformations; the learning rate is whoever's trains.
-OPTIMIZERS = {
-    "momentum": _momentum,
-    "adamw": _adamw,
-    "muon": _muon,
-    "muon_valley": _muon_valley,
-}
+# Fields of a recipe -> transformations; the learning rate is whoever's trains.
+OPTIMIZERS = {"momentum": sgd, "adamw": adamw, "muon": muon, "muon_valley": muon_valley}
 
 
-def inner(recipe: Recipe) -> optax.GradientTransformationExtraArgs:
+def inner(recipe) -> "optax.GradientTransformationExtraArgs":
     """The optimizer of one worker.
 
     Its learning rate comes with every step, as the extra argument `rate`, and so does the share of
     the run that is over, as `at`: one compiled step serves all schedules and lengths of runs.
     """
+    import jax
+    import optax
 
     def scale(updates, state, params=None, *, rate, **extra):
         del params, extra
         return jax.tree.map(lambda u: (-rate * u).astype(u.dtype), updates), state
 
-    transforms = OPTIMIZERS[recipe.optimizer](recipe.weight_decay, recipe.momentum)
+    transforms = called(OPTIMIZERS[recipe.optimizer], recipe)
     start = lambda params: optax.EmptyState()  # noqa: E731
     return optax.chain(*transforms, optax.GradientTransformationExtraArgs(start, scale))

@@ -5,15 +5,14 @@
 with the weights x_t after t steps and their syncs. A row of AVERAGES gives the shares s_t. They are
 the same on all workers, so that the mean of the workers' averages is the average of their mean.
 Step t + 1 adds x_t, as only then it is known, and an evaluation after t steps adds it to a copy.
+The words of `--average` are those of the table; JAX is imported after the flags.
 """
 
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
-import optax
+from experiments.data.fields import called
 
 LATE = 4  # epochs of "swa"
 
@@ -26,6 +25,8 @@ def _epoch(t, steps: int, total: int):
 
 def _ema(t, steps: int, total: int, *, epochs: float):
     """An exponential moving average, debiased, whose time constant is in epochs."""
+    import jax.numpy as jnp
+
     del total
     decay = -1 / (epochs * steps)
     return jnp.expm1(decay) / jnp.expm1(decay * t)
@@ -33,17 +34,19 @@ def _ema(t, steps: int, total: int, *, epochs: float):
 
 def _swa(t, steps: int, total: int):
     """The mean of the weights at the last four epochs' ends, weighed by 1, 2, 3 and 4."""
+    import jax.numpy as jnp
+
     late = t // steps - jnp.maximum(0, total // steps - LATE)  # 1 at the end of the first of them
     return jnp.where(late < 1, 1.0, jnp.where(t % steps == 0, 2 / (late + 1), 0.0))
 
 
-# Time constants of "ema" -> {name: (t >= 1, steps of an epoch, steps of the run) -> s_t}. An epoch
-# has as many steps as loads: with echoing it is as many steps, which take fewer loads.
-AVERAGES = {
-    "epoch": lambda epochs: {"epoch": _epoch},
-    "ema": lambda epochs: {f"ema_{e:g}": functools.partial(_ema, epochs=e) for e in epochs},
-    "swa": lambda epochs: {"swa": _swa},
-}
+def _emas(*, ema_epochs):
+    return {f"ema_{e:g}": functools.partial(_ema, epochs=e) for e in ema_epochs}
+
+
+# Fields of a recipe -> {name: (t >= 1, steps of an epoch, steps of the run) -> s_t}. An epoch has
+# as many steps as loads: with echoing it is as many steps, which take fewer loads.
+AVERAGES = {"epoch": lambda: {"epoch": _epoch}, "ema": _emas, "swa": lambda: {"swa": _swa}}
 
 
 class Averages(NamedTuple):
@@ -55,9 +58,13 @@ class Averages(NamedTuple):
 
 def averages_of(recipe, *, steps: int) -> Averages:
     """Those that a recipe asks for, of epochs of this many loads."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
     shares = {}
     for name in recipe.average:
-        shares |= AVERAGES[name](recipe.ema_epochs)
+        shares |= called(AVERAGES[name], recipe)
 
     def init(params):
         wide = lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32))  # noqa: E731

@@ -9,8 +9,9 @@ import optax
 import pytest
 
 from experiments import files
-from experiments.trainer import measure, optimizers
-from experiments.trainer.averages import AVERAGES
+from experiments.data import optimizers
+from experiments.data.averages import AVERAGES
+from experiments.trainer import measure
 from tests import reference
 from tests.commands import SHORT, records, train_run
 from tests.little_run import PER_STEP, STEPS, UNITS, built, plans_of, trained
@@ -99,7 +100,7 @@ def test_optimizers_know_which_share_of_the_run_is_over(sync, steps, monkeypatch
         return jax.tree.map(lambda g: jax.numpy.full_like(g, at), grads), state
 
     row = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), moved)
-    monkeypatch.setitem(optimizers.OPTIMIZERS, "momentum", lambda decay, momentum: (row,))
+    monkeypatch.setitem(optimizers.OPTIMIZERS, "momentum", lambda: (row,))
     program = built.__wrapped__("rr", sync)
     plans = plans_of(sync, "none", total_steps=2 * STEPS, warmup_steps=0, schedule="constant")
     outcome, _ = trained(program, plans, evaluate_at=[])
