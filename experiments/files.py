@@ -149,9 +149,9 @@ def load_lines(lines: Iterable[bytes], path: str | os.PathLike) -> list[dict]:
     """The objects in the lines of a file, one each; ValueError, which names the line, if not so."""
     lines = [*lines]
     with contextlib.suppress(ValueError, RecursionError):
-        found = [*map(json.loads, map(bytes.decode, lines))]
-        if {*map(type, found)} <= {dict}:
-            return found
+        values = [*map(json.loads, map(bytes.decode, lines))]
+        if {*map(type, values)} <= {dict}:
+            return values
     return [loads(line, f"line {n} of {str(path)!r}") for n, line in enumerate(lines, 1)]
 
 
