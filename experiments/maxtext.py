@@ -53,7 +53,7 @@ def gigabits_of(path: str, limit) -> float | None:
         bits = float(parts[1]) * UNITS[parts[2] or "bit"] if parts else float("nan")
     except (KeyError, ValueError):
         bits = float("nan")
-    if SPEED.is_outside_bounds(bits / 1e9):
+    if bits / 1e9 not in SPEED:
         raise UserError(
             f"dcn_bandwidth_limit is {limit!r} in {path}: a rate such as 10gbit is wanted, "
             f"{SPEED.syntactic_help} in gbit. {HINT}"

@@ -7,8 +7,8 @@ output    where results are written: --output_dir, --overwrite
 processes which processes it has
 forecast  --dry_run and its assumptions
 
-The flags of the three decisions are defined by `arms.define_decisions`. A number is parsed by absl
-with its bounds, and by `base.Real` where bounds are not in an interval or nan is no number.
+The flags of the three decisions are defined by `arms.define_decisions`. Numbers are parsed by absl,
+with bounds; `base.Real` refuses nan, too.
 """
 
 import contextlib
@@ -58,6 +58,8 @@ def define_value(values, allowed: flags.ArgumentParser, name: str, default, text
     """Defines a flag by what parses it."""
     if isinstance(allowed, flags.BooleanParser):
         flags.DEFINE_bool(name, default, text, values)
+    elif isinstance(allowed, flags.EnumParser):
+        flags.DEFINE_enum(name, default, allowed.enum_values, text, values)
     else:
         flags.DEFINE(allowed, name, default, text, values, flags.ArgumentSerializer())
 

@@ -22,8 +22,17 @@ class Real(flags.FloatParser):
         super().__init__()
         self.interval, self.syntactic_help = interval, f"a number in {interval}"
 
-    def is_outside_bounds(self, val: float) -> bool:
-        return not inside(val, self.interval)
+    def parse(self, argument: str | float) -> float:
+        try:
+            number = self.convert(argument)
+        except ValueError:
+            number = float("nan")
+        if number not in self:
+            raise UserError(f"pass {self.syntactic_help}")
+        return number
+
+    def __contains__(self, number: float) -> bool:
+        return inside(number, self.interval)
 
 
 MOST = 2**31 - 1  # int32, as steps and units are counted on the devices

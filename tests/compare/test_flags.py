@@ -36,6 +36,7 @@ def test_every_field_of_a_recipe_is_a_flag_with_help():
     values = parsed(train)
     for name in set(Recipe._fields) - {"evaluations"}:
         assert values[name].value is None and values[name].help
+    assert "<momentum|adamw|muon|muon_valley>" in values["optimizer"].help
     kinds = {"workers": int, "h_base": int, "growth": float, "horizon": int, "target": float}
     for name, kind in kinds.items():
         assert values[name].flag_type() == kind.__name__

@@ -102,7 +102,7 @@ BAD = ("experiments.slow_sde", "--output_dir=/dev/null/x", "--rates=1", "--repet
             "Error: a file of flags cannot be read: 'utf-8'",
             [*BAD, f"--flagfile={sys.executable}"],
         ),
-        (1, "Error: flag --rates=nan: nan is not a number in [0.001, 1]", [*BAD, "--rates=nan"]),
+        (1, "Error: flag --rates=nan: pass a number in [0.001, 1]", [*BAD, "--rates=nan"]),
         (1, "Error: --worker is no flag. Did you mean --workers?", [*BAD, "--worker=3"]),
         (
             1,

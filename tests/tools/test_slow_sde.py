@@ -109,7 +109,7 @@ def test_the_experiment_writes_tables_and_a_page(tmp_path, capsys, monkeypatch):
     for period, rule in zip((1, 4, 10, 50), RULES.values(), strict=True):
         assert rule.plan(0.1, 400) == local_opt.constant(period, total_steps=400)
     for wrong in ("--rates=0.1,fast", "--rates=0.1,1e-9", "--repetitions=1000000000"):
-        with pytest.raises(flags.Error, match=f"{wrong}: pass a .*number in"):
+        with pytest.raises(flags.Error, match=f"{wrong}: .* (number|integer) in"):
             run(wrong)
     monkeypatch.setattr(slow_drift, "PROBLEMS", {"valley": VALLEY})
     run("--workers=2", "--rates=0.1,0.2")
