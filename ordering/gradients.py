@@ -74,10 +74,8 @@ def per_example_grads(
       >>> mean.tolist(), rows.shape
       ([0.5, 0.5], (2, 2))
     """
-    if to_sketch is not None:
-        plans.check_function("to_sketch", to_sketch, "gradient")
     of_alone = loss_alone(loss, has_aux)
-    row_of = to_sketch or (lambda gradient: gradient)
+    row_of = (lambda gradient: gradient) if to_sketch is None else _checked_sketch(to_sketch)
 
     def gradients(params, *batch, key=None):
         size, keys = units_of(params, batch, key)
@@ -114,7 +112,7 @@ def per_example_grads(
             with refuse_vmap("pass in_turn=True"):
                 (losses, aux), tree = jax.vmap(one)(units)
             mean = jax.tree.map(trees.mean_of, tree)
-            rows = _sketches(tree, to_sketch) if to_sketch else tree
+            rows = _sketches(tree, row_of) if to_sketch else tree
         if has_rule and has_rule_of_parameters(program, params):
             # The rule gets the sum over all examples, and must not be applied to each alone.
             total = lambda p: jnp.sum(jax.vmap(functools.partial(part, p))(units)[0])  # noqa: E731
@@ -124,6 +122,23 @@ def per_example_grads(
         return (losses, aux) if has_aux else losses, mean, rows
 
     return gradients
+
+
+def _checked_sketch(to_sketch):
+    """`to_sketch`, whose results are arrays; raises ValueError for others."""
+    plans.check_function("to_sketch", to_sketch, "gradient")
+
+    def run(gradient):
+        sketch = to_sketch(gradient)
+        for leaf in jax.tree.leaves(sketch):
+            if not isinstance(leaf, jax.Array | np.ndarray):
+                raise ValueError(
+                    f"to_sketch returned a {type(leaf).__name__}: let it return float32[k], like "
+                    "the result of ordering.make_sketch."
+                )
+        return sketch
+
+    return run
 
 
 def _sketches(rows, to_sketch):

@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Float32, PyTree
 
 FEW = 16  # gradients that are added up one by one
+NO_NUMBERS = "OSUMm"  # NumPy's kinds of objects, texts and dates, which JAX takes none of
 REAL = (jnp.floating, jnp.integer, jnp.bool_)
 STACK = (
     "Stack one gradient per unit, for instance with jax.vmap(jax.grad(loss)); for the gradient of "
@@ -67,7 +68,11 @@ def leading_size(tree: PyTree, what: str, act: str) -> int:
 
     The message says `what` the tree is and how to `act`.
     """
-    shapes = [getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(tree)]
+    leaves = jax.tree.leaves(tree)
+    for dtype in (getattr(leaf, "dtype", None) for leaf in leaves):
+        if isinstance(dtype, np.dtype) and dtype.kind in NO_NUMBERS:
+            raise ValueError(f"{what} has an array of dtype {dtype}: pass arrays of numbers.")
+    shapes = [getattr(leaf, "shape", ()) for leaf in leaves]
     sizes = {shape[0] if shape else 0 for shape in shapes}
     if len(sizes) != 1 or 0 in sizes:
         raise ValueError(

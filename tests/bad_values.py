@@ -210,7 +210,10 @@ NAMES = {
     "tree": "leaf rows params",
     "indices": "index",
     "gradients": "gradient",
-    "function": "results words",
+    "function": "results words out_specs",
+    "before": "plans",
+    "source": "example",
+    "parts": "example",
     "plans_of": "plan",
     "to_sketch": "rows key",
     "vectors": "array",
@@ -312,6 +315,7 @@ def outcome(run: Callable, name: str, value: Any) -> Outcome:
             str(value),
             repr(value)[:40],
             type(value).__name__,
+            *(f"{entry} is" for entry in (value if isinstance(value, dict) else ())),
         ]
         named = any(word and word.lower() in text.lower() for word in names)
         return Outcome("refused" if named else "unnamed", text)

@@ -111,8 +111,10 @@ class Tokens(File):
                 f"separator is {self.separator}, and its tokens of {dtype} are at most {most}: "
                 "pass the dtype of the file, or the separator that it has"
             )
-        size = max(0, os.path.getsize(self.name) - self.header)
-        num_tokens, rest = divmod(size, dtype.itemsize)
+        size = os.path.getsize(self.name)
+        if 0 < size < self.header:
+            raise Unfit(f"header_bytes is {self.header}, and it has {size} bytes: pass fewer")
+        num_tokens, rest = divmod(max(0, size - self.header), dtype.itemsize)
         if count is not None and num_tokens != count:
             raise ValueError(f"it has {num_tokens} tokens, and its header says {count}")
         if rest or 0 < num_tokens <= self.length:

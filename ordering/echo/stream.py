@@ -305,7 +305,8 @@ def repeat(
     check_batches("loads", loads)
     if plan.online and not hasattr(loads, "ready"):
         raise ValueError(
-            "adaptive asks whether a batch is ready: pass loads=prefetch_to_device(...)."
+            "plan is ordering.echo.adaptive, which asks whether a batch is ready: pass "
+            "loads=prefetch_to_device(...)."
         )
     cut = cut_of(minibatches, key, axis)
     stop_with_loads = stop_with_loads or plan.total_steps is None

@@ -106,8 +106,8 @@ def sketched_grads(
     of_one = loss_alone(loss, has_aux)
 
     def gradients(params, *batch, key=None, scale=None):
+        whole = None if scale is None else whole_scale(scale, params)
         if tree_size(params) <= size:
-            whole = None if scale is None else whole_scale(scale, params)
             kept = linear.make_sketch(sketch_key, size=size)
             to_sketch = lambda g: kept(g if scale is None else jax.tree.map(times, g, whole))  # noqa: E731
             of_each = per_example_grads(loss, has_aux=has_aux, to_sketch=to_sketch)
