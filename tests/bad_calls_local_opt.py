@@ -395,5 +395,5 @@ CALLS |= {
     "map_workers, key": call(
         traced(lambda key: local_opt.map_workers(
             jax.random.key_data, W, in_specs="key", out_specs="worker")(key)),
-        key=Arg(KEY, [k for k in KEYS if not isinstance(k, list | type(None))])),  # trees pass through
+        key=Arg(KEY, [k for k in KEYS if not isinstance(k, list | type(None))])),  # these are trees
 }  # fmt: skip

@@ -178,10 +178,11 @@ KINDS = {
     name: values for names, values in (
         ("units_per_step block_size factor max_factor depth unit_size batch_size ahead "
          "period h_base num_params num_workers workers size num_features lags horizon "
-         "width heads patch mlp_ratio stem_channels head_channels stem_stride context", whole()),
+         "width heads patch mlp_ratio stem_channels head_channels stem_stride context "
+         "minibatches", whole()),
         ("num_units total_steps", [*whole(), 2**31, 2**63]),
         ("num_classes vocab_size", whole(2)), ("num_pairs num_epochs", at_least(1)),
-        ("step offset first_step first_load seed delay start warmup_steps",
+        ("step offset first_step first_load seed delay start warmup_steps axis",
          whole(0)),
         ("total h_max team_size", but_none(whole())),
         ("strength l2", real()),
