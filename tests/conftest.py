@@ -3,6 +3,7 @@
 import contextlib
 import importlib.metadata
 import os
+import sys
 import tempfile
 
 from tests.cases import FAST_XLA, times
@@ -15,6 +16,9 @@ os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # Eight devices of two cores that run several programs at a time may wait for each other for ever.
 os.environ.setdefault("JAX_CPU_ENABLE_ASYNC_DISPATCH", "0")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+# Every process of the suite imports the same files: none compiles them again.
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+    sys.dont_write_bytecode = False
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     # What the tests have compiled once, with these versions, no later call compiles again.
     CACHE = os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
