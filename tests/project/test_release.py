@@ -4,7 +4,6 @@ import configparser
 import email
 import re
 import shutil
-import tomllib
 
 import pytest
 import yaml
@@ -112,32 +111,3 @@ def test_the_version_is_one_and_has_a_date():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert version == citation["version"] == syncopate.__version__
     assert date == str(citation["date-released"])
-
-
-def test_read_the_docs_builds_the_site_as_ci_does():
-    settings = yaml.safe_load((ROOT / ".readthedocs.yaml").read_text())
-    assert settings["mkdocs"] == {"configuration": "mkdocs.yml", "fail_on_warning": True}
-    (install,) = settings["python"]["install"]
-    assert install["extra_requirements"] == ["docs"]
-    ci = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
-    assert f'"{settings["build"]["tools"]["python"]}"' in ci
-
-
-def test_the_release_does_what_the_page_says():
-    """In this sequence: what is published has an address that leads somewhere."""
-    page = (ROOT / "docs" / "contributing" / "releasing.md").read_text()
-    workflow = (ROOT / ".github" / "workflows" / "release.yml").read_text()
-    commands = (
-        "python -m docs.address",
-        "docs.address --package",
-        "-m build",
-        "twine check --strict",
-    )
-    for text in (page, workflow):
-        places = [text.index(command) for command in commands]
-        assert places == sorted(places)
-    assert "git diff --exit-code" in workflow and "$GITHUB_REPOSITORY" in workflow
-
-
-def test_pyproject_leaves_the_metadata_to_setup_cfg():
-    assert "project" not in tomllib.loads((ROOT / "pyproject.toml").read_text())

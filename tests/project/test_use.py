@@ -183,16 +183,6 @@ def test_programs_are_short_and_show_what_they_print(name):
     assert "experiments" not in PROGRAMS[name]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_pages_are_short(page):
-    """At most 80 lines of prose, without programs, commands, tables and what is printed."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
-    counted = (line for line in text.split("\n") if line.strip())
-    prose = [line for line in counted if not line.startswith(("|", ">", "    "))]
-    assert len(prose) <= 80
-    assert max(map(len, prose)) <= 130
-
-
 def test_the_page_of_commands_has_them_all():
     page = next(page for page in USE if page.stem == "command_line").read_text()
     cells = re.findall(r"^\| (`.*?) \|", page.split("## Flags")[0], re.M)
