@@ -35,23 +35,25 @@ WHOLE = (
     "test_words",
     "has_a_row",
     "has_them_all",
+    "of_the_additions",
 )
 CALLS = """
 import importlib
-import sys
 
 from tests.bad_values import outcomes
 
-tried = set()
-for package in ("ordering", "input", "local_opt", "models"):
-    calls = importlib.import_module(f"tests.bad_calls_{package}").CALLS
-    new = {name: calls[name] for name in calls if name in sys.argv}
-    for run, valid, _ in new.values():
-        run(**valid)
-    wrong = [(text, result) for text, result in outcomes(new) if result.kind != "refused"]
-    assert not wrong, wrong
-    tried |= {*new}
-assert tried == {*sys.argv[1:]}, tried
+
+def test_bad_arguments_of_the_additions_are_refused_by_name():
+    tried = set()
+    for package in ("ordering", "input", "local_opt", "models"):
+        calls = importlib.import_module(f"tests.bad_calls_{package}").CALLS
+        new = {name: calls[name] for name in calls if name in FUNCTIONS}
+        for run, valid, _ in new.values():
+            run(**valid)
+        wrong = [(text, result) for text, result in outcomes(new) if result.kind != "refused"]
+        assert not wrong, wrong
+        tried |= {*new}
+    assert tried == FUNCTIONS, tried
 """
 
 
@@ -70,12 +72,8 @@ def call(folder, *command, **environment):
     return done.stdout
 
 
-def git(folder, *command):
-    author = ("-c", "user.name=a", "-c", "user.email=a@b.c")
-    return call(folder, "git", *author, *command)
-
-
 def add(folder, addition):
+    """The files that an addition touches."""
     for path, text in addition.new.items():
         assert not (folder / path).exists(), path
         (folder / path).write_text(text)
@@ -83,26 +81,21 @@ def add(folder, addition):
         text = (folder / path).read_text()
         assert text.count(old) == 1, (path, old)
         (folder / path).write_text(text.replace(old, new))
+    return {*addition.new, *(path for path, *_ in addition.changes)}
 
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
     """The tree with all additions, and the files that each has touched."""
     folder = tmp_path_factory.mktemp("copy")
-    for name in git(ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split(
-        "\0"
-    ):
+    listed = call(ROOT, "git", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    for name in listed.split("\0"):
         if name and (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
-    git(folder, "init", "-q")
-    touched = {}
-    for kind, addition in ADDITIONS.items():
-        git(folder, "add", "-A")
-        git(folder, "commit", "-qm", "before")
-        add(folder, addition)
-        touched[kind] = git(folder, "status", "--porcelain").split("\n")[:-1]
-    git(folder, "add", "-A")
+    touched = {kind: add(folder, addition) for kind, addition in ADDITIONS.items()}
+    call(folder, "git", "init", "-q")
+    call(folder, "git", "add", "-A")
     return folder, touched
 
 
@@ -115,8 +108,12 @@ def test_an_addition_touches_few_files(copy):
 
 
 def test_the_tests_of_the_tree_and_those_that_go_through_rows_take_the_additions(copy):
+    """And bad arguments of the additions are refused by name."""
     folder, _ = copy
+    functions = set(NAMES) - {"blobs", "power"}
+    (folder / "tests" / "test_calls.py").write_text(f"FUNCTIONS = {functions}\n{CALLS}")
     files = [
+        "tests/test_calls.py",
         *(
             f"tests/project/test_{name}.py"
             for name in ("structure", "docs", "conventions", "words", "keys", "plans")
@@ -142,12 +139,6 @@ def test_the_tests_of_the_tree_and_those_that_go_through_rows_take_the_additions
     assert " passed" in text
 
 
-def test_bad_arguments_of_the_additions_are_refused_by_name(copy):
-    folder, _ = copy
-    functions = set(NAMES) - {"blobs", "power"}
-    call(folder, sys.executable, "-c", CALLS, *functions)
-
-
 def test_the_linter_and_the_formatter_take_the_additions(copy):
     folder, touched = copy
     ruff = shutil.which(
@@ -155,7 +146,7 @@ def test_the_linter_and_the_formatter_take_the_additions(copy):
     )
     if ruff is None:
         pytest.skip("no ruff")
-    files = {line[3:] for lines in touched.values() for line in lines if line.endswith(".py")}
+    files = {path for paths in touched.values() for path in paths if path.endswith(".py")}
     call(folder, ruff, "check", *files)
     call(folder, ruff, "format", "--check", *files)
 
