@@ -266,8 +266,9 @@ def test_a_wheel_trains_launches_and_advises(wheel, core, elsewhere):
     assert (elsewhere / "two" / "report.html").is_file()
     versions = json.loads((elsewhere / "two" / "versions.json").read_text())
     assert versions["syncopate"] == syncopate.__version__ and versions["commit"] is None
-    # The recommendation rests on the recorded runs.
-    assert "times as fast as none" in ran([command, "advise", "--task=digits"], elsewhere)
+    # From the recorded runs: over so slow a network rounds help, whatever times are measured.
+    slow = [command, "advise", "--task=digits", "--gigabits=0.001"]
+    assert "times as fast as none" in ran(slow, elsewhere)
 
 
 def test_the_distribution_has_one_name():
