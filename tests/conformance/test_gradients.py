@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import ordering
+from tests.cases import mostly_slow
 from tests.conformance.gradients import (
     KEY,
     TABLES,
@@ -29,25 +30,16 @@ from tests.sketched import SKETCH_KEY
 # Modules that others have, without which a table is left out.
 NEEDS = {"haiku_modules": ("haiku", "dm-haiku")}
 FEW = [
-    ("operations", "lax.dot", "mixed"),
     ("operations", "lax.scan", "mixed"),
     ("operations", "lax.dot_general float32", "bfloat16"),
-    ("operations", "lax.conv_general_dilated float32", "bfloat16"),
     ("operations", "lax.ragged_dot", "plain"),
     ("operations", "lax.cond of operands", "plain"),
-    ("indexing", "take clip, negative", "plain"),
     ("indexing", "gather fill 7.0, beyond", "plain"),
     ("indexing", "at.get fill None, beyond", "remat"),
-    ("indexing", "a batch, places of 2 axes", "scan"),
-    ("losses", "softmax_cross_entropy_with_integer_labels", "remat"),
     ("losses", "sparsemax_loss", "bfloat16"),
-    ("linen", "MultiHeadAttention dropout", "plain"),
     ("linen", "Dense in nn.scan and nn.remat", "mixed"),
-    ("nnx", "Linear float32 products", "plain"),
     ("nnx", "Conv groups", "stacked"),
     ("equinox_nn", "Shared", "scan"),
-    ("equinox_nn", "GRUCell", "mixed"),
-    ("haiku_modules", "Conv2D", "cond"),
     ("haiku_modules", "Linear layer_stack", "mixed"),
 ]
 
@@ -81,7 +73,7 @@ ALONE = [
 ]
 
 
-@pytest.mark.parametrize("name,label", ALONE)
+@pytest.mark.parametrize("name,label", mostly_slow(ALONE, quick=[("linen", "Embed")]))
 def test_microbatches_and_groups(name, label):
     """One unit for a batch, and one for each of its two groups."""
     row = rows_of(name, [label])[label]
@@ -176,7 +168,7 @@ PRECISE = [
 ]
 
 
-@pytest.mark.parametrize("name,label", PRECISE)
+@pytest.mark.parametrize("name,label", mostly_slow(PRECISE, quick=PRECISE[:3]))
 def test_precision_is_kept(name, label):
     """Of no product fewer than in JAX's own backward pass are computed in full precision."""
     needed(name)

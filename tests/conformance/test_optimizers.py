@@ -6,6 +6,7 @@ the parts that optimizers are chained of (clip, scale_by_adam, ..), which have n
 
 import functools
 import inspect
+import itertools
 import warnings
 
 import jax
@@ -16,6 +17,7 @@ import pytest
 from optax import contrib
 
 import local_opt
+from tests.cases import mostly_slow
 
 START = np.random.default_rng(3).normal(size=(4, 3)).astype(np.float32)
 LABELS = {"frozen": "f", "train": "t"}
@@ -93,12 +95,8 @@ def optimizers():
 
 OPTIMIZERS, PARTS = optimizers()
 NAMES = sorted(OPTIMIZERS)
-ROWS = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in NAMES]
-PAIRS = [
-    pytest.param(workers, weighs, marks=() if (workers, weighs) == (7, True) else pytest.mark.slow)
-    for workers in WORKERS
-    for weighs in (False, True)
-]
+ROWS = mostly_slow(NAMES, quick=QUICK)
+PAIRS = mostly_slow(itertools.product(WORKERS, (False, True)), quick=[(7, True)])
 
 
 def training(name, how, compress, policy):

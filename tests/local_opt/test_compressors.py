@@ -1,6 +1,7 @@
 """Compressors: what they send and lose, and that with feedback nothing is lost for good."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax.sharding import AxisType, PartitionSpec
 import local_opt
 from local_opt import exchange, formats, mean
 from tests import reference
+from tests.cases import mostly_slow
 from tests.problems import (
     COMPRESSORS,
     RUNS,
@@ -74,14 +76,14 @@ def assert_equal_but_for_ties(actual, expected):
     assert (error > 1e-6).sum() <= 4 and error.max() < W * 0.03 / 7  # one code of a large row
 
 
+SENT = [*itertools.product(COMPRESSORS, ("vmap", "shard_map"))]
+
+
 # Shares of 1/2, 0, 1 and 5/2: exact, and the worker without one keeps and sends what it has lost.
-@pytest.mark.parametrize(
-    "run,weights", [("vmap", None), ("shard_map", [1, 0, 2, 5])], ids=["equal", "weighed, a mesh"]
-)
-@pytest.mark.parametrize("name", COMPRESSORS)
-def test_a_sync_equals_the_reference_worker_by_worker(name, run, weights):
+@pytest.mark.parametrize("name,run", mostly_slow(SENT, quick=SENT[::3]))
+def test_a_sync_equals_the_reference_worker_by_worker(name, run):
     """Two syncs: what the first has lost is sent by the second."""
-    compressor = COMPRESSORS[name]
+    compressor, weights = COMPRESSORS[name], [1, 0, 2, 5] if run == "shard_map" else None
     lost, expected_lost = nothing(compressor), np.zeros((W, 607))
     for changes, each in zip(CHANGES[:2], [weights, weights and weights[::-1]], strict=True):
         new, lost = send(compressor, changes, lost, run, weights=each)
@@ -103,9 +105,10 @@ FULL = {
 }
 
 
-@pytest.mark.parametrize("compressor", FULL.values(), ids=FULL)
-def test_with_full_feedback_all_that_was_sent_and_lost_is_what_workers_changed(compressor):
+@pytest.mark.parametrize("name", mostly_slow(FULL, quick=("int4", "top_k")))
+def test_with_full_feedback_all_that_was_sent_and_lost_is_what_workers_changed(name):
     """Under any weights, which differ from sync to sync."""
+    compressor = FULL[name]
     anchor, lost = ANCHOR, nothing(compressor)
     weights = RNG.choice([0, 1, 3, 0.1], (len(CHANGES), W))
     weights[:, 0] = 1
@@ -153,7 +156,10 @@ def test_a_block_of_sparseloco_takes_112_bytes():
         assert 0 <= 128 * compressor.message_rows(n * 32) - 112 * n - 8 * -(-n // 64) < 1024
 
 
-@pytest.mark.parametrize("compressor", [COMPRESSORS["int4"], local_opt.top_k(1 / 64, block=256)])
+TWO_KINDS = [COMPRESSORS["int4"], local_opt.top_k(1 / 64, block=256)]
+
+
+@pytest.mark.parametrize("compressor", mostly_slow(TWO_KINDS, quick=TWO_KINDS[1:]))
 def test_groups_are_sent_as_each_of_them_alone(compressor, monkeypatch):
     """To the bit, however leaves are cut."""
     size = 128 * 128 * compressor.multiple * (16 if compressor.gathers else W)
@@ -206,8 +212,10 @@ def test_one_worker_loses_what_its_compressor_drops_however_it_is_driven(compres
             np.testing.assert_allclose(x, y, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("inside", ["vmap", "shard_map"])
-@pytest.mark.parametrize("name", ["none", "int8", "top_k"])
+TWO_AXES = [*itertools.product(("none", "int8", "top_k"), ("vmap", "shard_map"))]
+
+
+@pytest.mark.parametrize("name,inside", mostly_slow(TWO_AXES, quick=TWO_AXES[::3]))
 def test_workers_of_two_axes_send_what_those_of_one_do(name, inside):
     x = np.float32(RNG.normal(size=(2, 3, 200)))
 

@@ -1,5 +1,7 @@
 """What no worker has moved stays to the bit, wherever more is made of a mean than a mean."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import optax
 import pytest
 
 import local_opt
+from tests.cases import mostly_slow
 from tests.problems import COMPRESSORS, copies, vmap
 
 START = np.random.default_rng(3).normal(size=40).astype(np.float32)
@@ -24,10 +27,13 @@ HOW = {
 }
 
 
-@pytest.mark.parametrize("workers,weighs", [(3, True), (7, False)])
-@pytest.mark.parametrize("how", HOW)
-def test_a_leaf_that_no_worker_moves_keeps_its_bits(how, workers, weighs):
+CASES = [*itertools.product(HOW, ((3, True), (7, False)))]
+
+
+@pytest.mark.parametrize("how,of", mostly_slow(CASES, quick=CASES[::3]))
+def test_a_leaf_that_no_worker_moves_keeps_its_bits(how, of):
     """While another one trains: also rows of a table that nobody has seen."""
+    workers, weighs = of
     labels = {"frozen": "f", "table": "t", "train": "t"}
     inner = optax.partition({"t": optax.sgd(0.1), "f": optax.set_to_zero()}, labels)
     rounds = local_opt.local_rounds(inner, **HOW[how])
@@ -72,12 +78,15 @@ def test_narrow_parameters_move_under_an_outer_optimizer_as_wide_ones_do(kind, o
     assert abs(float(wide[0, 0]) - 1) > 0.1
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "int8", "int4", "top_k"])
+KINDS = ("bfloat16", "int8", "int4", "top_k")
+
+
+@pytest.mark.parametrize("name", mostly_slow(KINDS, quick=("int8",)))
 def test_a_compressor_leaves_numbers_of_64_bits_where_nothing_moves(name):
     with jax.enable_x64(True):
         x = jnp.full((2, 3), 1 + 1e-12)
         rounds = local_opt.local_rounds(optax.sgd(0.1), compress=COMPRESSORS[name])
-        result, _ = vmap(rounds.sync)(x, jax.vmap(rounds.init)(x))
+        result, _ = jax.jit(vmap(rounds.sync))(x, jax.jit(jax.vmap(rounds.init))(x))
         assert result.dtype == jnp.float64 and (result == 1 + 1e-12).all()
 
 

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import local_opt
 import ordering
+from tests.cases import mostly_slow
 
 W, UNITS, BATCH, STEPS, K = 2, 8, 4, 6, 128
 SGD = optax.sgd(0.05, 0.9)
@@ -298,15 +299,12 @@ def test_the_table_has_every_feature():
     assert {len(cells) for cells in table()[0].values()} == {len(MESHES)}
 
 
-# One of each number of axes, of which two as `jax.make_mesh` makes them; the others take time.
-TRIED = (0, 3, 4)
+CELLS = [*itertools.product(FEATURES, range(len(MESHES)))]
+# One of each number of axes, of which two as `jax.make_mesh` makes them, a feature in one of these.
+TRIED = [(name, (0, 3, 4)[i % 3]) for i, name in enumerate(FEATURES)]
 
 
-@pytest.mark.parametrize(
-    "number",
-    [pytest.param(n, marks=() if n in TRIED else pytest.mark.slow) for n in range(len(MESHES))],
-)
-@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize("name,number", mostly_slow(CELLS, quick=TRIED))
 def test_a_cell_of_the_table(name, number):
     names, shape, kinds = MESHES[number]
     devices = jax.devices()[: int(np.prod(shape))]

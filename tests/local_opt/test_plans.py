@@ -1,6 +1,7 @@
 """Plans: the published schedules to the digit, one table of rules, and what they refuse."""
 
 import functools
+import itertools
 import json
 import math
 import pathlib
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 import local_opt
 from local_opt.plans import syncs_after_traced
 from tests import reference, tables
-from tests.cases import times
+from tests.cases import mostly_slow, times
 from tests.problems import ends_of
 
 VECTORS = (
@@ -180,8 +181,11 @@ def rates_of(name):
         return [float(RISING[name](t)) for t in range(300)]
 
 
-@pytest.mark.parametrize("name", RISING)
-@pytest.mark.parametrize("options", [{}, {"h_max": 9}, {"power": 1}, {"warmup_steps": 40}])
+OPTIONS = ({}, {"h_max": 9}, {"power": 1}, {"warmup_steps": 40})
+RULED = [*itertools.product(RISING, OPTIONS)]
+
+
+@pytest.mark.parametrize("name,options", mostly_slow(RULED, quick=RULED[::3]))
 def test_no_round_is_longer_than_the_rate_of_any_of_its_steps_allows(name, options):
     lr, rule = RISING[name], dict(total_steps=300, alpha=0.23, h_base=2) | options
     plan = local_opt.qsr(lr, power=rule.pop("power", 2), **rule)

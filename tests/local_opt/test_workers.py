@@ -12,6 +12,7 @@ from jax.sharding import AxisType
 import local_opt
 from ordering import echo
 from syncopate import plans
+from tests.cases import mostly_slow
 from tests.problems import COMPRESSORS, RUNS, copies, vmap
 
 
@@ -161,16 +162,10 @@ def placed(tree, where):
     return jax.tree.map(place, tree), mesh
 
 
-@pytest.mark.parametrize(
-    "where",
-    [
-        pytest.param(where, id=name, marks=pytest.mark.slow if name == "explicit" else ())
-        for name, where in WHERE.items()
-    ],
-)
-def test_one_model_and_agreement_of_every_type_on_every_mesh(where):
+@pytest.mark.parametrize("name", mostly_slow(WHERE, quick=("explicit, two axes",)))
+def test_one_model_and_agreement_of_every_type_on_every_mesh(name):
     """Whether the mesh is entered or not."""
-    given = tree_of(KINDS)
+    given, where = tree_of(KINDS), WHERE[name]
     tree, mesh = placed(given, where)
     equal, _ = placed(jax.tree.map(lambda x: x[jnp.zeros(4, int)], given), where)
     for entered in {False, mesh is not None}:

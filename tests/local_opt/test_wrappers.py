@@ -14,6 +14,7 @@ from optax import contrib
 
 import local_opt
 from syncopate import mesh
+from tests.cases import mostly_slow
 from tests.plain_loop import Mean, history
 from tests.problems import RUNS, W, copies
 
@@ -197,11 +198,11 @@ def of_row(name):
     return wanted, kept
 
 
-MESHES = ["vmap", *(pytest.param(r, marks=pytest.mark.slow) for r in RUNS if r != "vmap")]
+MESHES, INSIDE = mostly_slow(RUNS, quick=("vmap",)), [*OPTIMIZERS, *LINKS, *SYNCED]
 
 
 @pytest.mark.parametrize("run", MESHES)
-@pytest.mark.parametrize("name", [*OPTIMIZERS, *LINKS, *SYNCED])
+@pytest.mark.parametrize("name", mostly_slow(INSIDE, quick=INSIDE[::2]))
 def test_optax_inside_and_before_local_steps(name, run):
     policy, extra = dict.fromkeys(after_round(name), "mean") or "local", EXTRA.get(name, ())
     if name in WITHOUT_VMA and run == "shard_map":

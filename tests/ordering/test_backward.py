@@ -14,6 +14,7 @@ import ordering
 from ordering.gradients import group_loss
 from ordering.sketches.interpret import Handler, interpret
 from ordering.sketches.rules import RULES
+from tests.cases import mostly_slow
 from tests.sketched import (
     KEY,
     SKETCH_KEY,
@@ -60,9 +61,7 @@ def sketched_by(loss, params, batch):
     return jax.jit(parts_of(ordering.sketched_grads(loss, SKETCH_KEY, size=64)))(params, batch)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in MODELS]
-)
+@pytest.mark.parametrize("name", mostly_slow(MODELS, quick=QUICK))
 def test_sketches_of_every_model_equal_those_of_formed_gradients(name):
     make, batch = MODELS[name]
     model = make()
@@ -92,6 +91,7 @@ class ScannedGPT(nn.Module):
         return embed.attend(x)
 
 
+@pytest.mark.slow  # each of the three alone in tests/conformance/
 def test_linen_scanned_with_remat_and_tied_embeddings():
     module, batch = ScannedGPT(), tokens()
     shapes = jax.eval_shape(module.init, jax.random.key(0), batch["x"])
@@ -109,6 +109,7 @@ def test_linen_scanned_with_remat_and_tied_embeddings():
     assert_sketched(loss, params, batch, scale=scale_like(params, plan))
 
 
+@pytest.mark.slow
 def test_linen_convolutions():
     class Net(nn.Module):
         @nn.compact

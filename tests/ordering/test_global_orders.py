@@ -128,7 +128,7 @@ def test_no_name_is_the_only_axis_in_scope(make):
 
     args = jax.random.split(jax.random.key(0), 2), jax.random.normal(jax.random.key(1), (2, 4, 3))
     named, unnamed = (
-        jax.vmap(lambda *each, axis=axis: epoch(make(axis), *each), axis_name="batch")(*args)
+        jax.jit(jax.vmap(lambda *e, axis=axis: epoch(make(axis), *e), axis_name="batch"))(*args)
         for axis in ("batch", None)
     )
     np.testing.assert_array_equal(named, unnamed)

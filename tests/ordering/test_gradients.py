@@ -11,6 +11,7 @@ import pytest
 import models
 import ordering
 from ordering.sketches.scale import Factors
+from tests.cases import mostly_slow
 
 MODELS = {
     "softmax": (lambda: models.softmax_regression(num_features=6, num_classes=3, l2=0.1), (6,)),
@@ -190,7 +191,10 @@ MAKERS = {
 }
 
 
-@pytest.mark.parametrize("maker", MAKERS)
+OFTEN = ("in turn, to sketches", "per_example", "microbatch", "sketched groups")
+
+
+@pytest.mark.parametrize("maker", mostly_slow(MAKERS, quick=OFTEN))
 def test_a_loss_may_return_auxiliary_data_or_the_mean_of_its_batch(maker, key):
     model, params, batch = problem("mlp")
     if "groups" in maker:
@@ -213,7 +217,7 @@ def test_a_loss_may_return_auxiliary_data_or_the_mean_of_its_batch(maker, key):
     close(of_mean, (losses, mean, rows))
 
 
-@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("maker", mostly_slow(MAKERS, quick=OFTEN))
 def test_a_loss_that_draws_nothing_takes_no_key(maker, key):
     w, x, one, rows = drawing_nothing()
     of_loss = rows.mean(0)

@@ -1,5 +1,7 @@
 """What a loss asks of JAX is what it gets: modes, types, precisions, rematerialised bodies."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from jax import lax
 
 import ordering
+from tests.cases import mostly_slow
 from tests.sketched import KEY, SKETCH_KEY, assert_sketched, close
 
 RNG = np.random.default_rng(4)
@@ -39,13 +42,11 @@ LOOK_UPS = {
     "gather, fill": rows_of("fill", fill_value=2.5),
     "NaN, then a mask": lambda w, i: jnp.nan_to_num(w.at[i].get(mode="fill")),
 }
-SELDOM = ("wrap", "at, clip", "gather, clip")
+OFTEN = ("clip", "fill with a number", "NaN, then a mask")  # all in tests/conformance/
 
 
 @pytest.mark.parametrize("size", [64, 1024], ids=["sketched", "formed"])
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SELDOM)) for n in LOOK_UPS]
-)
+@pytest.mark.parametrize("name", mostly_slow(LOOK_UPS, quick=OFTEN))
 def test_look_ups_of_places_that_are_not_there(name, size):
     loss = with_key(lambda w, ids: jnp.tanh(LOOK_UPS[name](w, ids).sum(1)).sum(-1))
     (plan,) = ordering.sketch_plan(loss, TABLE, IDS, key=KEY, size=size)
@@ -117,8 +118,10 @@ TYPES = {
 }
 
 
-@pytest.mark.parametrize("size", [32, 1024], ids=["sketched", "formed"])
-@pytest.mark.parametrize("name", TYPES)
+ALL_TYPES = [*itertools.product(TYPES, (32, 1024))]
+
+
+@pytest.mark.parametrize("name,size", mostly_slow(ALL_TYPES, quick=ALL_TYPES[::3]))
 def test_mean_gradients_have_the_types_of_parameters(name, size):
     shape, function = TYPES[name]
     w = jnp.asarray(RNG.normal(size=shape) / 5, HALF)

@@ -14,7 +14,7 @@ import local_opt
 import ordering
 from ordering import base
 from tests import tables
-from tests.cases import times
+from tests.cases import mostly_slow, times
 
 EXACT = (*tables.REFERENCES, "cd_grab", "cd_grab, gathered", "cd_grab, at syncs", "grab")
 
@@ -22,13 +22,14 @@ EXACT = (*tables.REFERENCES, "cd_grab", "cd_grab, gathered", "cd_grab, at syncs"
 # Pairs that two steps share, a single unit, and even steps, in which workers send differences; with
 # one unit per step in test_global_orders.py and test_teams.py.
 SHAPES = [(name, (7, 3)) for name in tables.ORDERS]
+QUICK = SHAPES + [("cd_grab", (1, 1)), ("cd_grab", (9, 4)), ("grab", (5, 1))]
 SHAPES += [(name, (1, 1)) for name, row in tables.ORDERS.items() if row.observes]
 SHAPES += [(name, (9, 4)) for name in tables.ORDERS if name in EXACT and "cd" in name]
 SHAPES += [("pair_balance", (9, 4))]
 SHAPES += [(name, (5, 1)) for name in ("grab", "greedy_herding")]
 
 
-@pytest.mark.parametrize("name,shape", SHAPES)
+@pytest.mark.parametrize("name,shape", mostly_slow(SHAPES, quick=QUICK))
 def test_every_epoch_is_a_permutation_and_equals_the_reference(name, shape):
     num_units, units_per_step = shape
     order = tables.ORDERS[name].make(num_units, units_per_step)
@@ -97,7 +98,7 @@ STEPS = [(3, "pair_balance_walk"), (3, "cd_grab"), (2, "cd_grab"), (2, "cd_grab_
 STEPS += [(2, "cd_grab, gathered"), (3, "cd_grab, at syncs")]
 
 
-@pytest.mark.parametrize("units_per_step,name", STEPS)
+@pytest.mark.parametrize("units_per_step,name", mostly_slow(STEPS, quick=STEPS[1::2]))
 def test_vmap_equals_shard_map(name, units_per_step):
     order = tables.ORDERS[name].make(10, units_per_step)
     gradients = tables.whole_numbers((8, 10, 7))
@@ -106,7 +107,7 @@ def test_vmap_equals_shard_map(name, units_per_step):
     np.testing.assert_array_equal(vmapped, sharded)
 
 
-@pytest.mark.parametrize("units_per_step", [2, 3])
+@pytest.mark.parametrize("units_per_step", mostly_slow((2, 3), quick=(3,)))
 def test_when_workers_sync_does_not_change_the_order(units_per_step):
     """Gathers at syncs, of more and fewer pairs than a window has, equal gathers in every step."""
     num_units = 75
@@ -229,7 +230,7 @@ def test_all_workers_begin_as_each_would_by_itself(name, where):
     like = jnp.zeros(8) if name != "random" else None
     actual = ordering.init_workers(order, key, like, workers)
     keys = jnp.stack([jax.random.fold_in(key, w) for w in range(4)])
-    init = jax.vmap(order.init, (0, None), axis_name="worker")
+    init = jax.jit(jax.vmap(order.init, (0, None), axis_name="worker"))
     expected = init(keys, like)
     for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -281,11 +282,8 @@ def test_equal_calls_make_one_order_and_compile_once():
             ordering.random_reshuffling(wrong)
 
 
-@pytest.mark.parametrize(
-    "make", [ordering.pair_balance, ordering.grab, ordering.baselines.greedy_herding]
-)
-def test_a_state_of_numpy_arrays_is_observed(make):
-    order = make(4, units_per_step=2)
+def test_a_state_of_numpy_arrays_is_observed():
+    order = ordering.grab(4, units_per_step=2)
     state = jax.tree.map(np.asarray, order.init(jax.random.key(0), jnp.zeros(3)))
     state = order.observe(state, jnp.ones((2, 3)))
     assert int(state.position) == 2
@@ -314,9 +312,9 @@ def test_a_single_worker_needs_no_axis(make):
     np.testing.assert_array_equal(jax.jit(lambda: epochs(make(None)))(), expected)
 
 
-@pytest.mark.parametrize("make", [ordering.pair_balance, ordering.random_reshuffling])
-def test_an_order_is_the_same_in_64_bits(make):
+def test_an_order_is_the_same_in_64_bits():
     """Also compiled, where the sorts of all platforms need one type."""
+    make = ordering.pair_balance
     begin = lambda: ordering.init_workers(make(40), jax.random.key(0), jnp.zeros(3), 2)  # noqa: E731
     expected = begin()
     with jax.enable_x64(True):

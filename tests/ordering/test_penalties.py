@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import ordering
+from tests.cases import mostly_slow
 from tests.sketched import KEY, SKETCH_KEY, assert_sketched, close, parts_of, scale_like
 
 RNG = np.random.default_rng(1)
@@ -75,13 +76,11 @@ def with_key(loss):
     return lambda params, batch, key: loss(params, batch)
 
 
-SELDOM = ("leaf by leaf", "a copy", "zero")  # ways to write L2
+OFTEN = ("L2", "times a weight of the unit", "scan", "a teacher", "remat")  # others are like them
 
 
 @pytest.mark.parametrize("scaled", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SELDOM else n for n in LOSSES]
-)
+@pytest.mark.parametrize("name", mostly_slow(LOSSES, quick=OFTEN))
 def test_sketches_of_penalised_losses_are_those_of_gradients_without_a_copy(name, scaled):
     loss = with_key(LOSSES[name])
     plan = ordering.sketch_plan(loss, PARAMS, BATCH, key=KEY, size=SIZE)

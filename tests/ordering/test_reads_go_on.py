@@ -2,6 +2,7 @@
 
 import _thread
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 import ordering
 from ordering.data import LoadError, read_epochs
 from tests.block_cases import parts_of
+from tests.cases import mostly_slow
 
 
 class Source:
@@ -268,17 +270,13 @@ def goes_on(make, sizes, num_units=60):
     return batches
 
 
-@pytest.mark.parametrize(
-    "make", [ordering.random_reshuffling, ordering.grab, ordering.pair_balance]
-)
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        ((6, 2), (12, 4), (4, 15), (60, 1)),
-        ((4, 3), (12, 4), (10, 6)),
-        ((10, 6), (6, 10), (20, 1)),
-    ],
-)
+STEP_SIZES = [((6, 2), (12, 4), (4, 15), (60, 1)), ((4, 3), (12, 4), (10, 6))]
+STEP_SIZES += [((10, 6), (6, 10), (20, 1))]
+MAKERS = [ordering.random_reshuffling, ordering.grab, ordering.pair_balance]
+ALL = [*itertools.product(MAKERS, STEP_SIZES)]
+
+
+@pytest.mark.parametrize("make,sizes", mostly_slow(ALL, quick=ALL[::4]))
 def test_another_step_size_goes_on_without_loss(make, sizes):
     """In an epoch, at its end, and into the next one: no unit is read twice or never."""
     visited = sum(goes_on(make, sizes), [])

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import ordering
 from ordering.resizing import redistributed, resize
 from tests import reference
+from tests.cases import mostly_slow
 from tests.problems import assert_bitwise_equal
 from tests.tables import ORDERS, Order, steps, vmap_workers, whole_numbers
 
@@ -101,7 +102,7 @@ BOTH_WAYS = ("grab", "cd_grab_walk", "global")
 CHANGES = [(name, 3, 2) for name in (*FIXED, *GLOBAL)] + [(name, 2, 3) for name in BOTH_WAYS]
 
 
-@pytest.mark.parametrize("name,before,after", CHANGES)
+@pytest.mark.parametrize("name,before,after", mostly_slow(CHANGES, quick=CHANGES[::2]))
 def test_each_unit_is_visited_once_per_epoch_across_a_resize(name, before, after):
     _, first, _, next_epoch = compiled(name, before)
     order, fresh, _, following = compiled(name, after)

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import ordering
+from tests.cases import mostly_slow
 from tests.shards import (
     MESHES,
     SPECS,
@@ -28,14 +29,11 @@ from tests.shards import (
 )
 
 # Each kind, way and mesh in at least one case; all combinations by `pytest -m slow`.
-SOME = [(sketched, "compiler", 4), (sketched, "by hand", 2), (alone, "compiler", 2)]
-CASES = [
-    pytest.param(*case, marks=[pytest.mark.slow] * (case not in SOME))
-    for case in itertools.product((sketched, alone), WAYS, MESHES)
-]
+SOME = [(sketched, "by hand", 2), (alone, "compiler", 2)]
+CASES = itertools.product((sketched, alone), WAYS, MESHES)
 
 
-@pytest.mark.parametrize("kind,way,workers", CASES)
+@pytest.mark.parametrize("kind,way,workers", mostly_slow(CASES, quick=SOME))
 def test_workers_of_several_devices_train_as_workers_of_one(kind, way, workers):
     actual = sharded(kind(WAYS[way](workers)), workers)
     expected = on_one(kind, workers)
@@ -48,7 +46,7 @@ def test_workers_of_several_devices_train_as_workers_of_one(kind, way, workers):
     assert state.drift.min() > 0
 
 
-@pytest.mark.parametrize("workers", MESHES)
+@pytest.mark.parametrize("workers", mostly_slow(MESHES, quick=(2,)))
 def test_all_devices_of_a_worker_agree_on_sketches_of_many_entries(workers):
     """259 entries in 128 numbers: the map depends on the split, but not on the device."""
     programs = sketched(by_hand(workers), size=128)

@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 
 import local_opt
 import ordering
+from tests.cases import mostly_slow
 
 KEY, SKETCH_KEY, N = jax.random.key(3), jax.random.key(7), 8
 RNG = np.random.default_rng(0)
@@ -110,13 +111,10 @@ def close(actual, expected, tolerance=1e-5):
         np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * scale)
 
 
-SELDOM = ("dilated", "transposed", "groups", "3-D")  # found and formed as 2-D ones are
+OFTEN = ("2-D", "strided", "depthwise", "scan", "cond", "of the kernel")  # each kind of program
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.slow) if n in SELDOM else n for n in CONVOLUTIONS],
-)
+@pytest.mark.parametrize("name", mostly_slow(CONVOLUTIONS, quick=OFTEN))
 def test_gradients_of_convolutions_of_a_batch_that_is_split(name):
     function, of_data, of_kernel = CONVOLUTIONS[name]
     loss, x, w = loss_of(function), normal(N, *of_data), normal(*of_kernel)

@@ -9,6 +9,7 @@ import ordering
 from benchmarks.hlo import collectives_of
 from ordering.gathered import WINDOW
 from tests import reference, tables
+from tests.cases import mostly_slow
 from tests.problems import on_mesh
 
 WORKERS = 8
@@ -42,9 +43,12 @@ CASES = [
     (75, 7, "sync", 1),
     (75, 7, "sync", 4),
 ]
+RULES = [("sync", "greedy"), ("step", "self_balancing_walk"), ("sync", "kernel_halving")]
 
 
-@pytest.mark.parametrize("num_units,units_per_step,gathers,team_size", CASES)
+@pytest.mark.parametrize(
+    "num_units,units_per_step,gathers,team_size", mostly_slow(CASES, quick=CASES[1:7:2])
+)
 def test_teams_equal_the_reference(num_units, units_per_step, gathers, team_size):
     order = made(num_units, units_per_step, gathers, team_size=team_size)
     gradients = gradients_of(num_units, seed=num_units)
@@ -73,10 +77,7 @@ def test_many_pairs_that_waited_are_gathered_in_large_windows(monkeypatch):
     assert {*sizes} == {2, 12}
 
 
-@pytest.mark.parametrize(
-    "gathers,rule",
-    [("sync", "greedy"), ("step", "self_balancing_walk"), ("sync", "kernel_halving")],
-)
+@pytest.mark.parametrize("gathers,rule", mostly_slow(RULES, quick=RULES[:1]))
 def test_teams_on_a_mesh_equal_simulated_ones(gathers, rule):
     order = made(10, 3, gathers, team_size=2, rule=tables.RULES[rule]())
     gradients = gradients_of(10)

@@ -18,6 +18,7 @@ import pytest
 import local_opt
 import ordering
 from tests import tables
+from tests.cases import mostly_slow
 from tests.problems import RUNS
 
 W, M, B, D, T = 4, 4, 2, 6, 2
@@ -216,16 +217,10 @@ def test_every_place_can_be_traced(name, over, places):
 # Two loops and an explicit axis, whose types JAX checks, have all that can go wrong at once.
 RUN = ("cd_grab", "dealt", "sketched", "local_steps", "local_rounds", "streaming_rounds")
 SOME = [(name, "scan", "map_workers, mesh") for name in RUN]
+ALL = [c for c in itertools.product(SUBJECTS, INSIDE, OVER) if c[1:] != ("plain", "vmap")]
 
 
-@pytest.mark.parametrize(
-    "name,inside,over",
-    [
-        pytest.param(*case, marks=() if case in SOME else pytest.mark.slow)
-        for case in itertools.product(SUBJECTS, INSIDE, OVER)
-        if case[1:] != ("plain", "vmap")
-    ],
-)
+@pytest.mark.parametrize("name,inside,over", mostly_slow(ALL, quick=SOME))
 def test_every_place_gives_the_same_numbers(name, inside, over):
     actual = jax.jit(program(name, inside, over))(KEYS, ROWS)
     expected = jax.jit(program(name, "plain", "vmap"))(KEYS, ROWS)
@@ -302,7 +297,10 @@ def test_what_is_drawn_at_once_is_so_on_a_mesh_that_is_not_in_scope():
     assert actual[1] == expected[1]
 
 
-@pytest.mark.parametrize("name", [n for n in SUBJECTS if n not in ("per_example", "microbatch")])
+DONATED = [n for n in SUBJECTS if n not in ("per_example", "microbatch")]
+
+
+@pytest.mark.parametrize("name", mostly_slow(DONATED, quick=DONATED[::2]))
 def test_a_whole_state_may_be_donated(name):
     """As it comes from its functions, outside jit: no buffer is in it twice."""
     subject = SUBJECTS[name]

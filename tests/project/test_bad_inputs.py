@@ -11,6 +11,7 @@ import re
 import pytest
 
 from tests.bad_values import outcomes, variants
+from tests.cases import mostly_slow
 from tests.public import PACKAGES
 
 TABLES = ("ordering", "input", "blocks", "local_opt", "models")  # "input" has echo, too
@@ -28,7 +29,7 @@ def test_every_public_function_has_a_row():
     assert public - covered == set()
 
 
-@pytest.mark.parametrize("most", [3, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("most", mostly_slow((2, None), quick=(2,)))
 @pytest.mark.parametrize("package", TABLES)
 def test_bad_arguments_are_refused_by_name(package, most):
     """None is accepted, and none ends in an error that is not ours or names nothing."""

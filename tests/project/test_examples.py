@@ -16,6 +16,7 @@ import pytest
 
 import syncopate
 from syncopate import ordering
+from tests.cases import mostly_slow
 from tests.installed import PACKAGES, ended, module_of, ran
 
 FOLDER = pathlib.Path(__file__).resolve().parents[2] / "examples"
@@ -185,7 +186,7 @@ def test_a_whole_run_ends_near_the_plain_one(load, folder, name, most):
     assert adopted[scalar] < 1.5 * plain[scalar]
 
 
-@pytest.mark.parametrize("plain", [False, True], ids=["as it is", "by the plain lines"])
+@pytest.mark.parametrize("plain", mostly_slow((False, True), quick=(True,)))
 def test_a_single_file_takes_each_decision_by_one_line(plain, capsys):
     """Every line whose plain choice stands behind it is exchanged, and the file still runs."""
     text = (FOLDER / "single_file.py").read_text()

@@ -55,6 +55,7 @@ def test_timed_epochs_are_whole_and_ratios_are_within_a_turn(monkeypatch):
     assert (balanced["times_rr"], balanced["times_so"], fixed["times_so"]) == (1.5, 2, 1)
 
 
+@pytest.mark.slow
 def test_a_step_of_balancing_and_of_the_loop_have_a_row_per_arm(monkeypatch, capsys):
     task = TASKS["digits"](None, num_train=44)
     monkeypatch.setattr(bench, "ARMS", ("so", "cd_grab"))
@@ -86,6 +87,7 @@ def test_the_kernel_and_the_host_loops_choose_the_same_signs():
     assert ways[:4] == ["read once", "syncopate", "sketches", "host loop, NumPy"]
 
 
+@pytest.mark.slow
 def test_ways_to_single_examples_are_compared_before_they_are_timed(monkeypatch):
     model = models.mlp(num_features=64, hidden=(32,), num_classes=10)
     task = TASKS["digits"](None, num_train=16)._replace(model=model)
@@ -106,6 +108,7 @@ def test_ways_to_single_examples_are_compared_before_they_are_timed(monkeypatch)
         list(single_examples.rows_of("digits", 6))
 
 
+@pytest.mark.slow
 def test_epochs_beside_other_packages_have_the_orders_of_the_papers():
     whole, orders = torch_tasks.whole_numbers((4, 6, 20), 2), [list(range(6))] * 4
     sort = order_epochs.ours(whole, "cd_grab")
@@ -120,6 +123,7 @@ def test_epochs_beside_other_packages_have_the_orders_of_the_papers():
     assert alone.y.shape == (1, 24) and alone.step == 8 and np.any(results[0] != 0)
 
 
+@pytest.mark.slow
 def test_local_steps_beside_others_are_those_that_numpy_simulates(tmp_path, monkeypatch):
     """With DiLoCo's outer step."""
     problem, widths = local_problem, (12, 7, 5, 10)

@@ -19,6 +19,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_input_in_an_order_is_compared_before_it_is_timed(folder, monkeypatch):
     orders = input_peers.cd_grab_orders(512)
     assert orders.shape == (4, 512) and (np.sort(orders) == np.arange(512)).all()
@@ -45,6 +46,7 @@ def test_repeated_and_missing_examples_are_counted():
     assert input_kills.refusal("") == "ended without a message"
 
 
+@pytest.mark.slow
 def test_an_epoch_goes_on_with_other_readers(folder):
     """As after a kill: batches that were read after the saved position are read again."""
     before, after, saved, readers = [], [], None, 4

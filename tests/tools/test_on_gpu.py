@@ -4,13 +4,12 @@ import pytest
 
 import models
 from benchmarks import local_timing, on_gpu
+from tests.cases import mostly_slow
 
 PARTS = {"signs": 6, "reads": 5, "gpt2_small": 3, "sync": 2, "local_steps": 10, "syncs": 5}
 
 
-@pytest.mark.parametrize(
-    "part", [pytest.param(p, marks=[pytest.mark.slow] * (p == "gpt2_small")) for p in PARTS]
-)
+@pytest.mark.parametrize("part", mostly_slow(PARTS, quick=("signs",)))
 def test_every_part_has_rows(part, monkeypatch):
     mlp = (lambda: models.mlp(num_features=6, hidden=(4,), num_classes=10), (6,), 8, 2)
     monkeypatch.setattr(local_timing, "MODELS", dict.fromkeys(on_gpu.TOY.local, mlp))
