@@ -172,7 +172,7 @@ def _of_all_three():
     results = {}
     for name, echo in (("", "error diffusion, cosine p"), ("_constant", "error diffusion")):
         compared = load(f"combined_digits{name}")
-        modelled = combined.modelled_table(machines(4.0, 2.0))(compared)[1]
+        modelled = combined.modelled_table(compared, machines(4.0, 2.0))[1]
         for arm, row in (
             ("order", "CD-GraB + parallel + no echo"),
             ("qsr", "D-RR + QSR + no echo"),

@@ -149,36 +149,35 @@ def effects_picture(comparison: Comparison) -> tuple[str, Callable | str]:
     return "effects.png", functools.partial(plots.effects, effects_of(comparison))
 
 
-def modelled_table(machines: Sequence) -> Callable:
+def modelled_table(comparison: Comparison, machines: Sequence) -> tuple[str, str]:
     """Section: modelled speed-up to the target over the first arm, paired by seed."""
+    arms = comparison.at(comparison.speeds[0])
+    rows = [
+        {"arm": chosen.label} | {m.label: _faster(comparison, arms[0], chosen, m) for m in machines}
+        for chosen in arms
+    ]
+    text = "Modelled speed-up to the target over the first arm."
+    return "table_modelled.md", f"{text}\n\n{tables.markdown(rows)}"
+
+
+def _faster(comparison, base, chosen, machine):
+    before, taken = (_modelled(comparison, arm, machine) for arm in (base, chosen))
+    if not (len(before) and len(taken)) or np.isinf([*before, *taken]).any():
+        return "-"
+    return tables.times(ratio_of(taken, before), exact=True)
+
+
+def _modelled(comparison, chosen, machine):
+    """The modelled time of each seed to the target, inf where it never arrives."""
     from experiments.compare import cost
 
-    def modelled(comparison, chosen, machine):
-        steps = column(frame(comparison, speed=chosen.speed), chosen.arm, "to step")
-        runs = chosen.runs[chosen.runs.step <= chosen.runs.seed.map(steps)]
-        times = {
-            seed: cost.recorded_run_time(run.to_dict("records"), machine)
-            for seed, run in runs.groupby("seed")
-        }
-        return steps.index.map(times).to_series(steps.index).where(steps < math.inf, math.inf)
-
-    def faster(comparison, base, chosen, machine):
-        before, taken = (modelled(comparison, arm, machine) for arm in (base, chosen))
-        if not (len(before) and len(taken)) or np.isinf([*before, *taken]).any():
-            return "-"
-        return tables.times(ratio_of(taken, before), exact=True)
-
-    def section(comparison):
-        arms = comparison.at(comparison.speeds[0])
-        rows = [
-            {"arm": chosen.label}
-            | {m.label: faster(comparison, arms[0], chosen, m) for m in machines}
-            for chosen in arms
-        ]
-        text = "Modelled speed-up to the target over the first arm."
-        return "table_modelled.md", f"{text}\n\n{tables.markdown(rows)}"
-
-    return section
+    steps = column(frame(comparison, speed=chosen.speed), chosen.arm, "to step")
+    runs = chosen.runs[chosen.runs.step <= chosen.runs.seed.map(steps)]
+    times = {
+        seed: cost.recorded_run_time(run.to_dict("records"), machine)
+        for seed, run in runs.groupby("seed")
+    }
+    return steps.index.map(times).to_series(steps.index).where(steps < math.inf, math.inf)
 
 
 def define_flags(values: absl_flags.FlagValues) -> None:
@@ -223,7 +222,7 @@ def fit(study, task, recipe, values):
             "or leave --arms out for the eight arms of two levels."
         )
     machines = cost.machines(values.load_steps, values.sync_steps)
-    sections = (*study.sections, modelled_table(machines))
+    sections = (*study.sections, functools.partial(modelled_table, machines=machines))
     slow = {"speeds": (values.load_steps,), "sync_steps": values.sync_steps}
     return study._replace(
         arms=arms,

@@ -74,7 +74,7 @@ STUDY = Study(
     criterion=Criterion("valid/accuracy", lower=False, when="target"),
     columns=tables.ECHO_COLUMNS,
     panels=plots.ECHO_PANELS,
-    sections=(tables.times_faster, tables.rates_tried()),
+    sections=(tables.times_faster, tables.rates_tried),
     fit=fit,
     usual=USUAL,
     speeds=(1, 2, 4, 8),

@@ -39,7 +39,7 @@ STUDY = Study(
     criterion=Criterion("valid/accuracy", lower=False),
     columns=tables.SYNC_COLUMNS,
     panels=plots.SYNC_PANELS,
-    sections=(tables.rates_tried("rule"), tables.baseline_differences),
+    sections=(tables.rates_tried, tables.baseline_differences),
     fit=fit,
 )
 

@@ -28,7 +28,7 @@ from experiments.compare.arms import Arm, arms_of, config_of, left_out, plans_of
 from experiments.compare.cost import dry_run, traffic
 from experiments.data.base import Recipe, Task
 from experiments.distributed import agreement, devices, processes
-from experiments.report import page, records, statistics
+from experiments.report import archive, page, records, statistics
 from experiments.report.records import Run, run_of, whole_runs
 from experiments.report.statistics import Criterion
 from experiments.trainer import checkpoint, config, loop, measure, pipeline, program
@@ -95,6 +95,8 @@ def _carry_out(study, chosen, task, recipe, folder, values, data):
             plan.save(os.path.join(folder, f"plan_{name}.json"))
         title = f"{values.task}, {recipe.workers} workers"
         compared = statistics.compare(statistics.data_of(rows), labels, study.criterion, plans)
+        files.write_json(os.path.join(folder, archive.COMPARISON), archive.describe(compared))
+        archive.note_command(folder, page.command_line())
         print(page.write(compared, study, folder, title))
         print(f"\nWritten to {folder}: metrics, tables, pictures, report.html")
 

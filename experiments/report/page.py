@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from absl import flags
 
 from experiments import entry, files, lock
-from experiments.report import archive, plots, records, statistics, tables
+from experiments.report import plots, records, statistics, tables
 from experiments.report.statistics import Comparison, Criterion
 from syncopate.command import experiments
 
@@ -50,7 +50,7 @@ INTERVALS = (
 
 
 def write(comparison: Comparison, study, folder: str, title: str) -> str:
-    """Writes tables, pictures, comparison.json, command.txt and report.html. Returns the tables.
+    """Writes tables, pictures and report.html. Returns the tables.
 
     Args:
       study: a `Study`: its columns, a table per speed; its panels, a picture per speed; and its
@@ -71,8 +71,6 @@ def write(comparison: Comparison, study, folder: str, title: str) -> str:
             texts.setdefault(name, []).append(made)
         elif name not in texts:
             pictures[name] = made
-    files.write_json(os.path.join(folder, archive.COMPARISON), archive.describe(comparison))
-    archive.note_command(folder, command_line())
     texts = {name: "\n\n".join(parts) for name, parts in texts.items()}
     question = experiments().get(study.name, "").partition(" (")[0]
     return write_all(folder, title, texts, pictures, (question, tables.answer(comparison)))

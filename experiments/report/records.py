@@ -225,8 +225,8 @@ def writing(
                 files.append(file, f"{line}\n")
                 if trackers or console:  # they get what is written
                     record = files.loads(line, "a record")
-                numbers = numbers_of(record) if trackers else {}
-                track(run_of(record).name, record["step"], numbers)
+                if trackers:
+                    track(run_of(record).name, record["step"], numbers_of(record))
                 if console:
                     console(console_line(record))
 

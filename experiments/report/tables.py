@@ -48,6 +48,7 @@ class Column(NamedTuple):
     at: str = "best"  # at which learning rate, as of `statistics.at`
     than: str = ""  # "difference" or "ratio": the first arm's to it, paired by seed
     word: str = ""  # after the number of seeds that arrive
+    distinct: bool = False  # the values of the seeds, which seldom differ, in place of their mean
     always = False
 
     def cell(self, comparison: Comparison, chosen: Chosen) -> str:
@@ -63,6 +64,8 @@ class Column(NamedTuple):
         same = self.than == "difference" and chosen.arm == base
         if same or not len(values) or not (late or np.isfinite(values).all()):
             return "-"
+        if self.distinct:
+            return ", ".join(self.form.format(value) for value in sorted({*values}))
         return self.form(values) if callable(self.form) else show(values, self.form, self.word)
 
 
@@ -176,36 +179,37 @@ def show_bytes(number: float) -> str:
 
 # Columns.
 def arm(head: str) -> Fact:
-    return Fact(head, lambda comparison, chosen: chosen.label)
+    return Fact(head, _label)
 
 
 def rate(head: str) -> Fact:
     """The arm's own learning rate."""
-
-    def text(comparison, chosen):
-        return "all diverge" if chosen.rate is None else marked(chosen.rate, chosen.tried)
-
-    return Fact(head, text)
+    return Fact(head, _rate)
 
 
 def fastest_rate(head: str) -> Fact:
     """The learning rate with which the arm reaches the target first."""
+    return Fact(head, _rate, at="fastest", always=False)
 
-    def text(comparison, chosen):
-        return "-" if chosen.rate is None else marked(chosen.rate, chosen.tried)
 
-    return Fact(head, text, at="fastest", always=False)
+def _label(comparison, chosen):
+    return chosen.label
+
+
+def _rate(comparison, chosen):
+    if chosen.rate is None:
+        return "all diverge" if {*chosen.tried} <= {*chosen.diverged} else "-"
+    return marked(chosen.rate, chosen.tried)
+
+
+def _seeds(comparison, chosen):
+    return f"{chosen.runs.seed.nunique()}"
 
 
 def marked(rate: float, tried: Iterable[float]) -> str:
     """A learning rate, and whether it is at an edge of those tried: a better one may lie beyond."""
     tried = sorted(tried)
     return f"{rate:g}{' (edge)' * (len(tried) > 1 and rate in (tried[0], tried[-1]))}"
-
-
-def each(form: str) -> Callable:
-    """The distinct values over seeds, which seldom differ."""
-    return lambda values: ", ".join(form.format(value) for value in sorted({*values}))
 
 
 def _periods(comparison, chosen):
@@ -218,11 +222,23 @@ def _volume(runs):
     return runs.get("allreduces", runs.rounds).fillna(runs.rounds) / runs.step
 
 
+def _milliseconds(runs):
+    return 1e3 * (runs.seconds / runs.step)
+
+
+def _loads(runs):
+    return runs.loads / runs.step
+
+
+def _mean(values):
+    return f"{interval(values)[0]:.2f}"
+
+
 def _diverged(comparison, chosen):
     return ", ".join(f"{rate:g}" for rate in chosen.diverged) or "-"
 
 
-SEEDS = Fact("seeds", lambda comparison, chosen: f"{chosen.runs.seed.nunique()}", always=False)
+SEEDS = Fact("seeds", _seeds, always=False)
 FIRST_ORDER_COLUMNS = (
     arm("order"),
     Column("epochs to {base}'s best", "{:.0f}", "to epoch", at="fastest"),
@@ -249,8 +265,8 @@ SYNC_COLUMNS = (
     SEEDS,
     Column("{metric}", "{:.4f}", "metric"),
     Column("{train_loss}", "{:.4f}", statistics.LOSS),
-    Column("volume", each("{:.2%}"), _volume),
-    Column("rounds", each("{:.0f}"), "rounds"),
+    Column("volume", "{:.2%}", _volume, distinct=True),
+    Column("rounds", "{:.0f}", "rounds", distinct=True),
     Fact("H", _periods, always=False),
     Column("seconds", "{:.1f}", "seconds"),
     Column("last drift", "{:.4f}", "drift"),
@@ -265,12 +281,8 @@ ECHO_COLUMNS = (
     Column("loads", "{:.0f}", "to loads", word="arrive"),
     Column("steps", "{:.0f}", "to step", word="arrive"),
     Column("rounds", "{:.0f}", "to rounds", word="arrive"),
-    Column("ms per step", "{:.2f}", lambda runs: 1e3 * (runs.seconds / runs.step)),
-    Column(
-        "loads per step",
-        lambda values: f"{interval(values)[0]:.2f}",
-        lambda runs: runs.loads / runs.step,
-    ),
+    Column("ms per step", "{:.2f}", _milliseconds),
+    Column("loads per step", _mean, _loads),
 )
 COMBINED_COLUMNS = (
     arm("arm"),
@@ -465,24 +477,20 @@ def times_faster(comparison: Comparison) -> str:
     )
 
 
-def rates_tried(head: str = "arm"):
-    """A table per speed of what chose the learning rates."""
-
-    def section(comparison):
-        criterion, parts = comparison.criterion, []
-        what = f"mean {name_of(criterion.scalar)}"
-        if criterion.when == "target":
-            what = "mean steps to the target on the validation half"
-        for speed in comparison.speeds:
-            start = "Tuning" if speed is None else f"R = {speed:g}, tuning"
-            title = f"{start}: {what} at every learning rate (seeds)"
-            parts.append(f"{title}\n\n{sweep(comparison, speed, head)}")
-        return "\n\n".join(parts)
-
-    return section
+def rates_tried(comparison: Comparison) -> str:
+    """Section: a table per speed of what chose the learning rates."""
+    criterion, parts = comparison.criterion, []
+    what = f"mean {name_of(criterion.scalar)}"
+    if criterion.when == "target":
+        what = "mean steps to the target on the validation half"
+    for speed in comparison.speeds:
+        start = "Tuning" if speed is None else f"R = {speed:g}, tuning"
+        title = f"{start}: {what} at every learning rate (seeds)"
+        parts.append(f"{title}\n\n{sweep(comparison, speed)}")
+    return "\n\n".join(parts)
 
 
-def sweep(comparison: Comparison, speed: float | None = None, head: str = "arm") -> str:
+def sweep(comparison: Comparison, speed: float | None = None) -> str:
     """What chose the rates: the criterion at every learning rate, in brackets the seeds if many."""
     at, criterion = comparison.at(speed), comparison.criterion
     rates = sorted({rate for chosen in at for rate in chosen.tried})
@@ -505,5 +513,5 @@ def sweep(comparison: Comparison, speed: float | None = None, head: str = "arm")
         return text + (f" ({seeds})" if seeds > 1 else "")
 
     return markdown(
-        [{head: chosen.label} | {f"lr {r:g}": cell(chosen, r) for r in rates} for chosen in at]
+        [{"arm": chosen.label} | {f"lr {r:g}": cell(chosen, r) for r in rates} for chosen in at]
     )

@@ -1,5 +1,6 @@
 """Reports of studies with one seed, rate, arm or evaluation, with equal values, or divergence."""
 
+import functools
 import itertools
 import math
 import warnings
@@ -14,12 +15,16 @@ from experiments.report import page, plots, statistics, tables
 from experiments.report.statistics import Criterion
 
 TARGET = Criterion("valid/accuracy", lower=False, when="target", target=0.15)
-MODELLED = combined.STUDY.sections + (combined.modelled_table(cost.machines(4, 2)),)
+MACHINES = cost.machines(4, 2)
+MODELLED = functools.partial(combined.modelled_table, machines=MACHINES)
 STUDIES = {  # and its pictures
     "cd_grab": (cd_grab.STUDY, ["comparison.png"]),
     "qsr": (qsr.STUDY, ["comparison.png"]),
     "echoing": (echoing.STUDY._replace(criterion=TARGET), ["comparison_R2.png"]),
-    "combined": (combined.STUDY._replace(sections=MODELLED), ["comparison.png", "effects.png"]),
+    "combined": (
+        combined.STUDY._replace(sections=(*combined.STUDY.sections, MODELLED)),
+        ["comparison.png", "effects.png"],
+    ),
 }
 LOWER = "train/loss", "train/above_optimum", "drift", "bound/linf"
 CASES = {

@@ -46,7 +46,7 @@ def test_the_factorials(name):
     if name in ("digits", "shakespeare"):
         check(tables.table(comparison, tables.COMBINED_COLUMNS), whole)
     if name == "digits":
-        check(combined.modelled_table(cost.machines(4.0, 2.0))(comparison)[1], whole)
+        check(combined.modelled_table(comparison, cost.machines(4.0, 2.0))[1], whole)
     check_commands(f"combined_{name}", whole)
 
 

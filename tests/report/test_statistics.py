@@ -297,7 +297,7 @@ def test_known_effects_are_recovered():
     row = cells(combined.effects_table(compared)[1].split("\n\n")[1])
     assert row["order"]["last train loss"].startswith("**× 2.00")
     assert row["sync"]["last train loss"] == "× 1.00 (1.00 to 1.00)"
-    modelled = combined.modelled_table(cost.machines(4.0, 2.0))(compared)[1]
+    modelled = combined.modelled_table(compared, cost.machines(4.0, 2.0))[1]
     assert modelled.count("1.00 (1.00 to 1.00)") >= 4
     assert combined.show_effect(0.1, 0.2, relative=False) == "+0.10 (-0.10 to +0.30)"
     assert combined.show_effect(np.log(2), float("nan"), relative=True) == "× 2.00"
@@ -311,7 +311,7 @@ def test_a_study_without_effects_says_why():
     assert "arm 7 do not reach" in tables.target_line(compared)
     assert "arm 7 never arrive" in combined.effects_table(compared)[1]
     assert combined.effects_picture(compared)[1] == ""
-    modelled = combined.modelled_table(cost.machines(4.0, 2.0))(compared)[1]
+    modelled = combined.modelled_table(compared, cost.machines(4.0, 2.0))[1]
     assert [line.count(" - ") for line in modelled.splitlines()[4:]] == [0] * 7 + [4]
     first, *others = arms
     for rows, names in ((kept, [first, *others[:6]]), (kept[2:], arms), (kept, [*others, first])):
