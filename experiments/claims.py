@@ -170,9 +170,10 @@ class Effect(NamedTuple):
 def verdict(size: float, effect: Effect) -> str:
     """The verdict on an effect, from its 95 % interval.
 
-    Reproduced are at least half of the published size, where one is published, as the middle of an
-    interval that excludes 0. If an arm never arrives with some seed, its interval is a bound: on
-    the side on which the arm does better than was seen nothing is decided.
+    Reproduced is an effect whose interval excludes 0 and whose mean is at least half of the
+    published size. A seed that never reaches the target counts as if it did at the end of its run.
+    With such a seed of the arm the effect may be smaller than it seems, so that it never counts as
+    positive; with one of the base it may be larger, and never counts as negative or absent.
     """
     seeds, (late, late_base) = len(effect.values), effect.late
     if seeds < LEAST_SEEDS:
@@ -255,7 +256,7 @@ def effect_of(claim: Claim, recorded: Mapping[str, Comparison]) -> Effect:
 def undecided(claim: Claim, effect: Effect) -> str:
     """What would decide a claim that is not: longer runs where a seed never arrives, else seeds.
 
-    So many that the interval is half of the published size to each side, or as wide as the effect.
+    With so many seeds the half width of the interval is half of the published size, or the effect.
     """
     if any(effect.late):
         return "longer runs would decide"

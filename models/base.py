@@ -99,7 +99,7 @@ def model_of(
         return jax.tree.map(lambda m: jnp.zeros(m.shape, m.dtype), moments)
 
     def init(key):
-        if keys is not nnx.Rngs or not is_whole(key):  # which takes a seed, too
+        if keys is not nnx.Rngs or not is_whole(key):  # nnx.Rngs takes a seed, too
             check_key(key)
         return nnx.to_pure_dict(build(key)[1])
 

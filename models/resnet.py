@@ -122,7 +122,7 @@ class _ResNet(nnx.Module):
     def __call__(self, x, given):
         x = nnx.relu(self.norm(self.stem(x.astype(self.dtype)), given))
         if self.pools:
-            edges = ((1, 1), (1, 1))  # which are accepted, too
+            edges = ((1, 1), (1, 1))  # pairs are accepted, too
             x = nnx.max_pool(x, (3, 3), (2, 2), edges)  # pyright: ignore[reportArgumentType]
         for name in self.names:
             x = getattr(self, name)(x, given)

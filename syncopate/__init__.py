@@ -31,14 +31,14 @@ def install(*extras: str) -> str:
 
 
 def _home(name: str) -> str:
-    """Where a name is to be found that is none of this package, in words; nothing if nowhere."""
+    """The end of a message: which public module has a name that is not here; "" if none has."""
     # Modules of this package are imported as such, perhaps while the public ones are being made.
     if name.startswith("_") or importlib.util.find_spec(f"{__name__}.{name}"):
         return ""
     for package in PUBLIC:
         try:
             module = __getattr__(package)
-        except ImportError:  # a user's own: whoever asks for it is told
+        except ImportError:  # a user's own module of that name, which its import reports
             continue
         for inner in [module, *(getattr(module, n) for n in module.__all__)]:
             if name in getattr(inner, "__all__", ()):

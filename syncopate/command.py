@@ -62,7 +62,7 @@ def sources() -> pathlib.Path:
 
 
 def experiments() -> dict[str, str]:
-    """The experiments, each with the first line of its docstring, and how long it takes if told."""
+    """The experiments, each with the first line of its docstring and its time, if that is there."""
     result = {}
     for path in sorted((sources() / "experiments").glob("*.py")):
         if path.stem == "claims" and not (sources() / "docs").is_dir():

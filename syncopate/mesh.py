@@ -103,9 +103,9 @@ def like(specs: PyTree[P], tree: PyTree) -> PyTree[P]:
 
 @contextlib.contextmanager
 def at_once():
-    """Computes what is inside now, also where a function is traced for devices of a mesh."""
+    """Operations in the `with` block run at once, even while a function is traced for a mesh."""
     scope = jax.sharding.get_abstract_mesh()
-    if scope.explicit_axes:  # where nothing would run
+    if scope.explicit_axes:  # under which nothing would run at once
         scope = jax.sharding.AbstractMesh((), ())
     with jax.sharding.use_abstract_mesh(scope), jax.ensure_compile_time_eval():
         yield

@@ -89,7 +89,7 @@ def check_function(name: str, value: Any, *arguments: str) -> None:
         text = getattr(value, "__name__", f"a {type(value).__name__}")
         wanted = f"({', '.join(arguments)})"
         raise ValueError(f"{name} is {text}: pass a function of {wanted}.") from None
-    except ValueError:  # a built-in function does not tell
+    except ValueError:  # a built-in function without a signature
         pass
 
 

@@ -39,14 +39,14 @@ def count_of(workers: int | Mesh | AbstractMesh | None, axis_name: Any) -> Worke
 
 
 def mesh_in_scope() -> Mesh | AbstractMesh:
-    """The mesh of `jax.set_mesh`; while a program is traced it knows no devices."""
+    """The mesh of `jax.set_mesh`; an AbstractMesh, without devices, while a program is traced."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         raise ValueError(
             "workers is None and no mesh is in scope: enter one, as by jax.set_mesh(mesh), or pass "
             "a mesh, or the number of workers to simulate."
         )
-    with contextlib.suppress(ValueError):  # of a trace
+    with contextlib.suppress(ValueError):  # while a program is traced
         devices = jax.sharding.get_mesh()
         return mesh if devices.empty else devices
     return mesh
@@ -54,6 +54,6 @@ def mesh_in_scope() -> Mesh | AbstractMesh:
 
 def axis_of(axis_name: Any, names: Sequence[str], *, alone: bool = False) -> Any:
     """The workers' axis: the one given, and for None the only one, or "worker" unless `alone`."""
-    if alone and axis_name is None and len(names) > 1:  # a wrong one would be used in silence
+    if alone and axis_name is None and len(names) > 1:  # a wrong axis would go unnoticed
         raise ValueError(f"axis_name is None and there are the axes {list(names)}: pass the one.")
     return axis_name if axis_name is not None else names[0] if len(names) == 1 else AXIS

@@ -84,7 +84,7 @@ def looks(name: str, folder: os.PathLike = FOLDER) -> int:
 
 
 def commands(path: pathlib.Path) -> list[str]:
-    """What made a run, the first one first, each in one line."""
+    """The commands that made a run, in their sequence, each in one line."""
     text = files.content(path / COMMAND).decode()
     return re.sub(r"\s*\\\n\s*", " ", text).strip().splitlines()
 
@@ -109,9 +109,9 @@ def rows_of(folder: pathlib.Path) -> list[dict]:
     return files.load_lines(lines, path)
 
 
-# What records are compared by.
+# comparison.json.
 def describe(comparison: Comparison) -> dict:
-    """What is in comparison.json."""
+    """The content of comparison.json."""
     plans = {}
     for arm, plan in comparison.plans.items():
         changes = np.transpose(corners(plan))[:-1].tolist()
@@ -121,7 +121,7 @@ def describe(comparison: Comparison) -> dict:
 
 
 def restore(rows: Sequence[dict], described: Mapping) -> Comparison:
-    """The comparison of records by what `describe` gave."""
+    """The `Comparison` of records, from the content of their comparison.json."""
     plans = {}
     for arm, of in described["plans"].items():
         first, periods = np.array(of["changes"]).T

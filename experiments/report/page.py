@@ -22,7 +22,7 @@ from experiments.report.statistics import Comparison, Criterion
 from syncopate.command import experiments
 
 TABLE = "table.md"
-OUTPUT = {"output_dir", "overwrite", "traceback"}  # flags that are no settings of what is made
+OUTPUT = {"output_dir", "overwrite", "traceback"}  # flags that do not change the result
 SHOWN = ("settings.json", "versions.json")
 STYLE = pathlib.Path(__file__).with_name("style.css")
 # The browser refuses everything that is not in the file.
@@ -136,7 +136,7 @@ def write_all(
 
 
 def _body(folder, title, texts, drawn, asked) -> Iterator[str]:
-    """What this call has made, this command, and folded the settings."""
+    """The parts of the page: tables, pictures, the command, and the folded settings."""
     from markdown_it import MarkdownIt
 
     parser = MarkdownIt("zero").enable(["table", "heading", "emphasis"])

@@ -38,7 +38,7 @@ class Panel(NamedTuple):
 
     scalar: str  # of the records; "objective" chose the rates, "metric" is what is reported
     x: tuple[str, ...] = ("epoch", "seconds")  # costs of the records, a column each
-    fastest: bool = False  # at the rate that is first at the target, which is dotted
+    fastest: bool = False  # at the rates that reach the target first; a dotted line shows it
 
 
 ORDER_PANELS = (Panel("objective"), Panel("metric"), Panel("bound/linf"))

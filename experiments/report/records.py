@@ -223,7 +223,7 @@ def writing(
                 lock.check()
                 line = files.dumps(record)
                 files.append(file, f"{line}\n")
-                if trackers or console:  # they get what is written
+                if trackers or console:  # they get a record as it is in the file
                     record = files.loads(line, "a record")
                 if trackers:
                     track(run_of(record).name, record["step"], numbers_of(record))

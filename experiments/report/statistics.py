@@ -39,7 +39,7 @@ class Chosen:
     rate: float | None  # its best; None where a run diverged at every rate
     data: Any  # all rows of the arm at this speed
     runs: Any  # those with this rate, of the reported phase
-    tried: tuple[float, ...]  # learning rates, ascending, as those that diverged
+    tried: tuple[float, ...]  # learning rates, ascending
     diverged: tuple[float, ...]
 
 
@@ -229,8 +229,8 @@ def at(comparison: Comparison, chosen: Chosen, rate: str | float = "best") -> Ch
 
     Args:
       rate: a learning rate, or "best": the best; "fastest": with which an arm reaches the target
-        first; "end": with the best last value; "baseline": the best of the baseline, or the own one
-        of an arm that did not train with it.
+        first; "end": with the best last value; "baseline": the best of the baseline, or the
+        arm's best if it did not train with that one.
     """
     if rate == "best":
         return chosen
@@ -251,9 +251,9 @@ def at(comparison: Comparison, chosen: Chosen, rate: str | float = "best") -> Ch
 def frame(comparison: Comparison, rate: str | float = "best", speed: float | None = None):
     """A pandas.DataFrame of the runs at one learning rate per arm, as of `at`.
 
-    It has a row per (arm, seed) and a column per scalar, by its name: the value with which the run
-    ends, not finite where that is not, nan where it was not measured. "to NAME" is the cost of that
-    name up to the comparison's target, inf where a run never arrives; seconds are of timed runs.
+    It has a row per (arm, seed) and a column per scalar, with its value at the end of the run. That
+    is inf or -inf if it was not finite, and nan if it was not measured. "to NAME" is the cost of
+    that name up to the target, inf if the run never arrives; seconds are of timed runs.
     "lowest" is the criterion's scalar at the best point of its mean over seeds.
     """
     import pandas
@@ -290,7 +290,7 @@ def metric_of(comparison: Comparison) -> str:
 def named(comparison: Comparison, scalar: str) -> str:
     """The column of a scalar, "objective" being the criterion's, "metric" what is reported of it.
 
-    In a comparison of averaged weights theirs, if it was recorded.
+    In a comparison of averaged weights it is the column of those, if there is one.
     """
     scalar = f"test/{metric_of(comparison)}" if scalar == "metric" else scalar
     scalar = comparison.criterion.scalar if scalar == "objective" else scalar
@@ -323,9 +323,9 @@ def ratio_of(after, before, least: float = 1e-12):
 
 
 def volume(record: Mapping):
-    """What a run has sent up to a record, as a share of syncs in every step: all-reduces per step.
+    """All-reduces per step that a run has sent up to a record; 1 if workers sync in every step.
 
-    Older records, none of a compressor, of fragments or of an order that sends, have rounds alone.
+    Older records have the number of rounds alone; their runs sent nothing else.
     """
     sent = record["allreduces"] if "allreduces" in record else record["rounds"]
     return sent / record["step"]
@@ -339,7 +339,7 @@ def interval(sample, level: float = 0.95) -> tuple[float, float]:
     count = len(sample)
     if count < 2:
         return (float(sample[0]) if count else math.nan), math.nan
-    if (sample == sample[0]).all():  # whose mean and deviation float64 rounds
+    if (sample == sample[0]).all():  # float64 would round their mean and deviation
         return float(sample[0]), 0.0
     deviation = np.std(sample, ddof=1) / math.sqrt(count)
     return float(np.mean(sample)), float(stdtrit(count - 1, (1 + level) / 2) * deviation)

@@ -37,9 +37,9 @@ LABELS = {
 
 
 class Column(NamedTuple):
-    """A number of each arm, of its row per seed in the `frame`: "-" if one is not finite.
+    """A number for each arm, from its rows of the `frame`, one per seed; "-" if one is not finite.
 
-    Of "to NAME" some may be infinite; then it says how many seeds reach the target.
+    If `value` is "to NAME" and some seeds never reach the target, the cell says how many do.
     """
 
     head: str  # {base}, {objective}, {metric} and {train_loss} stand for their names
@@ -115,7 +115,7 @@ def _train_loss(comparison: Comparison) -> str:
 
 # Numbers and names.
 def times(logs, *, exact: bool = False) -> str:
-    """A geometric mean of ratios and its interval, from logarithms; exact: even where it is 0."""
+    """A geometric mean of ratios and its interval, from logarithms; exact: even one of width 0."""
     mean, half = interval(logs)
     shown = half >= 0 if exact else half > 0
     bounds = f" ({np.exp(mean - half):.2f} to {np.exp(mean + half):.2f})"
@@ -298,7 +298,7 @@ COMBINED_COLUMNS = (
 
 # One run.
 def result(record: Mapping) -> str:
-    """What a record has of the test set, then of training: a sentence."""
+    """A sentence with the scalars of a record: of the test set, then of training."""
     names = [name for part in ("test/", "train/") for name in record if name.startswith(part)]
     names = [name for name in names if name != "train/batch_loss"] or names
     words = [f"{_label_of(name)} {_one(name, record[name])}" for name in names]
@@ -415,7 +415,7 @@ def baseline_differences(comparison: Comparison) -> str:
 def gains(comparison: Comparison) -> str:
     """Section: the end of the baseline's runs, and what every other arm gains there.
 
-    Times fewer epochs are those to the value with which the baseline's run of the same seed ends.
+    "times fewer epochs" compares the epochs up to the last value of the baseline's same seed.
     """
     both = [c for c in (comparison, comparison.averaged) if c and len(c.baseline().runs)]
     rows = [_gains(c, chosen) for c in both for chosen in c.at() if len(chosen.runs)]
