@@ -336,6 +336,10 @@ TWO = jax.random.split(KEY, 2)
 ALL = jax.vmap(GRAB.init, (0, None))(TWO, X)
 SHUFFLED = jax.vmap(ordering.random_reshuffling(M).init, (0, None))(TWO, None)
 CALLS |= {
+    "index_shuffle": call(
+        ordering.index_shuffle, key=KEY, epoch=Arg(1, whole(0)), num_units=also("num_units", M, 2),
+        index=Arg(np.arange(M), [M, -1, 0.5, "0", None, THING, {}, X, [M], [0.0], [[0], [1, 2]],
+                                 [True], jnp.arange(3.0)])),
     "make_sketch": call(
         traced(lambda tree, **args: ordering.make_sketch(**args)(tree)), key=KEY, size=4,
         specs=None,
