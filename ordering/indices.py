@@ -1,12 +1,14 @@
 """Indices that are computed where they are read."""
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int
 
-BLOCK = 2**14  # indices that an iterator computes at a time
+BLOCK = 2**14  # indices that an iterator computes at a time,
+FEW = 64  # and that are computed for one, as its neighbours are mostly read next
 
 
 class Indices(Sequence):
@@ -27,6 +29,7 @@ class Indices(Sequence):
 
     def __init__(self, function: Callable[[Int[np.ndarray, "..."]], Any], size: int):
         self._function, self._places = function, range(size)
+        self._last: tuple[int, list[int]] = (-1, [])  # a block of units that were read one by one
 
     def __len__(self) -> int:
         return len(self._places)
@@ -53,7 +56,19 @@ class Indices(Sequence):
                 raise IndexError(f"place {wrong[0]} is out of range: there are {self.size}.")
             places = np.where(places < 0, places + self.size, places).astype(np.int64)
             return self._function(self._places.start + self._places.step * places)
-        return int(self._function(np.array([self._places[index]], np.int64))[0])
+        index = operator.index(index)
+        if not -self.size <= index < self.size:
+            raise IndexError(f"place {index} is out of range: there are {self.size}.")
+        block, place = divmod(index % self.size, FEW)
+        number, units = self._last
+        if number != block:
+            units = np.asarray(self[block * FEW : (block + 1) * FEW]).tolist()
+            self._last = block, units
+        return units[place]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[int]:
+        """Several units at once, as data sets of Grain and PyTorch read them."""
+        return self[np.asarray(indices, np.int64)].tolist()
 
     def __iter__(self) -> Iterator[int]:
         for start in range(0, self.size, BLOCK):
