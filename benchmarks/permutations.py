@@ -10,8 +10,9 @@ expectation: the numbers are (chi2 - df) / sqrt(2 df), whose expectation is 0 an
 deviation is 1. Above 4 a way is not random. Of small sizes a cell is a unit, of larger ones the
 unit's high or its low bits. Seeds are fixed.
 
-*speed* reads random places of 10^10 units, or makes a stored permutation of 10^8. Memory is the peak
-of resident memory of a process of its own, less what it had after its imports.
+*speed* reads a first batch of 10^10 units, or of fewer where a way takes no more, and then a
+million indices. Memory is the peak of resident memory of a process of its own, less what it had
+after its imports.
 """
 
 import functools

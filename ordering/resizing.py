@@ -57,7 +57,8 @@ def resize(
       axis_name: the workers' axis with which `order` was made.
 
     Returns:
-      (state, units) for W' workers, where units is int32[W', M'].
+      (state, units) for W' workers, where units is int32[W', M']. The state of a computed order,
+      which belongs to any number of workers, is returned as it is.
 
     Raises:
       ValueError: if the arguments do not fit each other; in the middle of an epoch, for the state
@@ -75,6 +76,8 @@ def resize(
       >>> state.current.shape, sorted(state.current.ravel().tolist()) == list(range(8))
       ((4, 2), True)
     """
+    if isinstance(order, Ordering) and order.indices is not None:
+        return state, None  # it is of any number of workers
     for name, value in (("state", state), ("fresh", fresh)):
         if np.ndim(getattr(value, "current", 0)) != 2:
             raise ValueError(

@@ -24,6 +24,8 @@ from ordering.data.loader import spreading
 from ordering.data.place import ReadState, check_place, check_state, key_data, restored
 from ordering.data.reading import workers_of_process
 from ordering.data.sources import check_units_of
+from ordering.indices import Indices
+from ordering.resizing import redistributed
 from syncopate import plans
 
 
@@ -146,6 +148,26 @@ class BlockEpochs(Epochs):
         waits = self.observes and not self.observed
         return waits and (self._sums_rows or self.window_ended)
 
+    def current_order(self, state: State) -> list:
+        if self._pure.indices is None:
+            return super().current_order(state)
+        return [self._rows(self._pure.indices(state), self._batches.unit)]
+
+    def next_order(self, state: State) -> list:
+        if self._pure.indices is None:
+            return super().next_order(state)
+        following = self._pure.indices(self._pure.next_epoch(state))
+        return [self._rows(following, 0), self._sizes.num_units]
+
+    def _rows(self, indices: Indices, unit: int) -> np.ndarray:
+        """The order of each worker, whose windows share the units of all from this unit on."""
+        units, workers = np.asarray(indices), self._workers
+        begun, rest = np.split(units, [unit * workers])
+        windows = redistributed(rest[None], workers, workers * self._sizes.window)
+        rows = np.concatenate([begun.reshape(workers, -1), windows], axis=1)
+        rows = rows[workers_of_process(self._scope)]
+        return rows[0] if self._scope.workers is None else rows
+
     def check_step(self) -> None:
         if not self.observed and (self._summed or self.window_ended):
             super().check_step()
@@ -243,13 +265,12 @@ def read_blocks(
     base.check_order(order)
     scope = base.scope_of(workers, axis_name)
     first = base.init_workers(order, key, like, workers, axis_name=axis_name)
-    check_state(first)
-    num_units = first.current.shape[-1]
+    num_units = _units_per_worker(order, first, scope)
     _check_units(blocks, order, scope, num_units)
     window = _window_of(order, first, window, num_units)
     batches, last = (num_batches(blocks, n, batch_size) for n in (window, num_units % window))
     with jax.transfer_guard("allow"):
-        shape = (*first.current.shape[:-1], window)
+        shape = (window,) if scope.workers is None else (scope.workers, window)
         sums = jax.tree.map(lambda x: jnp.zeros((*shape, *jnp.shape(x)), jnp.float32), like)
         n = np.asarray(0)  # nothing is read
         about = window, batch_size, seed, blocks.unit_size, blocks.filter_digest
@@ -257,7 +278,7 @@ def read_blocks(
         start = BlockState(first, n, n, n, n, n, n, n, sums, *about, blocks.digests)
         if state is not None:
             saved = restored(start, position.check(state, start, blocks))
-            check_place(saved, num_units, scope.workers or 1, window)
+            check_place(saved, num_units, scope.workers or 1, window, aligned=True)
             start = start._replace(**dict(zip(BlockState._fields[:9], saved, strict=False)))
         load = _loading(blocks, order, scope, start, num_units, batches, _reading(readers))
         if scope.mesh is not None and sharding is None:
@@ -269,6 +290,19 @@ def read_blocks(
 
     sizes = Sizes(num_units, window, batches, last)
     return BlockEpochs(on_device, sizes, order, scope, start, num_epochs)
+
+
+def _units_per_worker(order, first, scope):
+    if order.indices is None:
+        check_state(first)
+        return first.current.shape[-1]
+    workers, total = scope.workers or 1, len(order.indices(first))
+    if total % workers:
+        raise ValueError(
+            f"the order names {total} units, and {workers} workers cannot share them: make blocks "
+            f"by split(multiple_of={workers}), and an order of as many units."
+        )
+    return total // workers
 
 
 def _check_units(blocks, order, scope, num_units):

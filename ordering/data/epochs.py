@@ -55,8 +55,8 @@ class Epochs(Reader):
         unit_size: int = 1,
     ):
         epoch, units, loads, self.steps, self.uses, self.used = map(int, state[1:7])
-        # The units of a computed order are counted over all workers, others per worker.
-        self._workers = 1 if order.indices else scope.workers or 1
+        # Units of a computed order are counted over all workers together, others per worker.
+        self._workers = (scope.workers or 1) // sizes.least
         unit = units // self._workers
         super().__init__(
             load,

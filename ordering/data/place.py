@@ -38,8 +38,13 @@ def check_state(state: State) -> None:
         )
 
 
-def check_place(place: ReadState, num_units: int, workers: int, window: int) -> None:
-    """Raises ValueError for a position outside of the order, or one where no step begins."""
+def check_place(
+    place: ReadState, num_units: int, workers: int, window: int, *, aligned: bool = False
+) -> None:
+    """Raises ValueError for a position outside of the order, or one where no step begins.
+
+    It must be `aligned` if the order observes: a last, shorter step then has the usual size.
+    """
     unit, rest = divmod(int(place.units), workers)
     if rest or not 0 <= unit <= num_units:
         raise ValueError(
@@ -47,11 +52,11 @@ def check_place(place: ReadState, num_units: int, workers: int, window: int) -> 
             f"{num_units} units each: pass a state of this order, after another number of workers "
             "with the order that ordering.resize made."
         )
-    aligned = (num_units - unit) % window in (0, num_units % window)
-    if hasattr(place.order, "position") and not aligned:
+    is_aligned = (num_units - unit) % window in (0, num_units % window)
+    if (aligned or hasattr(place.order, "position")) and not is_aligned:
         raise ValueError(
-            f"{unit} of {num_units} units were read, which leaves no whole steps of {window} units "
-            "for the order to observe: use another units_per_step until the epoch ends."
+            f"{unit} of {num_units} units were read, which leaves no whole steps of {window} "
+            "units: use another units_per_step or window until the epoch ends."
         )
 
 

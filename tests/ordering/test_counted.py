@@ -185,3 +185,46 @@ def test_all_workers_share_one_state():
         order.next_epoch(ordering.random_reshuffling(12).init(jax.random.key(0), None))
     with pytest.raises(ValueError, match="exceeds the 12 units"):
         read_epochs(np.arange(12), order, jax.random.key(0), workers=8)
+
+
+def read_records(blocks, workers, window, state=None, steps=None):
+    order = ordering.counted(len(blocks), units_per_step=window)
+    options = {"workers": workers, "batch_size": 2 * window, "num_epochs": 2, "state": state}
+    with ordering.blocks.read_blocks(blocks, order, jax.random.key(1), **options) as reads:
+        batches = []
+        for records, _ in reads:
+            batches += np.asarray(records).ravel().tolist()
+            if reads.loads == steps:
+                break
+        return batches, reads.state()
+
+
+def test_blocks_go_on_with_other_workers_without_a_record_lost():
+    blocks = ordering.blocks.split(np.arange(40), unit_size=2, multiple_of=4)
+    expected = read_records(blocks, 1, 1)[0]
+    assert sorted(expected[:40]) == sorted(expected[40:]) == list(range(40))
+    assert expected[:40] != expected[40:]
+    first, state = read_records(blocks, 2, 2, steps=2)
+    assert int(state.units) == 8 and set(first) == set(expected[:16])
+    for workers, window in ((4, 1), (1, 4), (2, 2), (None, 4)):
+        following, _ = read_records(blocks, workers, window, state)
+        assert sorted(first + following[:24]) == list(range(40))
+        assert set(following[24:32]) == set(expected[40:48])
+    order = ordering.counted(20, units_per_step=1)
+    assert ordering.blocks.resize(state, None, order) is state
+    assert ordering.resize(state.order, None, order, units_per_step=1, visited=0)[0] is state.order
+    with pytest.raises(ValueError, match="use another units_per_step or window"):
+        read_records(blocks, 1, 5, state)
+    with pytest.raises(ValueError, match="3 workers cannot share them"):
+        read_records(blocks, 3, 1)
+
+
+def test_a_window_that_leaves_no_whole_windows_is_refused():
+    """Its last records were never read."""
+    blocks, key = ordering.blocks.split(np.arange(10), unit_size=1), jax.random.key(0)
+    order, other = (ordering.random_reshuffling(10, units_per_step=k) for k in (4, 5))
+    with ordering.blocks.read_blocks(blocks, order, key, batch_size=4) as reads:
+        next(reads)
+        state = reads.state()
+    with pytest.raises(ValueError, match="leaves no whole steps of 5 units"):
+        ordering.blocks.read_blocks(blocks, other, key, batch_size=5, state=state)
