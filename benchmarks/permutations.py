@@ -249,7 +249,7 @@ def megabytes(field: str) -> float:
 
 
 def speed_row(name: str) -> dict:
-    """Of a process of its own: the first batch, its memory, and then a million indices."""
+    """The first batch in this process, its memory, and then a million indices."""
     make, size = READERS[name]
     for module in (*IMPORTS.get(name, ()), "grain") if "rain" in name else IMPORTS.get(name, ()):
         importlib.import_module(module)

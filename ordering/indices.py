@@ -77,7 +77,7 @@ class Indices(Sequence):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Int[np.ndarray, "n"]:
         del copy  # there is nothing to share
         places = self._places
-        units = self._function(np.arange(places.start, places.stop, places.step, np.int64))
+        units = self._function(np.arange(places.start, places.stop, places.step, dtype=np.int64))
         return units if dtype is None else units.astype(dtype)
 
     def __repr__(self) -> str:

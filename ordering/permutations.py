@@ -133,10 +133,8 @@ def computed_by_jax(places: Array, domain: Domain, keys: Halves) -> Int[Array, "
     step = functools.partial(once, keys=keys, domain=domain, least=jnp.minimum)
 
     def again(halves):
-        return tuple(
-            jnp.where(beyond(halves, domain), *pair)
-            for pair in zip(step(halves), halves, strict=True)
-        )
+        where, later = beyond(halves, domain), step(halves)
+        return jnp.where(where, later[0], halves[0]), jnp.where(where, later[1], halves[1])
 
     halves = step((places % side, places // side))
     low, high = jax.lax.while_loop(lambda halves: beyond(halves, domain).any(), again, halves)

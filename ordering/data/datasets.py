@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import numpy as np
@@ -19,6 +19,7 @@ from jaxtyping import Int, PyTree
 
 from ordering.data.loader import carried_settings, describe_error
 from ordering.data.sources import as_source, check_indices
+from ordering.indices import Indices
 from syncopate import install
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ READ_AT_ONCE = 64  # examples: a call from TensorFlow into Python costs as much 
 
 
 def tf_dataset(
-    source: PyTree[ArrayLike] | Sequence, indices: Int[ArrayLike, "n"] | Sequence[int]
+    source: PyTree[ArrayLike] | Sequence, indices: Int[ArrayLike, "n"] | Sequence[int] | Indices
 ) -> "tf.data.Dataset":
     """The examples that an order names, one by one, as a `tf.data.Dataset`.
 
@@ -59,7 +60,8 @@ def tf_dataset(
       [(4, 16), (0, 0), (3, 9)]
     """
     examples = as_source(source)
-    indices = check_indices(indices, len(examples))
+    if not isinstance(indices, Indices):  # of which each part is checked when it is read
+        indices = check_indices(indices, len(examples))
     tf = _tensorflow("tf_dataset")
 
     def kind(leaf):
@@ -109,7 +111,7 @@ def _tensorflow(name: str) -> Any:
 
 
 def reordered(
-    dataset: "tf.data.Dataset", indices: Int[ArrayLike, "n"] | Sequence[int]
+    dataset: "tf.data.Dataset", indices: Int[ArrayLike, "n"] | Sequence[int] | Indices
 ) -> "tf.data.Dataset":
     """The examples of a finite `tf.data.Dataset` in another order, one by one.
 
@@ -145,7 +147,7 @@ def reordered(
     """
     tf = _tensorflow("reordered")
     size = _check_finite(tf, dataset)
-    indices = np.asarray(check_indices(indices, size))
+    indices = check_indices(np.asarray(indices) if isinstance(indices, Indices) else indices, size)
     with tf.device("/CPU:0"):
         examples = _in_memory(tf, dataset, size)
         rows = lambda part: tf.nest.map_structure(lambda x: tf.gather(x, part), examples)  # noqa: E731
@@ -266,7 +268,7 @@ _reads = _Reads()
 
 
 def grain_dataset(
-    source: PyTree[ArrayLike] | Sequence, indices: Int[ArrayLike, "n"] | Sequence[int]
+    source: PyTree[ArrayLike] | Sequence, indices: Int[ArrayLike, "n"] | Sequence[int] | Indices
 ) -> "grain.MapDataset":
     """The examples that an order names, one by one, as a Grain `MapDataset`.
 
@@ -296,9 +298,10 @@ def grain_dataset(
       Grain's datasets, https://google-grain.readthedocs.io/en/latest/
     """
     examples = as_source(source)
-    places: Any = check_indices(indices, len(examples))  # an array is a source for Grain
+    if not isinstance(indices, Indices):  # which Grain reads like any source
+        indices = check_indices(indices, len(examples))
     try:
         import grain
     except ImportError as error:
         raise ImportError("Grain cannot be imported: pip install grain.") from error
-    return grain.MapDataset.source(places).map(examples.example)
+    return grain.MapDataset.source(cast(Any, indices)).map(examples.example)

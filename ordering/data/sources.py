@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -30,7 +30,7 @@ class Source:
     def __len__(self) -> int:
         return self._size
 
-    def __getitem__(self, indices: Int[ArrayLike, "n"] | slice) -> PyTree[np.ndarray]:
+    def __getitem__(self, indices: Int[ArrayLike, "n"] | Indices | slice) -> PyTree[np.ndarray]:
         if isinstance(indices, Indices):
             indices = np.asarray(indices)
         if self._like is None:
@@ -144,12 +144,8 @@ def _check_size(name: str, size: int) -> None:
         )
 
 
-def check_indices(
-    indices: ArrayLike | Sequence, num_examples: int
-) -> Int[np.ndarray, "n"] | Indices:
+def check_indices(indices: ArrayLike | Sequence, num_examples: int) -> Int[np.ndarray, "n"]:
     """int64[n], indices of a source's examples; raises ValueError for other values."""
-    if isinstance(indices, Indices):  # each part is checked when it is read
-        return indices
     indices = whole_numbers("indices", indices, (1,), "step_indices(...)[0]")
     wrong = indices[(indices < 0) | (indices >= num_examples)]
     if wrong.size:
@@ -413,7 +409,7 @@ def step_indices(
     if isinstance(orders, Indices):
         unit_size = plans.check_whole("unit_size", unit_size, 1)
         units_per_step = plans.check_whole("units_per_step", units_per_step, 1, len(orders))
-        return _examples_of(orders, unit_size), units_per_step * unit_size
+        return cast(Any, _examples_of(orders, unit_size)), units_per_step * unit_size
     orders = np.atleast_2d(whole_numbers("orders", orders))
     workers, length = orders.shape
     per_worker = length if num_units is None else num_units
