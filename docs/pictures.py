@@ -12,7 +12,7 @@ import pathlib
 
 import numpy as np
 
-from experiments import advise, combined, progress, slow_drift, slowrun
+from experiments import advise, combined, progress, slow_sde, slowrun
 from experiments.compare.cost import Machine
 from experiments.report import archive, plots, statistics, tables
 
@@ -114,22 +114,22 @@ def machine_map(path: str) -> None:
     plots.save(figure, path, "The best combination of decisions\nlines: times as fast as none")
 
 
-def slow_sde(path: str) -> None:
+def slow_drift(path: str) -> None:
     """A row per problem, a column per number of workers; lines are theory, to its limit at 0."""
     rates, widths = (0.1, 0.05, 0.02, 0.01), (2, 4, 8, 16)
     names = {"valley": "x at the end", "label_noise": "trace of the Hessian at the end"}
     figure, axes = plots.panes(2, 4, (13, 7.5), sharex=True, sharey="row")
-    styles = plots.styles_of(slow_drift.RULES)
+    styles = plots.styles_of(slow_sde.RULES)
     cells = progress.bar([*itertools.product(names, widths)])
     for axis, (name, workers) in zip(axes.flat, cells, strict=True):
-        drifts = [r for rate in rates for r in slow_drift.measure(name, workers, rate, 64)]
+        drifts = [r for rate in rates for r in slow_sde.measure(name, workers, rate, 64)]
         for rule, style in styles.items():
             of_rule = [r for r in drifts if r["rule"] == rule]
             theory = [*(r["theory"] for r in of_rule), of_rule[0]["limit"]]
             axis.plot([*rates, 0], theory, color=style["color"], linewidth=1)
             mean, half = np.transpose([statistics.interval(r["end"]) for r in of_rule])
             errorbar = {"fmt": style["marker"], "color": style["color"], "ms": 6, "capsize": 3}
-            axis.errorbar(rates, mean, half, label=slow_drift.RULES[rule].label, **errorbar)
+            axis.errorbar(rates, mean, half, label=slow_sde.RULES[rule].label, **errorbar)
         axis.set_title(f"{name.replace('_', ' ')}, K = {workers}")
         axis.set(xlabel="learning rate η", ylabel=names[name])
         axis.grid(alpha=0.3)
@@ -243,7 +243,7 @@ PICTURES = {  # a function and its arguments after the path
         ROUNDS,
     ),
     "qsr_cifar10_vit.png": (curves, "qsr_cifar10_vit", "CIFAR-10, ViT, 4 workers", ROUNDS),
-    "slow_sde.png": (slow_sde,),
+    "slow_sde.png": (slow_drift,),
     "slowrun.png": (curves, "slowrun", "Slowrun", slowrun.STUDY.panels, None, SLOWRUN),
 }
 

@@ -10,13 +10,13 @@ from absl import flags
 from scipy.integrate import solve_ivp
 
 import local_opt
-from experiments import slow_drift, slow_sde
+from experiments import slow_sde
 from experiments.report import records
 from experiments.report.statistics import interval
-from experiments.slow_drift import PROBLEMS, RULES
+from experiments.slow_sde import PROBLEMS, RULES
 from tests.commands import parsed
 
-A, VALLEY, LABEL_NOISE = np.array(slow_drift.EXAMPLES), *PROBLEMS.values()
+A, VALLEY, LABEL_NOISE = np.array(slow_sde.EXAMPLES), *PROBLEMS.values()
 
 
 @pytest.mark.parametrize("workers, beta", [(2, 0.0), (8, 1.0), (8, math.inf)])
@@ -29,11 +29,11 @@ def test_the_limit_in_the_valley_equals_a_fine_integration(workers, beta):
         return -(1 / workers + (1 - 1 / workers) * share) * x / (2 * (1 + x**2))
 
     expected = solve_ivp(slope, (0, 4), [1.0], rtol=1e-10, atol=1e-12).y[0, -1:]
-    actual = slow_drift.flow(VALLEY, slow_drift.in_the_limit, workers, beta)[-1:]
+    actual = slow_sde.flow(VALLEY, slow_sde.in_the_limit, workers, beta)[-1:]
     np.testing.assert_allclose(actual, expected, rtol=1e-4)
     if beta != 1.0:  # as a drift so many times as strong as that of one worker
         strength = 1.0 if beta else 1 / workers
-        np.testing.assert_allclose(slow_drift.strength(VALLEY, actual), strength, rtol=1e-3)
+        np.testing.assert_allclose(slow_sde.strength(VALLEY, actual), strength, rtol=1e-3)
 
 
 @pytest.mark.parametrize("period", [1, 30])
@@ -49,7 +49,7 @@ def test_moments_at_a_rate_equal_those_of_simulated_steps(period):
             seen.append(mean + variance)
             mean = kept * mean + rate**2 / workers
             variance = kept * variance + rate**2 * (1 - 1 / workers)
-    result = slow_drift.at_a_rate(jnp.float32(curvatures), workers, rate, period)
+    result = slow_sde.at_a_rate(jnp.float32(curvatures), workers, rate, period)
     np.testing.assert_allclose(result, np.mean(seen, axis=0) / rate, rtol=1e-3)
 
 
@@ -58,13 +58,13 @@ def test_label_noise_descends_the_trace_of_the_hessian_along_the_manifold():
     params = jnp.array(LABEL_NOISE.start)
     u, v = np.split(np.array(LABEL_NOISE.start), 2)
     slopes = np.concatenate([2 * A * u, -2 * A * v], axis=1)
-    assert float(slow_drift.sharpness(params)) == pytest.approx(np.trace(slopes.T @ slopes))
+    assert float(slow_sde.sharpness(params)) == pytest.approx(np.trace(slopes.T @ slopes))
     tangents = np.eye(8) - np.linalg.pinv(slopes) @ slopes
     uphill = 8 * np.concatenate([(A**2).sum(0)] * 2) * np.concatenate([u, v])
-    drift = jax.jit(slow_drift.drift, static_argnums=(0, 1))
+    drift = jax.jit(slow_sde.drift, static_argnums=(0, 1))
     for workers, beta, strength in ((8, 0.0, 1 / 8), (8, math.inf, 1)):
-        actual = drift(LABEL_NOISE, slow_drift.in_the_limit, params, (workers, beta))
-        expected = -strength * slow_drift.NOISE**2 / 4 * tangents @ uphill
+        actual = drift(LABEL_NOISE, slow_sde.in_the_limit, params, (workers, beta))
+        expected = -strength * slow_sde.NOISE**2 / 4 * tangents @ uphill
         np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-4)
 
 
@@ -76,7 +76,7 @@ def gradient_in_numpy(name, params, noises):
     u, v = params[:4], params[4:]
     start = np.array(LABEL_NOISE.start)
     labels = A @ (start[:4] ** 2 - start[4:] ** 2)
-    misses = np.einsum("ij,j...->i...", A, u**2 - v**2) - slow_drift.NOISE * noises
+    misses = np.einsum("ij,j...->i...", A, u**2 - v**2) - slow_sde.NOISE * noises
     pull = np.einsum("ij,i...->j...", A, misses - labels.reshape(2, 1, 1, 1))
     return np.concatenate([2 * u * pull, -2 * v * pull])
 
@@ -88,14 +88,14 @@ def test_steps_equal_numpy(name):
     noises, syncs = rng.normal(size=(problem.num_noises, 5, 4)), np.array([True, False, True])
     expected = params - 0.1 * gradient_in_numpy(name, params, noises[:, None])
     expected[:, syncs] = expected[:, syncs].mean(axis=-1, keepdims=True)
-    actual = slow_drift.worker_steps(problem, jnp.float32(params), jnp.float32(noises), 0.1, syncs)
+    actual = slow_sde.worker_steps(problem, jnp.float32(params), jnp.float32(noises), 0.1, syncs)
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["valley", pytest.param("label_noise", marks=pytest.mark.slow)])
 def test_runs_end_where_theory_predicts(name, optimised):
     """Within 3 % of the theory at a large rate plus half an interval, over 64 repetitions."""
-    for r in slow_drift.measure(name, 4, 0.05, 64):
+    for r in slow_sde.measure(name, 4, 0.05, 64):
         mean, half = interval(r["end"])
         assert abs(mean - r["theory"]) < 0.03 * r["theory"] + half
         assert half < 0.04 * r["theory"]
@@ -111,7 +111,7 @@ def test_the_experiment_writes_tables_and_a_page(tmp_path, capsys, monkeypatch):
     for wrong in ("--rates=0.1,fast", "--rates=0.1,1e-9", "--repetitions=1000000000"):
         with pytest.raises(flags.Error, match=f"{wrong}: .* (number|integer) in"):
             run(wrong)
-    monkeypatch.setattr(slow_drift, "PROBLEMS", {"valley": VALLEY})
+    monkeypatch.setattr(slow_sde, "PROBLEMS", {"valley": VALLEY})
     run("--workers=2", "--rates=0.1,0.2")
     printed = capsys.readouterr().out
     assert (tmp_path / "table_valley.md").read_text() in printed
