@@ -39,7 +39,7 @@ def by_words(*names: str) -> dict[str, Arm]:
 
 ARMS = {
     "none": Arm("no echo"),
-    "larger_lr": Arm("no echo, lr × e", rate_factor=lambda config: config.echo_factor),
+    "larger_lr": Arm("no echo, lr × e", rate_factor=lambda run: run.recipe.echo_factor),
     "accumulate": Arm("gradient accumulation", sync="accumulate_factor"),
     "local": Arm("local steps, no echo", sync="every_factor"),
     **by_words("fixed", "bernoulli"),

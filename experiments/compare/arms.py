@@ -124,7 +124,7 @@ class Arm:
         sync: str = "parallel",
         echo: str = "none",
         *,
-        rate_factor: Callable[[RunConfig], float] = lambda config: 1,
+        rate_factor: Callable[[RunConfig], float] = lambda run: 1,
     ):
         self.words = {"order": order, "sync": sync, "echo": echo}
         self.rows = tuple(row_of(kind, text) for kind, text in self.words.items())

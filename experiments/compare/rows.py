@@ -195,7 +195,7 @@ class SyncRule(NamedTuple):
 
     def plan(self, run: RunConfig):
         """The SyncPlan of a run; None where loads decide, which are not known before it."""
-        plan = called(self.rule, run, run)
+        plan = called(self.rule, run.recipe, run)
         if self.align is None or plan is None:
             return plan
         if run.loads_per_epoch is None:
@@ -290,7 +290,7 @@ def qsr(run: RunConfig, power: float = 2, *, h_base: int, growth: float):
         alpha=growth,
         h_base=h_base,
         power=power,
-        warmup_steps=run.warmup_steps,
+        warmup_steps=run.recipe.warmup_steps,
     )
 
 
@@ -388,8 +388,8 @@ class EchoPolicy(NamedTuple):
 
     def make(self, run: RunConfig):
         """The EchoPlan of a run, or what decides online."""
-        options = [called(self.p, run, run)] if self.p else []
-        return called(self.rule, run, run, *options)
+        options = [called(self.p, run.recipe, run)] if self.p else []
+        return called(self.rule, run.recipe, run, *options)
 
 
 def one_in_e(run: RunConfig, *, echo_factor: int):

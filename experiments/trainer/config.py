@@ -45,13 +45,9 @@ class OrderSetting(NamedTuple):
 class RunConfig(NamedTuple):
     """What a synchronisation rule or an echo policy may need to know about a run."""
 
+    recipe: Recipe  # whose echo factor and horizon are those of this run
     rates: np.ndarray  # float64[T], learning rates as a factor of their peak
     seed: int  # of all coins of the run, shared by its workers
-    warmup_steps: int = 0
-    h_base: int = 4  # least steps per round
-    growth: float = 2.0  # alpha / peak rate of QSR
-    echo_factor: int = 4  # e, the uses of a batch, or those that a falling p ends at
-    horizon: int = 1  # steps over which a falling p falls
     fresh: np.ndarray | None = None  # bool[T], for rules that follow the loads
     loads_per_epoch: int | None = None  # for rules that follow the epochs; None: not known
 
@@ -183,13 +179,9 @@ def config_of(recipe: Recipe, sizes: Sizes, *, seed: int, speed: float | None = 
         )
     schedule = schedules.schedule(recipe, total, sizes.loads_per_epoch)
     return RunConfig(
+        recipe=recipe._replace(echo_factor=factor, horizon=recipe.horizon or total),
         rates=evaluate_schedule(schedule, total, "lr"),
         seed=seed_of(seed),
-        warmup_steps=recipe.warmup_steps,
-        h_base=recipe.h_base,
-        growth=recipe.growth,
-        echo_factor=factor,
-        horizon=recipe.horizon or total,
         loads_per_epoch=sizes.loads_per_epoch,
     )
 

@@ -84,7 +84,7 @@ def test_every_row_builds_its_decision():
     with pytest.raises(ValueError, match="no data here to score"):
         row_of("order", "scored+saw").make(config.OrderSetting(num_units=8, units_per_step=2))
     given = setting_of(growth=1.5, horizon=20)
-    assert (given.total_steps, given.echo_factor) == (120, 4), "more steps: echoed ones are shorter"
+    assert (given.total_steps, given.recipe.echo_factor) == (120, 4), "more, shorter steps"
     for name in all_rows("echo"):
         policy = row_of("echo", name).make(given)
         assert policy.total_steps == 120 and policy.online == row_of("echo", name).online, name
@@ -113,7 +113,7 @@ def test_a_row_says_which_fields_of_a_recipe_change_its_plan(kind, name):
     row, given = row_of(kind, name), setting_of(600, floor=1e-3, horizon=40)
 
     def plan(**fields):
-        config = given._replace(**fields)
+        config = given._replace(recipe=given.recipe._replace(**fields))
         if kind == "sync":
             return row.plan(config)
         return row.make(config).max_factor if row.online else row.make(config)
@@ -162,6 +162,6 @@ def test_aligned_rules_end_rounds_with_epochs():
     # In an echoed run no round ends before the last use of the seventh load.
     plan = row_of("echo", "fixed").make(given)
     starts = row_of("sync", "qsr+epoch").plan(given._replace(fresh=plan.fresh)).starts
-    assert given.echo_factor == 4 and not (starts % 28).any()
+    assert given.recipe.echo_factor == 4 and not (starts % 28).any()
     with pytest.raises(ValueError, match="needs an epoch's loads: use a study"):
         row_of("sync", "qsr+half").plan(given._replace(loads_per_epoch=None))
