@@ -97,9 +97,9 @@ CALLS |= {
         echoed,
         plan=Arg(PLAN, [*POLICIES, echo.adaptive(total_steps=T, max_factor=2)]),
         loads=Arg(batches, [*LOADS, [], batches(2)]),
-        minibatches=also("minibatches", 2, 3),
+        minibatches=Arg(2, [3, *whole()]),
         key=KEY,
-        axis=also("axis", 0, 1),
+        axis=Arg(0, [1, *whole(0)]),
         first_step=also("first_step", 0, 2 * T + 1),
     ),
 }

@@ -42,7 +42,6 @@ def published(plan, loads, steps):
 
 @pytest.mark.parametrize("name", PLANS)
 def test_all_minibatches_are_used_before_the_next_use(name):
-    """And not one minibatch several times in place."""
     plan = PLANS[name]
     uses = run(plan)
     expected = published(plan, 5, plan.total_steps or 10)
@@ -67,9 +66,25 @@ def test_a_run_resumes_at_any_step_with_its_permutations(name):
     whole = list(run(PLANS[name]))
     for step in range(len(whole) + 1):
         rest = run(PLANS[name], first_step=step)
-        age = whole[step - 1].step if step else None
-        assert rest.batches.step == step - 1 and (age is None or rest.batches.age >= 0)
+        assert rest.batches.step == step - 1
         assert_same(rest, whole[step:])
+
+
+def test_three_faults_that_learners_had():
+    """Updates counted as loads, a shuffle that begins anew, a minibatch repeated in place.
+
+    google/tunix issues 2290 and 2288 and pull request 1623.
+    """
+    plan = echo.fixed(2)  # num_iterations
+    whole = [tuple(use.batch["x"][0].tolist()) for use in run(plan, loads=3)]
+    for step in range(12):
+        assert plan.first_load(step // PARTS) == step // 4  # and not step
+        rest = run(plan, loads=3, first_step=step)
+        assert tuple(next(rest).batch["x"][0].tolist()) == whole[step]
+    uses = [whole[t] + whole[t + 1] for t in range(0, 12, PARTS)]
+    assert len({tuple(x % 1000 for x in use) for use in uses}) > 1, "new permutations"
+    for use, load in zip(uses, [0, 0, 1, 1, 2, 2], strict=True):
+        assert sorted(use) == batch(load)["x"][0].tolist()
 
 
 def test_a_policy_that_measures_goes_on_in_the_middle_of_a_use():

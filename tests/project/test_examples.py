@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 import syncopate
-from syncopate import ordering
 from tests.cases import mostly_slow
 from tests.installed import PACKAGES, ended, module_of, ran
 
@@ -216,12 +215,16 @@ def test_workers_of_four_devices_each_train_a_decoder_on_a_mesh_as_jax_makes_it(
     assert len(set(np.diff(example.plan.starts))) > 1
 
 
-def test_rollouts_that_are_used_again_need_fewer_at_a_small_rate(load, capsys):
-    example = load("", "policy_gradient")
-    once = example.main(rollouts=16)
-    four = example.train(ordering.echo.fixed(4, total_steps=64))
-    assert len(once) == len(four) == 16 and four[-1] > 1.5 * once[-1]
-    assert "16 loads in 64 steps" in capsys.readouterr().out
+def test_rollouts_that_are_used_again_need_fewer(load, capsys):
+    example = load("", "grpo")
+    results = example.main(all_uses=(1, 4), rates=(0.02,), rollouts=70)
+    assert results[4, 0.02].mean() < 0.95 * results[1, 0.02].mean()
+    table = (FOLDER.parent / "docs" / "use" / "reuse.md").read_text()
+    head, _, once, four = capsys.readouterr().out.splitlines()
+    assert (
+        head == "| uses | rate 0.02 |" and once.startswith("| 1 | ") and four.startswith("| 4 | ")
+    )
+    assert "| uses | " + " | ".join(f"rate {rate}" for rate in example.RATES) in table
 
 
 @pytest.mark.parametrize(
