@@ -11,6 +11,7 @@ from ordering.centred import grab
 from ordering.global_orders import global_order, global_reshuffling
 from ordering.gradients import check_separable, group_loss, microbatch_grads, per_example_grads
 from ordering.indices import Indices
+from ordering.mixtures import MixturePlan, mixture
 from ordering.pairs import cd_grab, pair_balance
 from ordering.permutations import counted, index_shuffle
 from ordering.resizing import resize
@@ -22,6 +23,7 @@ from ordering.sketches.scale import second_moment_scale
 
 __all__ = [
     "Indices",
+    "MixturePlan",
     "Ordering",
     "SketchLeaf",
     "baselines",
@@ -39,6 +41,7 @@ __all__ = [
     "init_workers",
     "make_sketch",
     "microbatch_grads",
+    "mixture",
     "pair_balance",
     "per_example_grads",
     "random_reshuffling",

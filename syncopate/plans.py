@@ -228,12 +228,7 @@ class Plan:
 
         A symbolic link at the path is replaced, not followed.
         """
-        content = {
-            "rule": self.rule,
-            "total_steps": self.total_steps,
-            self._marks: self._marked.tolist(),
-            "digest": self.digest(),
-        }
+        content = self._content() | {"digest": self.digest()}
         name = os.fsdecode(path)
         temporary = os.path.join(os.path.dirname(name), f".{secrets.token_hex(16)}.tmp")
         try:
@@ -244,6 +239,21 @@ class Plan:
             with contextlib.suppress(OSError):
                 os.remove(temporary)
             raise
+
+    def _content(self) -> dict[str, Any]:
+        """What `save` writes."""
+        marks = {self._marks: self._marked.tolist()}
+        return {"rule": self.rule, "total_steps": self.total_steps, **marks}
+
+    @classmethod
+    def _of_content(cls, content: dict[str, Any]) -> Self:
+        """The plan that has this content; raises an error for another."""
+        marked = content[cls._marks]
+        if not isinstance(marked, list) or {*map(type, marked)} != {int}:
+            raise TypeError(f"its {cls._marks} must be a list of whole numbers")
+        plan = object.__new__(cls)
+        Plan.__init__(plan, marked, content["total_steps"], content["rule"])
+        return plan
 
     @classmethod
     def read(cls, path: str | os.PathLike) -> Self:
@@ -257,11 +267,7 @@ class Plan:
             text = file.read()
         try:
             content = json.loads(text.decode("utf-8"))
-            marked, digest = content[cls._marks], content["digest"]
-            if not isinstance(marked, list) or {*map(type, marked)} != {int}:
-                raise TypeError(f"its {cls._marks} must be a list of whole numbers")
-            plan = object.__new__(cls)
-            Plan.__init__(plan, marked, content["total_steps"], content["rule"])
+            plan, digest = cls._of_content(content), content["digest"]
         except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
             why = f"{type(error).__name__}: {error}"[:200]
             raise ValueError(f"{name!r} holds no saved plan ({why}): save it again.") from error

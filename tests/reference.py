@@ -618,3 +618,36 @@ def scored_order(scores, pattern, *, layers=1, sections=1, radius=0.0):
             result += layered(ranked[len(result) : border + half], pattern == "saw")
         return result + ranked[len(result) :]
     return ranked
+
+
+def mixture_counts(shares, batch_size, left, ends):
+    """Examples of each source in every step: one by one to the source that is most behind."""
+    left, sources, rows = list(left), range(len(left)), []
+    behind = [0.0] * len(left)
+    for t in range(len(shares)):
+        is_open, share = [n > 0 or ends for n in left], list(shares[t])
+        if not all(is_open):
+            share = [share[s] * is_open[s] for s in sources]
+            if sum(share) == 0:
+                return rows
+            share = [p / sum(share) for p in share]
+            lost = sum(behind[s] for s in sources if not is_open[s])
+            behind = [(behind[s] + lost * share[s]) * is_open[s] for s in sources]
+        target = [behind[s] + batch_size * share[s] for s in sources]
+        row = [0] * len(left)
+        for _ in range(batch_size):
+            able = [
+                s
+                for s in sources
+                if (ends or row[s] < left[s]) and (share[s] > 0 or target[s] - row[s] > 1e-12)
+            ]
+            if not able:
+                return rows
+            most = max(target[s] - row[s] for s in able)
+            row[next(s for s in able if target[s] - row[s] > most - 1e-12)] += 1
+        if ends and any(row[s] > left[s] for s in sources):
+            return rows
+        behind = [target[s] - row[s] for s in sources]
+        left = [left[s] - row[s] for s in sources]
+        rows.append(row)
+    return rows

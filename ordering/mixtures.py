@@ -1,0 +1,519 @@
+"""Mixtures of sources: how many examples of each a step takes, planned before the run."""
+
+import dataclasses
+import functools
+import hashlib
+import threading
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import ArrayLike
+from jaxtyping import Array, Int, Key, PyTree
+
+from ordering import base, trees
+from ordering.base import Ordering
+from ordering.data.sources import Source, as_source, check_indices
+from ordering.indices import Indices
+from ordering.permutations import MOST, CountedState, counted
+from syncopate import plans, schedules
+
+EXHAUSTED = ("repeat", "stop", "end")
+EVEN = 1e-12  # targets closer than this are equal; the source that is named first goes first
+
+
+class MixtureState(NamedTuple):
+    """The state of all workers together."""
+
+    key: Key[Array, ""]
+    epoch: Int[Array, ""]  # runs of the plan that are finished
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)
+class MixturePlan(plans.Plan):
+    """How many examples of each of S sources the T steps of a run take; what `mixture` returns.
+
+    Two plans are equal if they take the same numbers from sources of the same names and sizes.
+
+    Attributes:
+      counts: int64[T, S], examples of each source in every step.
+      sizes: {name: examples}.
+      batch_size: examples of a step, of all workers.
+      examples_read: {name: examples that were read before the first step}.
+    """
+
+    counts: np.ndarray
+    sizes: dict[str, int]
+    batch_size: int
+    examples_read: dict[str, int]
+
+    def __init__(self, counts: Any, sizes: Any, batch_size: int, examples_read: Any, rule: str):
+        counts = np.asarray(counts, np.int64)
+        counts.setflags(write=False)
+        _check_sizes(sizes)
+        wrong = counts.ndim != 2 or counts.shape[1] != len(sizes) or not counts.size
+        if wrong or (counts < 0).any() or (counts.sum(axis=1) != batch_size).any():
+            raise ValueError(f"counts is int64{list(counts.shape)}: {batch_size} in every row.")
+        super().__init__([0], len(counts), rule)
+        values = {"counts": counts, "sizes": dict(sizes), "batch_size": batch_size}
+        for name, value in (values | {"examples_read": dict(examples_read)}).items():
+            object.__setattr__(self, name, value)
+
+    def digest(self) -> str:
+        """A hash (64 hex digits) of names, sizes and all counts; independent of the machine."""
+        head = repr((self.sizes, self.batch_size, self.examples_read)).encode()
+        return hashlib.sha256(head + self.counts.astype("<i8").tobytes()).hexdigest()
+
+    def counts_before(self, step: int) -> dict[str, int]:
+        """{name: examples of it that were read before a step}, since its first pass began.
+
+        Args:
+          step: a step from 0 to T.
+
+        Returns:
+          What another plan takes as `examples_read`, to go on with other weights.
+
+        Raises:
+          ValueError: for a step outside.
+        """
+        step = plans.check_whole("step", step, 0, self.total_steps)
+        before = self._before[step].tolist()
+        return dict(zip(self.sizes, before, strict=True))
+
+    @functools.cached_property
+    def _before(self) -> np.ndarray:
+        """int64[T + 1, S]."""
+        first = np.array([[*self.examples_read.values()]], np.int64)
+        return np.concatenate([first, first + np.cumsum(self.counts, axis=0)])
+
+    @functools.cached_property
+    def _first(self) -> np.ndarray:
+        """int64[S + 1], the number of each source's first example, and the number of all."""
+        return np.cumsum([0, *self.sizes.values()], dtype=np.int64)
+
+    def locate(self, units: Int[ArrayLike, "n"]) -> tuple[np.ndarray, np.ndarray]:
+        """(source, index) of the units of `order`, which number the examples of all sources.
+
+        Args:
+          units: whole numbers in [0, sum of the sizes).
+
+        Returns:
+          int64[n], numbers of sources in the sequence of `sizes`; int64[n], examples of them.
+
+        Raises:
+          ValueError: for numbers outside.
+        """
+        values, kind = plans.as_array(units)
+        total = self._first[-1]
+        if values.dtype.kind not in "iu" or ((values < 0) | (values >= total)).any():
+            raise ValueError(f"units is {kind}: pass whole numbers in [0, {total - 1}].")
+        number = np.searchsorted(self._first, values, side="right") - 1
+        return number, values.astype(np.int64) - self._first[number]
+
+    def source(self, sources: Mapping[str, PyTree | Sequence]) -> Source:
+        """All sources as one, which `order` reads; see `ordering.data.as_source`.
+
+        Args:
+          sources: {name: data}, of the plan's names and sizes, with examples of one kind.
+
+        Returns:
+          A `Source` of the examples of all, one source after the other.
+
+        Raises:
+          ValueError: for other names or sizes, or examples of several kinds.
+        """
+        _check_names("sources", sources, self.sizes)
+        parts = [as_source(sources[name], name=name) for name in self.sizes]
+        for (name, size), part in zip(self.sizes.items(), parts, strict=True):
+            if len(part) != size:
+                raise ValueError(
+                    f"{name} has {len(part)} examples, and the plan is for {size}: make the plan "
+                    "for the lengths of the sources."
+                )
+        return Joined(parts, [*self.sizes], self._first)
+
+    def order(self, *, workers: int = 1, orders: Mapping[str, Ordering] | None = None) -> Ordering:
+        """The order of the run, whose one epoch has the T steps of the plan.
+
+        Each step's examples lie evenly by source, so that every worker's part has the same mix.
+
+        Args:
+          workers: W, which divides batch_size; another number reads the same steps.
+          orders: {name: order} of a source's examples, of one worker; `counted` where none is
+            given. They look at no gradients. Each source's key is made of the run's and its name.
+
+        Returns:
+          An `Ordering` for `read_epochs` and the other readers, over `source(...)`. Its state is a
+          key and the number of runs; after a run the next one goes on with the passes.
+
+        Raises:
+          ValueError: if W does not divide a step, or an order does not fit its source.
+        """
+        workers = plans.check_whole("workers", workers, 1)
+        if self.batch_size % workers:
+            raise ValueError(
+                f"workers is {workers}, and a step has {self.batch_size} examples: let workers "
+                "divide batch_size."
+            )
+        orders = {} if orders is None else orders
+        if isinstance(orders, Ordering) or not isinstance(orders, Mapping):
+            raise ValueError(f"orders is {orders!r:.200}: pass {{name: an Ordering}}.")
+        if strange := [name for name in orders if name not in self.sizes]:
+            raise ValueError(f"orders names {strange}, none of {[*self.sizes]}.")
+        of_sources = {
+            name: _check_order(name, orders[name], size) if name in orders else counted(size)
+            for name, size in self.sizes.items()
+        }
+        return _order(self, of_sources, self.batch_size // workers)
+
+    def _content(self):
+        fields = ("rule", "sizes", "batch_size", "examples_read")
+        return {name: getattr(self, name) for name in fields} | {"counts": self.counts.tolist()}
+
+    @classmethod
+    def _of_content(cls, content) -> Self:
+        return cls(**{name: value for name, value in content.items() if name != "digest"})
+
+    def describe(self) -> str:
+        """A summary that fits one screen: rule, sizes, hash, passes, and shares over the run."""
+        end, edges = self._before[-1], np.unique(np.linspace(0, self.total_steps, 6).astype(int))
+        head = f"{self.total_steps} steps of {self.batch_size} examples"
+        lines = [self.rule, f"{head}, hash {self.digest()[:12]}"]
+        lines += [f"{'source':>16}{'examples':>14}{'passes':>9}"]
+        for i, (name, size) in enumerate(self.sizes.items()):
+            lines.append(f"{name:>16}{end[i] - self._before[0, i]:>14}{end[i] / size:>9.3f}")
+        lines.append("".join([f"{'from step':>16}", *(f"{name:>14}" for name in self.sizes)]))
+        for low, high in zip(edges, edges[1:], strict=False):
+            shares = self.counts[low:high].sum(axis=0) / (self.batch_size * (high - low))
+            lines.append("".join([f"{low:>16}", *(f"{share:>14.4f}" for share in shares)]))
+        return "\n".join(lines)
+
+    def __repr__(self):
+        return f"MixturePlan({self.rule}: {self.total_steps} steps of {self.batch_size} examples)"
+
+
+def mixture(
+    sizes: Mapping[str, int],
+    *,
+    weights: Mapping[str, float | optax.Schedule],
+    batch_size: int,
+    total_steps: int,
+    tokens: Mapping[str, ArrayLike] | None = None,
+    exhausted: str = "repeat",
+    examples_read: Mapping[str, int] | None = None,
+) -> MixturePlan:
+    """How many examples of each source every step takes, so that shares follow the weights.
+
+    a_s <- a_s + batch_size p_s(t); the examples of a step go, one by one, to the source with the
+    largest a_s, which falls by 1. Here p_s = (w_s / l_s) / sum of all of them, with mean lengths
+    l_s if tokens are given, else l_s = 1.
+
+    While no source has stopped, none is ever ahead of the sum of its shares by an example, and so
+    none behind by as many as S - 1. Each pass over a source reads every example of it once.
+
+    Args:
+      sizes: {name: examples}, each at least 1.
+      weights: {name: weight >= 0}, numbers or schedules of the step; they need not add up to 1.
+      batch_size: examples of a step of all workers.
+      total_steps: T in 1 .. 10^7.
+      tokens: {name: tokens of an example, or of each}, for weights of tokens instead of examples.
+      exhausted: after the last example of a source, "repeat" begins another pass, "stop" leaves it
+        out and gives its weight to the others, and "end" ends the run before that step.
+      examples_read: {name: examples that were read before}, as `MixturePlan.counts_before` gives.
+
+    Returns:
+      A `MixturePlan`: `plan.order(workers=W)` over `plan.source(sources)` reads it.
+
+    Raises:
+      ValueError: for names, sizes, weights or lengths that do not fit each other, or if no step can
+        be filled.
+
+    Examples:
+      >>> import jax, numpy as np
+      >>> from syncopate import ordering
+      >>> plan = ordering.mixture(
+      ...     {"web": 90, "code": 10}, weights={"web": 3, "code": 1}, batch_size=8, total_steps=6
+      ... )
+      >>> plan.counts_before(6)
+      {'web': 36, 'code': 12}
+      >>> source = plan.source({"web": np.arange(90), "code": np.arange(900, 910)})
+      >>> for batch in ordering.data.read_epochs(
+      ...     source, plan.order(), jax.random.key(0), num_epochs=1
+      ... ):
+      ...     assert (batch >= 900).sum() == 2
+
+    References:
+      Tijdeman, The chairman assignment problem, 1980,
+      https://doi.org/10.1016/0012-365X(80)90269-1
+    """
+    names = _check_sizes(sizes)
+    batch_size = plans.check_whole("batch_size", batch_size, 1, base.MOST_UNITS)
+    total_steps = plans.check_total_steps(total_steps)
+    if not isinstance(exhausted, str) or exhausted not in EXHAUSTED:
+        raise ValueError(f"exhausted is {exhausted!r}: choose one of {', '.join(EXHAUSTED)}.")
+    _check_names("weights", weights, sizes)
+    values = [schedules.evaluate_schedule(weights[n], total_steps, f"weights[{n}]") for n in names]
+    shares = np.stack(values, axis=1)
+    if tokens is not None:
+        _check_names("tokens", tokens, sizes)
+        shares = shares / [_mean_length(name, tokens[name], sizes[name]) for name in names]
+    total = shares.sum(axis=1)
+    if (empty := np.flatnonzero(~((total > 0) & np.isfinite(total)))).size:
+        raise ValueError(f"weights at step {empty[0]} add up to {total[empty[0]]}: pass some > 0.")
+    read = dict.fromkeys(names, 0) if examples_read is None else examples_read
+    _check_names("examples_read", read, sizes)
+    read = {name: plans.check_whole(f"examples_read[{name}]", read[name], 0) for name in names}
+    left = [np.inf if exhausted == "repeat" else max(0, sizes[n] - read[n]) for n in names]
+    counts = _counts(shares / total[:, None], batch_size, left, exhausted == "end")
+    if not counts:
+        raise ValueError(f"exhausted is {exhausted!r}, and there are no examples for step 0.")
+    described = ", ".join(f"{n} {schedules.describe_schedule(weights[n])}" for n in names)
+    unit = "tokens" if tokens is not None else "examples"
+    rule = f"mixture by {unit}: {described}; {exhausted}"
+    return MixturePlan(counts, {n: int(sizes[n]) for n in names}, batch_size, read, rule)
+
+
+def _counts(shares: np.ndarray, batch_size: int, left: list, ends: bool) -> list[list[int]]:
+    """Examples of each source in every step, until a source that must not is exhausted."""
+    behind, rows = [0.0] * len(left), []
+    for share in shares.tolist():
+        if not ends and min(left) == 0:  # sources that are left share what others had
+            lost = sum(b for b, rest in zip(behind, left, strict=True) if not rest)
+            share = [s if rest else 0.0 for s, rest in zip(share, left, strict=True)]
+            if not (total := sum(share)):
+                break
+            share = [s / total for s in share]
+            behind = [
+                b + lost * s if r else 0.0 for b, s, r in zip(behind, share, left, strict=True)
+            ]
+        target = [b + batch_size * s for b, s in zip(behind, share, strict=True)]
+        most = [np.inf] * len(left) if ends else left
+        row = _row(target, batch_size, most, share)
+        if row is None or any(c > rest for c, rest in zip(row, left, strict=True)):
+            break
+        behind = [a - c for a, c in zip(target, row, strict=True)]
+        left = [rest - c for rest, c in zip(left, row, strict=True)]
+        rows.append(row)
+    return rows
+
+
+def _row(target, batch_size, most, share) -> list[int] | None:
+    """One by one to the largest target that is left; None if the sources have too few."""
+    size = len(target)
+    for slack in (1, size + 1):  # what is far from the last one at once
+        row = [
+            int(min(max(0, -int(-a // 1) - slack), m)) for a, m in zip(target, most, strict=True)
+        ]
+        if sum(row) <= batch_size:
+            break
+    for _ in range(batch_size - sum(row)):
+        best, most_left = None, -np.inf
+        for i in range(size):
+            # A source of weight zero is chosen only for what it was owed before.
+            possible = row[i] < most[i] and (share[i] > 0 or target[i] - row[i] > EVEN)
+            if possible and target[i] - row[i] > most_left + EVEN:
+                best, most_left = i, target[i] - row[i]
+        if best is None:
+            return None
+        row[best] += 1
+    return row
+
+
+@functools.lru_cache(1024)
+def _layout(counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """(source, number among its own) of every place of a step: each source lies evenly."""
+    source = np.repeat(np.arange(len(counts)), counts)
+    number = np.concatenate([np.arange(count) for count in counts])
+    place = (number + 0.5) / np.repeat(np.maximum(counts, 1), counts)
+    order = np.argsort(place, kind="stable")
+    return source[order], number[order]
+
+
+class Passes:
+    """The units of a source in its passes, by an order that looks at no gradients."""
+
+    def __init__(self, order: Ordering, key: Key[Array, ""]):
+        self._order, self._lock = order, threading.Lock()
+        self._first = self._state = order.init(key, None)
+        self._number, self._recent = 0, {}
+
+    def __getitem__(self, number: int) -> Any:
+        """The units of a pass; the last two are kept."""
+        with self._lock:
+            if number not in self._recent:
+                self._advance(number)
+                made = self._order.indices
+                units = made(self._state) if made else np.asarray(self._state.current)
+                self._recent = {n: u for n, u in self._recent.items() if n == number - 1}
+                self._recent[number] = units
+            return self._recent[number]
+
+    def _advance(self, number):
+        if isinstance(self._state, CountedState):
+            self._state = self._state._replace(epoch=jnp.asarray(number, jnp.int32))
+            return
+        if number < self._number:
+            self._state, self._number = self._first, 0
+        for _ in range(number - self._number):
+            self._state = self._order.next_epoch(self._state)
+        self._number = number
+
+
+def _order(plan: MixturePlan, orders: dict[str, Ordering], units_per_step: int) -> Ordering:
+    def init(key, params=None):
+        return MixtureState(jax.random.clone(base.check_key(key)), jnp.zeros((), jnp.int32))
+
+    def observe(state, gradients):
+        if gradients is not None:
+            trees.check_gradients(gradients)
+        return check(state, "observe")
+
+    def next_epoch(state):
+        return check(state, "next_epoch")._replace(epoch=state.epoch + 1)
+
+    def check(state, called):
+        if type(state) is not MixtureState:
+            raise ValueError(
+                f"{called} got a {type(state).__name__}: pass the state that init or the last call "
+                "of this order returned."
+            )
+        return state
+
+    def indices(state):
+        key, run = check(state, "indices").key, int(state.epoch)
+        passes = [
+            Passes(order, jax.random.fold_in(key, zlib.crc32(name.encode())))
+            for name, order in orders.items()
+        ]
+        return Indices(functools.partial(_units, plan, passes, run), plan.counts.sum())
+
+    allow = jax.transfer_guard("allow")
+    return Ordering(
+        allow(init),
+        allow(observe),
+        allow(next_epoch),
+        units_per_step=units_per_step,
+        is_global=True,
+        total=int(plan._first[-1]),
+        indices=allow(indices),
+    )
+
+
+def _units(plan: MixturePlan, passes: list[Passes], run: int, places: np.ndarray) -> np.ndarray:
+    """int64, the units at these places of a run of the plan."""
+    flat = places.reshape(-1)
+    by_place = np.argsort(flat, kind="stable")
+    steps, starts = np.unique(flat[by_place] // plan.batch_size, return_index=True)
+    source, number = np.empty(flat.size, np.int64), np.empty(flat.size, np.int64)
+    for step, part in zip(steps.tolist(), np.split(by_place, starts[1:]), strict=True):
+        slots = flat[part] - step * plan.batch_size
+        of_slot, nth = _layout(tuple(plan.counts[step].tolist()))
+        source[part] = of_slot[slots]
+        number[part] = plan._before[step][of_slot[slots]] + nth[slots]
+    units = np.empty(flat.size, np.int64)
+    more = run * (plan._before[-1] - plan._before[0])
+    for s, size in enumerate(plan.sizes.values()):
+        at = np.flatnonzero(source == s)
+        pass_of, place = np.divmod(number[at] + more[s], size)
+        for p in np.unique(pass_of).tolist():
+            mine = pass_of == p
+            units[at[mine]] = plan._first[s] + passes[s][p][place[mine]]
+    return units.reshape(places.shape)
+
+
+class Joined(Source):
+    """The examples of several sources, one source after the other."""
+
+    def __init__(self, parts: list[Source], names: list[str], first: np.ndarray):
+        super().__init__(None, int(first[-1]))
+        self._parts, self._names, self._first = parts, names, first
+        kinds = [jax.tree.map(lambda x: (x.dtype, x.shape[1:]), part[:1]) for part in parts]
+        for name, kind in zip(names, kinds, strict=True):
+            if kind != kinds[0]:
+                raise ValueError(
+                    f"the examples of {name} are {kind}, and those of {names[0]} {kinds[0]}: "
+                    "give all sources examples of one structure, type and shape."
+                )
+
+    def __getitem__(self, indices: Int[ArrayLike, "n"] | slice) -> PyTree[np.ndarray]:
+        if isinstance(indices, slice):
+            indices = np.arange(*indices.indices(len(self)))
+        indices = np.asarray(check_indices(indices, len(self)))
+        source = np.searchsorted(self._first, indices, side="right") - 1
+        batch = None
+        for s in np.unique(source).tolist() or [0]:
+            at = np.flatnonzero(source == s)
+            part = self._parts[s][indices[at] - self._first[s]]
+            if batch is None:
+                batch = jax.tree.map(
+                    lambda x: np.empty((len(indices), *x.shape[1:]), x.dtype), part
+                )
+            jax.tree.map(functools.partial(_put, self._names[s], at), batch, part)
+        return batch
+
+    def example(self, i: int) -> PyTree:
+        """Example i, unchanged."""
+        s = int(np.searchsorted(self._first, i, side="right")) - 1
+        return self._parts[s].example(int(i - self._first[s]))
+
+    def __reduce__(self):
+        return Joined, (self._parts, self._names, self._first)
+
+
+def _put(name: str, at: np.ndarray, batch: np.ndarray, part: np.ndarray) -> None:
+    if part.shape[1:] != batch.shape[1:]:
+        raise ValueError(
+            f"the examples of {name} have the shape {part.shape[1:]}, and others of the batch "
+            f"{batch.shape[1:]}: pad or cut them in the source."
+        )
+    batch[at] = part
+
+
+def _check_sizes(sizes: Any) -> list[str]:
+    """The names; raises ValueError unless it is {name: whole number of at least 1}."""
+    if not isinstance(sizes, Mapping) or not sizes or {*map(type, sizes)} != {str}:
+        raise ValueError(f"sizes is {sizes!r:.200}: pass {{name: number of examples}}.")
+    for name, size in sizes.items():
+        plans.check_whole(f"sizes[{name}]", size, 1, MOST)
+    if (total := sum(map(int, sizes.values()))) > MOST:
+        raise ValueError(f"sizes add up to {total}: at most {MOST} examples can be numbered.")
+    return [*sizes]
+
+
+def _check_names(called: str, given: Any, sizes: Mapping) -> None:
+    if not isinstance(given, Mapping) or {*given} != {*sizes}:
+        names = [*given] if isinstance(given, Mapping) else f"{given!r:.100}"
+        raise ValueError(
+            f"{called} is for {names}: pass one value for each name of sizes, {[*sizes]}."
+        )
+
+
+def _mean_length(name: str, tokens: Any, size: int) -> float:
+    """l, from a number or the lengths of all examples."""
+    values, kind = plans.as_array(tokens)
+    real = values.dtype.kind in "iuf" and values.shape in ((), (size,))
+    mean = float(values.mean()) if real else np.nan
+    if not 0 < mean < np.inf:
+        raise ValueError(
+            f"tokens[{name}] is {kind}: pass the mean tokens of an example, above 0, or the "
+            f"lengths of its {size} examples."
+        )
+    return mean
+
+
+def _check_order(name: str, order: Any, size: int) -> Ordering:
+    """An order of one source; raises ValueError for one that does not fit."""
+    base.check_order(order)
+    first = order.init(jax.random.key(0), None)
+    number = order.total if order.indices else len(first.current)
+    if hasattr(first, "position") or number != size:
+        raise ValueError(
+            f"orders[{name}] has {number} units, and its source {size} examples: pass an order of "
+            "one worker for all of them, which looks at no gradients, as "
+            f"ordering.random_reshuffling({size})."
+        )
+    return order

@@ -1,0 +1,235 @@
+"""Mixtures: shares of steps, passes over sources, and runs that go on."""
+
+import zlib
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import ordering
+from ordering import mixture
+from ordering.data import read_epochs
+from tests import reference
+
+KEY = jax.random.key(0)
+SIZES = {"web": 50, "code": 12, "math": 7}
+WEIGHTS = {"web": 5.0, "code": 2.0, "math": 1.0}
+
+
+def test_counts_equal_the_slow_reference():
+    """In 300 random settings: sources, weights, batch sizes, what is read, and all three ends."""
+    draw = np.random.default_rng(0)
+    for trial in range(300):
+        names = [f"s{i}" for i in range(draw.integers(1, 6))]
+        sizes = {name: int(draw.integers(1, 60)) for name in names}
+        steps, batch = int(draw.integers(1, 20)), int(draw.integers(1, 12))
+        table = draw.integers(0, 5, (steps, len(names))) * draw.choice([1.0, 0.37])
+        table[:, 0] += 0.5
+        read = {name: int(draw.integers(0, 9)) for name in names}
+        exhausted = ("repeat", "stop", "end")[trial % 3]
+        left = [max(0, sizes[n] - read[n]) if trial % 3 else np.inf for n in names]
+        shares = table / table.sum(axis=1, keepdims=True)
+        expected = reference.mixture_counts(shares, batch, left, exhausted == "end")
+        given = dict(zip(names, table.T, strict=True))
+        sizing = {"batch_size": batch, "total_steps": steps, "examples_read": read}
+        if not expected:
+            with pytest.raises(ValueError, match="no examples for step 0"):
+                mixture(sizes, weights=given, exhausted=exhausted, **sizing)
+            continue
+        plan = mixture(sizes, weights=given, exhausted=exhausted, **sizing)
+        assert plan.counts.tolist() == expected, trial
+        before = np.cumsum([[*read.values()], *expected], axis=0)
+        assert plan.counts_before(len(expected)) == dict(zip(names, before[-1], strict=True))
+
+
+def test_shares_are_exact_over_any_thousand_steps_of_a_schedule():
+    falling = optax.linear_schedule(1.0, 0.1, 3000)
+    weights = {"a": falling, "b": 0.3, "c": 0.05}
+    plan = mixture(
+        {"a": 10**9, "b": 10**7, "c": 5}, weights=weights, batch_size=7, total_steps=4000
+    )
+    table = np.array([[float(falling(t)), 0.3, 0.05] for t in range(4000)])
+    targets = np.cumsum(7 * table / table.sum(axis=1, keepdims=True), axis=0)
+    ahead = np.cumsum(plan.counts, axis=0) - targets
+    assert ahead.max() < 1 and ahead.min() > -2
+    windows = ahead[1000:] - ahead[:-1000]  # of 7,000 examples
+    assert np.abs(windows).max() < 2
+
+
+def test_weights_of_tokens_are_divided_by_mean_lengths():
+    tokens = {"web": 300, "code": np.full(12, 100.0), "math": 50}
+    plan = mixture(SIZES, weights=WEIGHTS, tokens=tokens, batch_size=10, total_steps=400)
+    read = plan.counts.sum(axis=0) * [300, 100, 50]
+    np.testing.assert_allclose(read / read.sum(), np.array([5, 2, 1]) / 8, atol=1e-3)
+
+
+def streams(plan, key=KEY, runs=1):
+    """{name: its examples in the sequence of its passes}, by `index_shuffle`."""
+    result = {}
+    for name, size in plan.sizes.items():
+        of_source = jax.random.fold_in(key, zlib.crc32(name.encode()))
+        count = runs * plan.counts.sum() // size + 2
+        passes = [
+            ordering.index_shuffle(np.arange(size), size, of_source, epoch=p) for p in range(count)
+        ]
+        result[name] = np.concatenate(passes).tolist()
+    return result
+
+
+def test_a_run_reads_each_example_once_in_every_pass():
+    """Two runs of a plan, which go on with the passes; the units of parts are those of all."""
+    plan = mixture(SIZES, weights=WEIGHTS, batch_size=8, total_steps=9)
+    order, places = plan.order(), {name: 0 for name in SIZES}
+    state, expected = order.init(KEY, None), streams(plan, runs=2)
+    for _ in range(2):
+        indices = order.indices(state)
+        units = np.asarray(indices)
+        assert (
+            len(indices) == 72 and [indices[i] for i in (71, 3, 40)] == units[[71, 3, 40]].tolist()
+        )
+        np.testing.assert_array_equal(
+            indices[np.array([[9, 2], [70, 9]])], units[[[9, 2], [70, 9]]]
+        )
+        for step, part in enumerate(units.reshape(9, 8)):
+            source, index = plan.locate(part)
+            for number, name in enumerate(SIZES):
+                count = plan.counts[step, number]
+                wanted = expected[name][places[name] : places[name] + count]
+                assert index[source == number].tolist() == wanted
+                places[name] += int(count)
+        state = order.next_epoch(state)
+
+
+def test_a_source_takes_any_order_that_looks_at_no_gradients():
+    scores = np.random.default_rng(1).normal(size=12)
+    orders = {
+        "code": ordering.scored(scores),
+        "math": ordering.random_reshuffling(7),
+    }
+    plan = mixture(SIZES, weights={"web": 1, "code": 2, "math": 1}, batch_size=4, total_steps=14)
+    order = plan.order(orders=orders)
+    source, index = plan.locate(np.asarray(order.indices(order.init(KEY, None))))
+    code = index[source == 1]
+    assert len(code) == 28 and code.tolist() == np.tile(np.argsort(scores), 3)[:28].tolist()
+    state, math = orders["math"].init(jax.random.fold_in(KEY, zlib.crc32(b"math")), None), []
+    for _ in range(2):
+        math += state.current.tolist()
+        state = orders["math"].next_epoch(state)
+    assert index[source == 2].tolist() == math
+    back = np.asarray(order.indices(order.init(KEY, None))[::-1])  # passes that go backwards
+    np.testing.assert_array_equal(plan.locate(back)[1][::-1], index)
+
+
+DATA = {name: {"i": np.arange(n), "of": np.full(n, len(name))} for name, n in SIZES.items()}
+
+
+@pytest.mark.parametrize("before,after", [(1, 4), (4, 2), (2, 2)])
+def test_a_run_that_is_killed_and_goes_on_with_other_workers_is_the_same_run(before, after):
+    plan = mixture(SIZES, weights=WEIGHTS, batch_size=8, total_steps=12)
+    source = plan.source(DATA)
+
+    def steps(reads, count):
+        batches = [next(reads) for _ in range(count)]
+        return [{name: np.ravel(x).tolist() for name, x in batch.items()} for batch in batches]
+
+    def reads(workers, state=None):
+        order = plan.order(workers=workers)
+        return read_epochs(source, order, KEY, workers=workers, state=state, num_epochs=1)
+
+    whole = reads(before)
+    expected = steps(whole, 12)
+    assert next(whole, None) is None and whole.epoch_ended
+    cut = reads(before)
+    assert steps(cut, 5) == expected[:5]
+    saved = jax.tree.map(np.asarray, cut.state())
+    assert steps(reads(after, saved), 7) == expected[5:]
+    assert len({*zip(expected[0]["of"], expected[0]["i"], strict=True)}) == 8
+
+
+def test_every_worker_reads_the_same_mix():
+    plan = mixture({"a": 90, "b": 90}, weights={"a": 3, "b": 1}, batch_size=16, total_steps=5)
+    order = plan.order(workers=4)
+    units = np.asarray(order.indices(order.init(KEY, None))).reshape(5, 4, 4)
+    assert (plan.locate(units)[0].sum(axis=2) == 1).all()
+
+
+def test_other_weights_go_on_in_the_passes():
+    first = mixture(SIZES, weights=WEIGHTS, batch_size=6, total_steps=5)
+    then = mixture(
+        SIZES,
+        weights={"web": 0, "code": 1, "math": 1},
+        batch_size=6,
+        total_steps=4,
+        examples_read=first.counts_before(5),
+    )
+    units = [plan.locate(np.asarray(o.indices(o.init(KEY, None))))
+             for plan in (first, then) for o in [plan.order()]]  # fmt: skip
+    source, index = np.concatenate(units, axis=1)
+    for number, stream in enumerate(streams(first).values()):
+        mine = index[source == number].tolist()
+        assert mine == stream[: len(mine)]
+    assert then.counts[:, 0].sum() == 0
+
+
+def test_a_plan_is_described_hashed_and_saved(tmp_path):
+    plan = mixture(SIZES, weights=WEIGHTS, batch_size=8, total_steps=20)
+    same = mixture(
+        SIZES, weights={k: 2 * w for k, w in WEIGHTS.items()}, batch_size=8, total_steps=20
+    )
+    other = mixture(SIZES | {"web": 51}, weights=WEIGHTS, batch_size=8, total_steps=20)
+    assert plan == same and hash(plan) == hash(same) and plan != other
+    plan.save(tmp_path / "plan.json")
+    back = type(plan).read(tmp_path / "plan.json")
+    assert (
+        back == plan and back.rule == plan.rule and back.counts_before(7) == plan.counts_before(7)
+    )
+    lines = plan.describe().splitlines()
+    assert lines[0] == "mixture by examples: web 5, code 2, math 1; repeat"
+    assert lines[3].split() == ["web", "100", "2.000"] and lines[-1].split()[0] == "16"
+    plan.check_same()
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        (
+            {"weights": {"web": 1}},
+            r"weights is for \['web'\]: pass one value for each name of sizes",
+        ),
+        ({"weights": WEIGHTS | {"web": -1}}, r"weights\[web\]"),
+        ({"weights": dict.fromkeys(SIZES, 0)}, "add up to 0"),
+        ({"sizes": SIZES | {"web": 0}}, r"sizes\[web\] is 0"),
+        ({"sizes": [50, 12, 7]}, "name: number of examples"),
+        ({"tokens": dict.fromkeys(SIZES, 0)}, r"tokens\[web\] is .* above 0"),
+        ({"tokens": dict.fromkeys(SIZES, [1, 2])}, r"tokens\[web\] is int64\[2\]"),
+        ({"exhausted": "loop"}, "repeat, stop, end"),
+        ({"examples_read": {"web": 0}}, "examples_read is for"),
+        ({"exhausted": "end", "batch_size": 200}, "no examples for step 0"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(options, message):
+    sizing = {"batch_size": 8, "total_steps": 5}
+    with pytest.raises(ValueError, match=message):
+        mixture(**{"sizes": SIZES, "weights": WEIGHTS} | sizing | options)
+
+
+def test_sources_and_orders_that_do_not_fit_are_refused_by_name():
+    plan = mixture(SIZES, weights=WEIGHTS, batch_size=8, total_steps=5)
+    for sources, message in (
+        ({"web": DATA["web"]}, "sources is for"),
+        (DATA | {"web": DATA["code"]}, "web has 12 examples, and the plan is for 50"),
+        (DATA | {"code": np.zeros(12)}, "the examples of code are"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            plan.source(sources)
+    for options, message in (
+        ({"workers": 3}, "let workers divide batch_size"),
+        ({"orders": {"book": ordering.counted(3)}}, "orders names"),
+        ({"orders": {"web": ordering.counted(3)}}, r"orders\[web\] has 3 units"),
+        ({"orders": ordering.counted(50)}, "pass {name: an Ordering}"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            plan.order(**options)
+    with pytest.raises(ValueError, match=r"units is .*\[0, 68\]"):
+        plan.locate([69])
