@@ -124,7 +124,7 @@ SCHEDULES = [
     -1.0, NAN, INF, "3", 1j, None, [0.5] * 3, np.ones((T, 2)), np.ones(9), THING, {},
     np.array(["a"] * T), optax.cosine_decay_schedule, lambda: 0.5, two_arguments, lambda t: NAN,
     lambda t: "a", lambda t: None, lambda t: -0.5, lambda t: np.ones(2), lambda t: 1j,
-    -2.7,
+    lambda t: t > 0, -2.7,
 ]  # fmt: skip
 OPTIMIZERS = [
     0.1,

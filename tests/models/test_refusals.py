@@ -1,12 +1,9 @@
-"""Settings and batches that models refuse, and the messages."""
-
-import math
+"""Settings that models refuse; each bad argument: tests/project/test_bad_inputs.py."""
 
 import jax.numpy as jnp
 import pytest
 
 import models
-from tests.refused import refuses
 
 DECODER = {"vocab_size": 13, "context": 5, "width": 16, "depth": 1, "heads": 2}
 SMALL = {"depth": 8, "stem": "cifar", "norm": "group"}
@@ -41,23 +38,6 @@ def test_bad_settings_are_refused(name):
 
 
 MODEL = models.logistic_regression(num_features=1, l2=1.0)
-
-
-# With every other model and value in tests/project/test_bad_inputs.py.
-test_models_and_batches_are_named = refuses(
-    {
-        "penalty": (lambda: models.mobilenet_v2(l2=math.nan), "l2 is nan: pass a finite"),
-        "words": (
-            lambda: models.lstm(vocab_size=13, width=6).predict({}, jnp.ones((2, 4))),
-            "x is .*: pass an array of whole numbers in",
-        ),
-        "no model": (
-            lambda: models.optimum(models.logistic_regression, {}),
-            "model is a function: pass a Model",
-        ),
-        "no batch": (lambda: models.optimum(MODEL, {}), r"batch is \[\]: pass .*inputs.*labels"),
-    }
-)
 
 
 def test_the_optimum_of_nan_is_no_number():

@@ -1,36 +1,15 @@
-"""What the library refuses by name, and extremes that it bears."""
+"""Extremes that the library bears, and what it warns of."""
 
 import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import ordering
 from ordering.baselines import herding
 from syncopate import schedules
-from tests.refused import refuses
-
-
-def schedule(value):
-    return lambda: schedules.evaluate_schedule(value, 4, "lr")
-
-
-NO_REALS, ONE_EACH = "lr is .*: .* must be real numbers", "pass one value for each of the 4 steps"
-# In the functions that take schedules: tests/project/test_bad_inputs.py.
-test_what_is_no_schedule_is_refused = refuses(
-    {
-        "complex": (schedule(np.ones(4) * 1j), "lr is complex128.*: .* must be real numbers"),
-        "bools": (schedule(lambda t: t > 0), NO_REALS),
-        "another length": (schedule([0.1]), rf"lr has the shape \(1,\).*: {ONE_EACH}"),
-        "arrays": (schedule(lambda t: np.ones((2, 3))), rf"lr has the shape \(.*: {ONE_EACH}"),
-        "not called": (schedule(optax.cosine_decay_schedule), "decay_schedule: pass a function"),
-        "not finite": (schedule(lambda t: jnp.where(t > 2, jnp.nan, 1.0)), r"lr\(3\) is nan: the"),
-        "negative": (schedule(lambda t: 2.0 - t), r"lr\(3\) is -1: .* finite and not negative"),
-    }
-)
 
 
 def test_a_schedule_that_would_take_long_is_warned_of(monkeypatch):
