@@ -25,6 +25,7 @@ def pytest_runtest_teardown(nextitem):
     if resident_memory() > memory_before[0] + GROWTH:
         jax.clear_caches()
         gc.collect()
+        gc.freeze()  # what stays is not looked through again
         with contextlib.suppress(OSError, AttributeError):  # of other C libraries
             ctypes.CDLL(None).malloc_trim(0)
         memory_before[0] = resident_memory()
