@@ -1,6 +1,7 @@
 """Workers that must agree, one model out of many, and three ways to run them."""
 
 import contextlib
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -268,10 +269,13 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("setting", ["strict", "x64"])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_steps_and_syncs_keep_their_types(options, setting):
+ALL = [*itertools.product(OPTIONS, ("strict", "x64"))]
+
+
+@pytest.mark.parametrize("name,setting", mostly_slow(ALL, quick=ALL[::3]))
+def test_steps_and_syncs_keep_their_types(name, setting):
     """As a loop demands, of parameters of several types."""
+    options = OPTIONS[name]
     opt = local_opt.local_steps(PLAIN, PLAN, **options)
     kinds = [jnp.float32, jnp.bfloat16, jnp.float8_e5m2]
     x = {jnp.dtype(kind).name: jnp.ones((4, 3), kind) for kind in kinds}

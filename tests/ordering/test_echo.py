@@ -1,6 +1,7 @@
 """repeat: the right batch in every step, each loaded once, resumed runs, and donation."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 import ordering
 from ordering import echo
 from tests import reference, tables
+from tests.cases import mostly_slow
 from tests.echo_source import PLAN, Source, Uses, assert_same, batch, whole_run
 
 
@@ -126,8 +128,10 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", ORDERS)
+ALL = [*itertools.product(ORDERS, PLANS)]
+
+
+@pytest.mark.parametrize("name,plan", mostly_slow(ALL, quick=ALL[::2]))
 def test_a_run_with_an_order_resumes_between_any_two_uses(name, plan):
     """Also between two uses of the last load of an epoch, whose order is still needed then."""
     whole, _ = echoed_run(name, PLANS[plan], 36)

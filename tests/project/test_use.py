@@ -10,6 +10,7 @@ import pytest
 
 import local_opt
 from syncopate import command
+from tests.cases import mostly_slow
 from tests.installed import ran
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -137,7 +138,10 @@ def test_a_program_runs_alone_in_a_process_that_has_but_the_package(name, unpack
         check_printed(printed, SHOWN[name])
 
 
-@pytest.mark.parametrize("name", ["optax-1", "flax_equinox-1", "flax_equinox-2", "flax_equinox-3"])
+DEVICES = ["optax-1", "flax_equinox-1", "flax_equinox-2", "flax_equinox-3"]
+
+
+@pytest.mark.parametrize("name", mostly_slow(DEVICES, quick=DEVICES[1::2]))
 def test_workers_may_be_devices(name, capsys):
     """By the line in the comment, and by that alone."""
     line = r"^(WORKERS, STEPS = )4, 300  # on devices: WORKERS = (.*)$"

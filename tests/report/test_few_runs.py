@@ -13,6 +13,7 @@ from experiments.compare import cost
 from experiments.compare.arms import arm_of
 from experiments.report import page, plots, statistics, tables
 from experiments.report.statistics import Criterion
+from tests.cases import mostly_slow
 
 TARGET = Criterion("valid/accuracy", lower=False, when="target", target=0.15)
 MACHINES = cost.machines(4, 2)
@@ -86,14 +87,13 @@ OTHERS = ("one of everything", "all diverge")  # what every study's report meets
 GIVEN = {"cd_grab": CASES, "combined": (*OTHERS, "zero")}
 
 
-SELDOM = {("combined", "zero"), ("echoing", "one of everything")}  # drawn as in other cases
 ALL = [(name, case) for name in STUDIES for case in GIVEN.get(name, OTHERS)]
+OFTEN = [("cd_grab", case) for case in ("one of everything", "zero", "averages not finite")]
+OFTEN += [("cd_grab", "the first diverges"), ("combined", "one of everything")]
+OFTEN += [("qsr", "all diverge"), ("echoing", "all diverge")]  # others are drawn as in these
 
 
-@pytest.mark.parametrize(
-    "name,case",
-    [pytest.param(*x, marks=pytest.mark.slow) if x in SELDOM else x for x in ALL],
-)
+@pytest.mark.parametrize("name,case", mostly_slow(ALL, quick=OFTEN))
 def test_a_report_is_written_without_a_warning(name, case, tmp_path):
     (study, pictures), fields = STUDIES[name], CASES[case]
     labels = {arm: one.label for arm, one in [*study.arms.items()][: fields.get("only")]}
