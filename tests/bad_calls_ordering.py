@@ -99,8 +99,12 @@ MAKES = returning(ordering.Ordering, ordering, ordering.baselines)
 del MAKES["global_order"], MAKES["scored"]  # of an order and of scores, below
 
 
+LARGE = Arg(M, [*whole(), 2**63])  # numbers of units that are computed, beyond int32
+COMPUTED = {"counted": {"num_units": LARGE}}
+
+
 def order_call(make):
-    args = arguments(make, **SIZES)
+    args = arguments(make, **SIZES | COMPUTED.get(make.__name__, {}))
     order = make(**{name: arg.valid for name, arg in args.items()})
     observes, coordinated = tables.traits(order, B)
     args["key"] = KEY
@@ -348,7 +352,8 @@ ALL = jax.vmap(GRAB.init, (0, None))(TWO, X)
 SHUFFLED = jax.vmap(ordering.random_reshuffling(M).init, (0, None))(TWO, None)
 CALLS |= {
     "index_shuffle": call(
-        ordering.index_shuffle, key=KEY, epoch=Arg(1, whole(0)), num_units=also("num_units", M, 2),
+        ordering.index_shuffle, key=KEY, epoch=Arg(1, whole(0)),
+        num_units=Arg(M, [2, *LARGE.bad]),
         index=Arg(np.arange(M), [M, -1, 0.5, "0", None, THING, {}, X, [M], [0.0], [[0], [1, 2]],
                                  [True], jnp.arange(3.0)])),
     "make_sketch": call(
