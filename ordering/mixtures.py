@@ -338,7 +338,8 @@ class Passes:
 
     def __init__(self, order: Ordering, key: Key[Array, ""]):
         self._order, self._lock = order, threading.Lock()
-        self._first = self._state = order.init(key, None)
+        self._state: Any = order.init(key, None)
+        self._first = self._state
         self._number, self._recent = 0, {}
 
     def __getitem__(self, number: int) -> Any:
