@@ -12,12 +12,14 @@ moving averages. Each arm has its own best rate, by half of the test windows; th
 reported.
 """
 
+from collections.abc import Mapping
+
 from experiments.compare import study
 from experiments.compare.arms import arm_of
 from experiments.compare.study import Study
 from experiments.report import tables
 from experiments.report.plots import Panel
-from experiments.report.statistics import Criterion
+from experiments.report.statistics import Comparison, Criterion
 from experiments.report.tables import Column
 
 ORDERS = (
@@ -48,6 +50,20 @@ STUDY = Study(
     panels=(Panel("test/loss", ("epoch",)),),
     sections=(tables.diverged_rates,),
 )
+
+
+def summary(comparisons: Mapping[str, Comparison]) -> str:
+    """Markdown: test losses of the baseline and what others end above it, last and averaged."""
+    loss, above = COLUMNS[3:5]
+    rows = {label: {"order": label} for label in (arm.label for arm in STUDY.arms.values())}
+    for name, comparison in comparisons.items():
+        for weights, of in (("last", comparison), ("averaged", comparison.averaged)):
+            for label in rows:
+                rows[label][f"{name}, {weights}"] = "-"
+            for i, chosen in enumerate(of.at()):
+                cell = (above if i else loss).cell(of, chosen)
+                rows[chosen.label][f"{name}, {weights}"] = cell
+    return tables.markdown([*rows.values()])
 
 
 if __name__ == "__main__":

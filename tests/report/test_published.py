@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 
-from experiments import combined, slowrun
+from experiments import combined, scored, slowrun
 from experiments.compare import cost
 from experiments.compare.arms import arms_of
 from experiments.report import archive, tables
@@ -54,6 +54,17 @@ def test_many_epochs_over_little_text():
     whole = page("slowrun.md")
     check(tables.table(archive.load("slowrun"), slowrun.COLUMNS), whole)
     check_commands("slowrun", whole)
+
+
+def test_orders_by_scores():
+    whole, names = (
+        page("scored.md"),
+        {"constant": "constant", "moderate": "to 0.3", "linear": "to 0"},
+    )
+    comparisons = {label: archive.load(f"scored_{name}") for name, label in names.items()}
+    check(scored.summary(comparisons), whole)
+    for name in names:
+        check_commands(f"scored_{name}", whole)
 
 
 @pytest.mark.parametrize("name", ["shakespeare_adamw", "vit_adamw", "gpt2_sketches"])
