@@ -239,7 +239,7 @@ def exclude(values: flags.FlagValues) -> None:
     for names in EXCLUSIVE:
         given = [values[name] for name in names]
         one = lambda _, given=given: sum(flag.present > 0 for flag in given) < 2  # noqa: E731
-        text = "pass only one of them."
+        text = f"pass only one of --{' and --'.join(names)}."
         flags.register_multi_flags_validator(names, one, text, values)
 
 

@@ -130,6 +130,11 @@ def test_rules_of_other_powers_communicate_as_much_as_qsr():
     assert results["inverse"] == results["cubic"] == results["qsr"] < 2500 / 2
 
 
+def test_rules_whose_rounds_are_equal_share_their_programs():
+    rounds = {name: row_of("sync", name).rounds for name in ("qsr+int8", "constant+int8", "qsr")}
+    assert rounds["qsr+int8"] is rounds["constant+int8"] is not rounds["qsr"]
+
+
 def test_words_of_the_outer_optimizer():
     given = setting_of(1250, floor=1e-3, warmup_steps=125)
     qsr, constant = (row_of("sync", name).plan(given) for name in ("qsr", "matched"))
