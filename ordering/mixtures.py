@@ -19,7 +19,7 @@ from ordering import base, trees
 from ordering.base import Ordering
 from ordering.data.sources import Source, as_source, check_indices
 from ordering.indices import Indices
-from ordering.permutations import MOST, CountedState, counted
+from ordering.permutations import MOST, computed, domain_of, keys_of
 from syncopate import plans, schedules
 
 EXHAUSTED = ("repeat", "stop", "end")
@@ -164,11 +164,8 @@ class MixturePlan(plans.Plan):
             raise ValueError(f"orders is {orders!r:.200}: pass {{name: an Ordering}}.")
         if strange := [name for name in orders if name not in self.sizes]:
             raise ValueError(f"orders names {strange}, none of {[*self.sizes]}.")
-        of_sources = {
-            name: _check_order(name, orders[name], size) if name in orders else counted(size)
-            for name, size in self.sizes.items()
-        }
-        return _order(self, of_sources, self.batch_size // workers)
+        checked = {n: _check_order(n, order, self.sizes[n]) for n, order in orders.items()}
+        return _order(self, checked, self.batch_size // workers)
 
     def _content(self):
         fields = ("rule", "sizes", "batch_size", "examples_read")
@@ -333,35 +330,43 @@ def _layout(counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     return source[order], number[order]
 
 
+class Reshuffled:
+    """The units of a source in its passes, as of `counted`, which other processes can compute."""
+
+    def __init__(self, key_data: Int[np.ndarray, "k"], size: int):
+        self._words, self._size, self._recent = key_data, size, {}
+
+    def __getitem__(self, number: int) -> Any:
+        """The units of a pass; the last one is kept."""
+        recent = self._recent
+        if number not in recent:
+            domain = domain_of(self._size)
+            keys = keys_of(self._words, number, domain)
+            units = functools.partial(computed, domain=domain, keys=keys)
+            recent = self._recent = {number: Indices(units, self._size)}
+        return recent[number]
+
+
 class Passes:
     """The units of a source in its passes, by an order that looks at no gradients."""
 
     def __init__(self, order: Ordering, key: Key[Array, ""]):
         self._order, self._lock = order, threading.Lock()
         self._state: Any = order.init(key, None)
-        self._first = self._state
-        self._number, self._recent = 0, {}
+        self._first, self._number, self._recent = self._state, 0, {}
 
     def __getitem__(self, number: int) -> Any:
-        """The units of a pass; the last two are kept."""
+        """The units of a pass; the last one is kept."""
         with self._lock:
             if number not in self._recent:
-                self._advance(number)
-                made = self._order.indices
+                if number < self._number:
+                    self._state, self._number = self._first, 0
+                for _ in range(number - self._number):
+                    self._state = self._order.next_epoch(self._state)
+                self._number, made = number, self._order.indices
                 units = made(self._state) if made else np.asarray(self._state.current)
-                self._recent = {n: u for n, u in self._recent.items() if n == number - 1}
-                self._recent[number] = units
+                self._recent = {number: units}
             return self._recent[number]
-
-    def _advance(self, number):
-        if isinstance(self._state, CountedState):
-            self._state = self._state._replace(epoch=jnp.asarray(number, jnp.int32))
-            return
-        if number < self._number:
-            self._state, self._number = self._first, 0
-        for _ in range(number - self._number):
-            self._state = self._order.next_epoch(self._state)
-        self._number = number
 
 
 def _order(plan: MixturePlan, orders: dict[str, Ordering], units_per_step: int) -> Ordering:
@@ -386,10 +391,12 @@ def _order(plan: MixturePlan, orders: dict[str, Ordering], units_per_step: int) 
 
     def indices(state):
         key, run = check(state, "indices").key, int(state.epoch)
-        passes = [
-            Passes(order, jax.random.fold_in(key, zlib.crc32(name.encode())))
-            for name, order in orders.items()
-        ]
+        passes = []
+        for name, size in plan.sizes.items():
+            of_source = jax.random.fold_in(key, zlib.crc32(name.encode()))
+            words = np.asarray(jax.random.key_data(of_source))
+            given = orders.get(name)
+            passes.append(Passes(given, of_source) if given else Reshuffled(words, size))
         return Indices(functools.partial(_units, plan, passes, run), plan.counts.sum())
 
     allow = jax.transfer_guard("allow")
@@ -404,7 +411,7 @@ def _order(plan: MixturePlan, orders: dict[str, Ordering], units_per_step: int) 
     )
 
 
-def _units(plan: MixturePlan, passes: list[Passes], run: int, places: np.ndarray) -> np.ndarray:
+def _units(plan: MixturePlan, passes: Sequence, run: int, places: np.ndarray) -> np.ndarray:
     """int64, the units at these places of a run of the plan."""
     flat = places.reshape(-1)
     by_place = np.argsort(flat, kind="stable")

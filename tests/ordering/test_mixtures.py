@@ -1,5 +1,6 @@
 """Mixtures: shares of steps, passes over sources, and runs that go on."""
 
+import pickle
 import zlib
 
 import jax
@@ -82,6 +83,8 @@ def test_a_run_reads_each_example_once_in_every_pass():
     plan = mixture(SIZES, weights=WEIGHTS, batch_size=8, total_steps=9)
     order, places = plan.order(), {name: 0 for name in SIZES}
     state, expected = order.init(KEY, None), streams(plan, runs=2)
+    there = pickle.loads(pickle.dumps(order.indices(state)))  # of a worker process of a loader
+    np.testing.assert_array_equal(np.asarray(there), np.asarray(order.indices(state)))
     for _ in range(2):
         indices = order.indices(state)
         units = np.asarray(indices)
