@@ -32,7 +32,7 @@ LOOPS = {
     "averages-0", "blocks-0", "blocks-2", "checkpoints-0", "clusters-1",
     "flax_equinox-0", "flax_equinox-1", "flax_equinox-2", "flax_equinox-3", "flax_equinox-4",
     "flax_equinox-5", "input-1", "meshes-0", "meshes-1", "meshes-2", "optax-1", "optax-2",
-    "orders-1", "orders-5", "reuse-0", "start-0", "start-1", "together-0",
+    "orders-1", "orders-5", "resize-0", "reuse-0", "start-0", "start-1", "together-0",
 }  # fmt: skip
 
 
