@@ -10,7 +10,6 @@ workers, which are simulated. Aim: no phase grows faster than a sort, and a step
 import json
 import pathlib
 import tempfile
-import types
 from collections.abc import Callable
 
 import jax
@@ -24,7 +23,7 @@ from experiments.compare.cost import tree_bytes
 from experiments.timing import carry_on, medians
 from experiments.trainer import checkpoint
 from experiments.trainer.config import Plans
-from experiments.trainer.loop import Progress
+from experiments.trainer.timeline import Progress
 from ordering import echo
 
 GRADIENT, PER_STEP, SKETCH = 64, 64, 8  # entries, units per worker and step, numbers of a sketch
@@ -86,21 +85,18 @@ def resident(field: str) -> float:
 
 
 def saved(state, folder: str, repeats: int) -> tuple[float, float, float]:
-    """(seconds to save, to restore, peak MB) of a checkpoint of the state, with its hashes."""
+    """(seconds to save, to restore, peak MB) of a checkpoint of the state."""
     plans = Plans(local_opt.constant(1, total_steps=1), echo.fixed(1, total_steps=1), np.ones(1))
-    program, steps = types.SimpleNamespace(sizes=(), units=None), iter(range(1, 99))
+    steps = iter(range(1, 99))
 
-    with checkpoint.opened(folder) as manager:
-
-        def save():
-            at, seen = Progress(next(steps)), checkpoint.Evaluation()
-            checkpoint.save(manager, program, plans, at, state, seen, {})
-            manager.wait_until_finished()
-
-        save_seconds, peak = phase(save, repeats)
+    def save():
+        with checkpoint.writing(folder, plans) as write:
+            write(Progress(next(steps)), state)
 
     def restore():
-        return checkpoint.read_state(f"{folder}/{checkpoint.reconcile(folder)}", state)
+        return checkpoint.restore(folder, plans, state)[1]
+
+    save_seconds, peak = phase(save, repeats)
 
     restore_seconds, later = phase(restore, repeats)
     return save_seconds, restore_seconds, max(peak, later)

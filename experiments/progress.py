@@ -25,6 +25,11 @@ def note(bar, record: Mapping, *, examples: int) -> None:
         bar.set_postfix({"loss": f"{loss:.4f}", "examples/s": speed}, refresh=False)
 
 
+def duration(seconds: Mapping[str, float]) -> str:
+    """The seconds of runs in words, as "12.3 s of steps, 0.1 s of checkpoints"."""
+    return ", ".join(f"{value:.3g} s of {name}" for name, value in seconds.items())
+
+
 class Lines(tqdm):
     """`tqdm` for logs: plain lines on standard error, ten seconds apart."""
 

@@ -14,9 +14,10 @@ from experiments import progress
 from experiments.compare.arms import row_of
 from experiments.compare.cost import Machine
 from experiments.data import Recipe, Task
-from experiments.trainer import loop
 from experiments.trainer.config import config_of, plans_of
 from experiments.trainer.program import build
+from experiments.trainer.timeline import Progress
+from experiments.trainer.train import Hooks, train
 from models import Model
 
 
@@ -62,11 +63,10 @@ def training_calls(
         config, rate = config_of(recipe, program.sizes, seed=0), recipe.learning_rates[0]
         plans = plans_of(config, rule, row_of("echo", "none"), rate=rate)
 
-        def train(state, program=program, plans=plans):
-            start = loop.Progress()
-            return loop.run(program, plans, state, start, lambda at, state: (state, False))[1]
+        def whole(state, program=program, plans=plans):
+            return train(program, plans, state, Progress(), Hooks()).state
 
-        calls[name], steps = carry_on(train, program.init(0)), plans.total_steps
+        calls[name], steps = carry_on(whole, program.init(0)), plans.total_steps
     return calls, steps
 
 

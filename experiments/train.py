@@ -9,7 +9,7 @@ r"""One run: any task, any order, any synchronisation rule and any echo policy t
 Writes metrics.jsonl, the plans, settings and versions into --output_dir, checkpoints of the whole
 state, and in the end report.html and the model, the mean over the workers. SIGTERM and SIGINT save
 and leave; the same command, given again, goes on from the last checkpoint, and ends bitwise as the
-run that was never stopped. With --elastic it may have other --workers (docs/use/clusters.md).
+run that was never stopped.
 
 T is --total_steps, or --epochs passes over the data without echoing; with echoing the same steps
 take fewer loads.
@@ -22,8 +22,6 @@ from experiments.compare import flags
 from experiments.compare.arms import define_decisions
 from experiments.data.base import RATE, SEED
 
-POLICIES = ("mean", "reset", "first")  # of `local_opt.resize`
-
 
 def define_flags(values: absl_flags.FlagValues) -> None:
     flags.define(values, "task", "setting", "run", "forecast", task="digits_cosine", evaluations=10)
@@ -33,8 +31,6 @@ def define_flags(values: absl_flags.FlagValues) -> None:
         text = "peak; the middle one of --learning_rates if unset"
         flags.define_value(values, RATE, "learning_rate", None, text)
         flags.define_value(values, SEED, "seed", 0, "of parameters, orders, coins")
-        text = "other --workers than the run has had: what becomes of their optimizers' states"
-        absl_flags.DEFINE_enum("elastic", None, [*POLICIES], text, values)
     flags.exclude(values)
 
 

@@ -13,7 +13,8 @@ import models
 from experiments.compare.arms import row_of
 from experiments.data.base import Recipe, Task
 from experiments.distributed.devices import worker_mesh
-from experiments.trainer import checkpoint, config, measure, program, run
+from experiments.trainer import checkpoint, config, measure, program
+from experiments.trainer.train import Hooks, compile_and_train
 from tests.sources import Rolled
 
 WORKERS, STEPS, UNITS, PER_STEP = 4, 60, 11, 3
@@ -68,13 +69,10 @@ def trained(
 ):
     """(outcome, new records) of a run that goes on where it is saved, if it is."""
     results, begun = [], None
-    if saving := options.get("saving"):
-        step = checkpoint.reconcile(saving.folder, recorded)
-        begun = checkpoint.restore(saving.folder, step, plans, prepared.shapes, saving.about)
-    watch = run.Watch(results.append, scalars_of(evaluate, evaluate_at))
-    watched = {name: options.pop(name) for name in run.Watch._fields if name in options}
-    given = {"seed": 0, "begun": begun} | options
-    return run.train(prepared, plans, watch._replace(**watched), **given), results
+    if folder := options.get("folder"):
+        begun = checkpoint.restore(folder, plans, prepared.shapes, records=recorded)
+    hooks = Hooks(results.append, scalars_of(evaluate, evaluate_at))._replace(**options)
+    return compile_and_train(prepared, plans, hooks, seed=0, begun=begun), results
 
 
 def scalars_of(evaluate, evaluate_at):

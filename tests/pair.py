@@ -21,7 +21,8 @@ from experiments.data.base import first_of
 from experiments.distributed import agreement, devices, processes
 from experiments.distributed.devices import worker_mesh, worker_sharding
 from experiments.report import records
-from experiments.trainer import config, measure, pipeline, program, run
+from experiments.trainer import config, measure, pipeline, program
+from experiments.trainer.train import Hooks, compile_and_train
 
 WORKERS, STEPS = 2, 24
 RECIPE = Recipe(
@@ -49,7 +50,7 @@ def trained(mesh):
     task, row, rule = small_task(), row_of("order", "cd_grab+dealt"), row_of("sync", "qsr")
     built = program.build(task, RECIPE, row, rule.rounds, mesh=mesh)
     given = config.config_of(RECIPE, built.sizes, seed=3)
-    scalars, outcomes = measure.scalars_of(task, RECIPE)(built, row), {}
+    scalars, outcomes = measure.scalars_of(task, RECIPE)(built), {}
 
     for rate in (0.2, 1e38):
         results, orders = [], []
@@ -59,8 +60,8 @@ def trained(mesh):
             return scalars.begin(step, total, state)
 
         plans = config.plans_of(given, rule, row_of("echo", "fixed"), rate=rate)
-        watch = run.Watch(results.append, measure.Scalars(lambda total: (0, 8, 16), begin))
-        outcome = run.train(built, plans, watch, seed=3)
+        hooks = Hooks(results.append, measure.Scalars(lambda total: (0, 8, 16), begin))
+        outcome = compile_and_train(built, plans, hooks, seed=3)
         outcomes[rate] = {"records": results, "orders": orders, "stopped": outcome.diverged}
     return outcomes[0.2] | {"stopped": outcomes[1e38]["stopped"]}
 

@@ -202,7 +202,7 @@ def rows_from_flag(values: flags.FlagValues, name: str, kind: str) -> dict[str, 
 
 
 def config_of(task: Task, recipe: Recipe, arm: Arm, **more) -> RunConfig:
-    """What plans of an arm's run are made from; `more` as of `training.config.config_of`."""
+    """What plans of an arm's run are made from; `more` as of `config.config_of`."""
     sizes = config.sizes_of(task, recipe, deals=arm.rows[0].deals)
     return config.config_of(recipe, sizes, **more)
 
@@ -210,7 +210,7 @@ def config_of(task: Task, recipe: Recipe, arm: Arm, **more) -> RunConfig:
 def plans_of(
     task: Task, recipe: Recipe, arm: Arm, *, rate=1.0, seed=0, speed: float | None = None
 ) -> config.Plans:
-    """The plans of a run of an arm; seed and speed as of `training.config.config_of`."""
+    """The plans of a run of an arm; seed and speed as of `config.config_of`."""
     setting = config_of(task, recipe, arm, seed=seed, speed=speed)
     return config.plans_of(setting, *arm.rows[1:], rate=rate)
 

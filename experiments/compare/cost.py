@@ -179,7 +179,7 @@ def shapes_of(
     mesh: jax.sharding.Mesh | None = None,
     reads: bool = True,
 ) -> Shapes:
-    """The programs of a run of all workers, with the arguments of `training.program.build`.
+    """The programs of a run of all workers, with the arguments of `program.build`.
 
     The task may be abstract, and the devices of a mesh need not be there. If the host reads,
     batches are handed over; else the data stay on the devices.

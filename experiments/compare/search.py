@@ -31,8 +31,8 @@ from experiments.distributed import agreement, devices, processes
 from experiments.report import archive, page, records, statistics
 from experiments.report.records import Run, run_of, whole_runs
 from experiments.report.statistics import Criterion
-from experiments.trainer import checkpoint, config, loop, measure, pipeline, program
-from experiments.trainer import run as training_run
+from experiments.trainer import checkpoint, config, measure, pipeline, program
+from experiments.trainer.train import Hooks, compile_and_train
 from syncopate.mesh import platform
 
 EVERY = 20  # steps between two readings of the clock, of `step_seconds`
@@ -83,7 +83,7 @@ def _carry_out(study, chosen, task, recipe, folder, values, data):
     settings |= {"study": study.name, "sync_steps": chosen.sync_steps}
     done = [] if values.overwrite else records.read_folder(folder)
     records.open_folder(folder, settings, overwrite=values.overwrite)
-    rows, stopped = _search(chosen, task, recipe, folder, done, settings, values)
+    rows, stopped = _search(chosen, task, recipe, folder, done, values)
     if stopped:
         processes.say(f"Stopped and saved: {go_on(values)} continues.")
         sys.exit(128 + stopped)
@@ -101,7 +101,7 @@ def _carry_out(study, chosen, task, recipe, folder, values, data):
         print(f"\nWritten to {folder}: metrics, tables, pictures, report.html")
 
 
-def _search(study, task, recipe, folder, done, settings, values):
+def _search(study, task, recipe, folder, done, values):
     mesh = devices.mesh_of(recipe.run, recipe.workers)
     seconds = 0.0
     if study.speeds:
@@ -120,7 +120,6 @@ def _search(study, task, recipe, folder, done, settings, values):
         mesh=mesh,
         step_seconds=seconds,
         checkpoint_every=values.checkpoint_every,
-        about=settings,
     )
     kept = kept_records(folder, done)
     processes.say(f"Compiling {len(study.arms)} arms", file=sys.stderr)
@@ -133,7 +132,7 @@ def _search(study, task, recipe, folder, done, settings, values):
             on_record=write,
         )
     if trains.seconds:
-        processes.say(f"The runs took {training_run.duration(trains.seconds)}.", file=sys.stderr)
+        processes.say(f"The runs took {progress.duration(trains.seconds)}.", file=sys.stderr)
     return result
 
 
@@ -259,9 +258,8 @@ class Trainer:
 
     Args:
       folder: of the study, for checkpoints; None: no checkpoints.
-      reads, mesh: as of `training.program.build`; checkpoint_every: as of `training.run.Saving`.
+      reads, mesh: as of `program.build`; checkpoint_every: as `save_every` of `train.Hooks`.
       step_seconds: t_step; a delayed load takes R times this. 0: no delay.
-      about: settings of all runs, JSON values, for their checkpoints.
     """
 
     def __init__(
@@ -275,15 +273,14 @@ class Trainer:
         mesh=None,
         checkpoint_every: int | None = None,
         step_seconds: float = 0.0,
-        about: Mapping = {},
     ):
         self.study, self.task, self.recipe = study, task, recipe
         self.examples = recipe.workers * recipe.units_per_step * recipe.unit_size  # of a step
-        self._folder, self._about, self._every = folder, about, checkpoint_every
+        self._folder, self._every = folder, checkpoint_every
         self._reads, self._mesh, self._step_seconds = reads, mesh, step_seconds
         halves = study.criterion.scalar.startswith("valid/")
         self._scalars = measure.scalars_of(task, recipe, halves=halves)
-        self.seconds = collections.Counter()  # of all runs, as of `training_run.Outcome`
+        self.seconds = collections.Counter()  # of all runs, as of `train.Outcome`
         self._plans_of = functools.lru_cache(128)(self._make_plans)
         self._program = functools.cache(self._build)
 
@@ -312,25 +309,21 @@ class Trainer:
         delay = self._step_seconds if delayed else 0.0
         # Without the delay that its loads should have had, a run's seconds mean nothing.
         further = {"timed": False} if this.phase == "report" and not delay else {}
-        folder, saving, begun = None, None, None
+        folder, begun = None, None
         if self._folder is not None:
             folder = os.path.join(self._folder, "checkpoints", this.name)
-            about = {**self._about, **this._asdict()}
-            saving = training_run.Saving(folder, self._every, about=about)
-            # What is kept goes on from a checkpoint that `kept_records` has reconciled.
-            step = checkpoint.newest(folder) if kept else checkpoint.reconcile(folder, [])
-            begun = checkpoint.restore(folder, step, plans, built.shapes, about)
-        watch = training_run.Watch(
+            begun = checkpoint.restore(folder, plans, built.shapes, records=len(kept))
+        hooks = Hooks(
             lambda record: on_record(record | further),
             scalars,
             on_step=on_step,
             traffic=traffic(self.task, order, rule, built.sizes, built.sync_in_step),
             ends=ends_at(self.study.criterion, kept),
+            folder=folder,
+            save_every=self._every,
+            slow=pipeline.Slow((this.speed or 0) * delay, self.study.sync_steps * delay),
         )
-        slow = pipeline.Slow((this.speed or 0) * delay, self.study.sync_steps * delay)
-        outcome = training_run.train(
-            built, plans, watch, seed=this.seed, begun=begun, saving=saving, slow=slow
-        )
+        outcome = compile_and_train(built, plans, hooks, seed=this.seed, begun=begun)
         self.seconds.update(outcome.seconds)
         if folder and outcome.ended and processes.is_first():
             shutil.rmtree(folder, ignore_errors=True)
@@ -351,7 +344,7 @@ class Trainer:
         def compiled(key, plans, evaluated):
             built, scalars = self._program(*key)
             start = functools.partial(built.init, 0)
-            loop.warm_up(built, plans, start, scalars.prepare if evaluated else ())
+            program.warm_up(built, plans, start, scalars.prepare if evaluated else ())
 
         begun = time.perf_counter()
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
@@ -377,7 +370,7 @@ class Trainer:
     def _build(self, order, rounds, reads):
         """(program, its measure)."""
         built = program.build(self.task, self.recipe, order, rounds, reads=reads, mesh=self._mesh)
-        return built, self._scalars(built, order)
+        return built, self._scalars(built)
 
 
 def kept_records(folder: str, done: Sequence[dict]) -> list[dict]:
@@ -392,10 +385,7 @@ def kept_records(folder: str, done: Sequence[dict]) -> list[dict]:
 
     for ended in whole if processes.is_first() else ():
         shutil.rmtree(path(ended), ignore_errors=True)
-    steps = {}
-    for r in done:
-        steps.setdefault(run_of(r), []).append(r["step"])
-    saved = functools.cache(lambda cut: checkpoint.reconcile(path(cut), steps[cut]) or -1)
+    saved = functools.cache(lambda cut: checkpoint.newest(path(cut)) or -1)
     return [r for r in done if run_of(r) in whole or r["step"] <= saved(run_of(r))]
 
 
@@ -430,10 +420,10 @@ def step_seconds(
         arm, total, seconds = next(iter(study.arms.values())), 8 * EVERY, []
         order, rule, _ = arm.rows
         short = recipe._replace(total_steps=total, warmup_steps=0)
-        training_run.train(
+        compile_and_train(
             program.build(task, recipe, order, rule.rounds, reads="thread", mesh=mesh),
             plans_of(task, short, arm, rate=0.0),
-            training_run.Watch(
+            Hooks(
                 lambda record: seconds.append(record["seconds"]),
                 measure.Scalars(lambda total: range(EVERY, total, EVERY)),
             ),

@@ -111,9 +111,11 @@ def open_folder(folder: str, settings: Mapping, *, overwrite: bool = False) -> N
         )
     if before not in (None, settings):
         changed = files.differences(before, settings)
+        workers = any(text.startswith("workers: ") for text in changed)
+        page = " To go on with other workers in a loop of your own: docs/use/resize.md." * workers
         raise UserError(
             f"{folder!r} holds a run with other settings ({', '.join(changed)}): choose "
-            "another --output_dir, or pass --overwrite to forget that run."
+            f"another --output_dir, or pass --overwrite to forget that run.{page}"
         )
     processes.wait(f"settings of {folder}")  # before the first of them writes
     if overwrite and processes.is_first():  # before the new settings are there

@@ -1,221 +1,109 @@
-"""Checkpoints of whole runs, which orbax writes asynchronously and atomically on all processes.
+"""Checkpoints of runs, which orbax writes in the background, whole or not at all.
 
-A checkpoint is a folder STEP with the state, facts about its run, and a digest of every file.
-Process 0 writes the digest when all processes are done, before the folder is renamed to STEP.
-Every checkpoint therefore has a digest.
+A checkpoint is a folder STEP with the state and a JSON of the run's progress. The settings of a run
+are not in it: `settings.json` beside the checkpoints has them.
 """
 
 import contextlib
 import functools
 import hashlib
-import inspect
 import os
-import pathlib
-import queue
-import shutil
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
 
-from experiments import entry, files, fingerprints, lock
+from experiments import files, fingerprints, lock
 from experiments.distributed import deadlines, processes
-from experiments.trainer import loop, pipeline
 from experiments.trainer.config import Plans
-from experiments.trainer.loop import Progress
-from experiments.trainer.program import Program
 from experiments.trainer.step import TrainState
+from experiments.trainer.timeline import Progress
 from syncopate.refusals import UserError
 from syncopate.unstable import coordination_client
 
 KEPT = 2
-CLOSED = "Event loop is closed"  # what asyncio says
 # Orbax waits by the clock of the wall, which may be set forward by months: `deadlines` ends waits.
 ORBAX_SECONDS = 10**8
-STATE, METADATA, DIGEST = "state", "run", "digest.txt"  # in the folder of a checkpoint
-WHAT_TO_DO = "give the command that made it, choose another --output_dir, or pass --overwrite."
-
-
-class Evaluation(NamedTuple):
-    """Values carried from evaluation to evaluation, in addition to the state."""
-
-    step: int = 0
-    rounds: int = 0
-    seconds: float = 0.0  # of training, without evaluations, checkpoints and compilation
-    batch_loss: float | None = None
-    records: int = 0  # written so far
-    more_sent: float = 0.0  # in all-reduces, than the present number of workers would have sent
-
-
-class Begun(NamedTuple):
-    """Where a run goes on; arrays of its state may still be on the host."""
-
-    at: Progress
-    state: TrainState
-    seen: Evaluation
 
 
 @contextlib.contextmanager
-def opened(folder: str) -> Iterator:
-    """Opens orbax's manager of a folder; on exit, waits until all checkpoints are written.
+def writing(folder: str | None, plans: Plans) -> Iterator[Callable[[Progress, TrainState], None]]:
+    """Yields `save(progress, state)`, which returns once the state has been copied.
 
-    After an error of one of several processes it does not wait: the others wait for this one.
+    Orbax is opened for the first checkpoint. On exit it waits until the last one is written; after
+    an error of one of several processes it does not, as the others wait for that one. Without a
+    folder nothing is saved.
     """
-    import orbax.checkpoint as ocp
+    manager = None
 
-    folder = os.path.abspath(folder)
-    written = ocp.AsyncOptions(
-        timeout_secs=ORBAX_SECONDS,
-        create_directories_asynchronously=False,
-        post_finalization_callback=lambda: _write_digest(folder),
-        barrier_sync_fn=functools.partial(_barrier, folder) if deadlines.several() else None,
-    )
-    options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, async_options=written)
-    with deadlines.for_disk("the folder of checkpoints", folder):
-        manager = ocp.CheckpointManager(folder, options=options)
+    def save(at: Progress, state: TrainState) -> None:
+        nonlocal manager
+        if folder is None:
+            return
+        lock.check()
+        manager = manager or _opened(folder)
+        _save(manager, plans, at, state)
+
     failed = False
     try:
-        with _reports_taken():
-            yield manager
-            with deadlines.for_disk("the last checkpoint to be written", folder):
-                manager.wait_until_finished()
+        yield save
     except BaseException:
         failed = True
         raise
     finally:
-        if not (failed and deadlines.several()):
+        if manager is not None and not (failed and deadlines.several()):
             # What closing finds after an error is its consequence.
             quiet = contextlib.suppress(Exception) if failed else contextlib.nullcontext()
             with deadlines.for_disk("the last checkpoint to be written", folder), quiet:
+                manager.wait_until_finished()
                 manager.close()
 
 
-@contextlib.contextmanager
-def _reports_taken() -> Iterator[None]:
-    """Has `_take_reports` called while orbax works, and on where that ends in an error."""
-    reports, before = queue.SimpleQueue(), sys.unraisablehook
-    threading.Thread(target=_take_reports, args=(reports, before), daemon=True).start()
-    sys.unraisablehook = reports.put
-    yield
-    sys.unraisablehook = before
-    reports.put(None)
+def _opened(folder: str):
+    """Orbax's manager of a folder."""
+    import orbax.checkpoint as ocp
 
-
-def _take_reports(reports: queue.SimpleQueue, tell: Callable) -> None:
-    """Takes what TensorStore reports where it cannot wake who waits for an array, and others do.
-
-    A thread of its own does, with memory of its own: in those of TensorStore none may be left for a
-    line of Python. Where memory ran out the process ends, as that one would wait for ever. Where
-    the loop that waited is closed, or what waited is thrown away, an array before has failed, and
-    its error is told.
-    """
-    while (report := reports.get()) is not None:
-        if issubclass(report.exc_type, MemoryError):
-            entry.end_without_memory()
-        of_loop = report.object is None and str(report.exc_value) == CLOSED
-        if not of_loop and not inspect.iscoroutine(report.object):
-            tell(report)
-        del report
+    waits = ocp.AsyncOptions(
+        timeout_secs=ORBAX_SECONDS,
+        create_directories_asynchronously=False,
+        barrier_sync_fn=functools.partial(_barrier, folder) if deadlines.several() else None,
+    )
+    options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, async_options=waits)
+    with deadlines.for_disk("the folder of checkpoints", folder):
+        return ocp.CheckpointManager(os.path.abspath(folder), options=options)
 
 
 def _barrier(folder: str, *, key: str, timeout_ms: int) -> None:
     """Orbax's barrier of all processes, in the thread that writes.
 
-    A process whose writing failed comes to another one than the others, which would wait for it:
-    it tells its error and ends, which ends them. If the main thread ends already, with an error
-    that it has told, writing fails for that.
+    A process whose writing has failed ends here with its error, as the others wait for it.
     """
     if (error := sys.exception()) is None:
-        coordination_client().wait_at_barrier(key, timeout_ms)
-        return
-    if processes.leaving.is_set():
-        os._exit(1)
-    try:
-        with files.advised(folder):
-            raise error
-    except BaseException as raised:
+        return coordination_client().wait_at_barrier(key, timeout_ms)
+    if not processes.leaving.is_set():
         try:
+            with files.advised(folder):
+                raise error
+        except BaseException as raised:
             sys.excepthook(type(raised), raised, raised.__traceback__)
-            sys.stderr.flush()
-        finally:
-            os._exit(1)
+    os._exit(1)
 
 
-def save(
-    manager,
-    program: Program,
-    plans: Plans,
-    at: Progress,
-    state: TrainState,
-    seen: Evaluation,
-    about: Mapping,
-) -> None:
-    """Starts to write the state and its step, and returns once the state has been copied.
-
-    An existing checkpoint of the same step is kept.
-    """
+def _save(manager, plans: Plans, at: Progress, state: TrainState) -> None:
+    """Starts to write a checkpoint. One of the same step is kept."""
     import orbax.checkpoint as ocp
 
-    lock.check()
     if manager.latest_step() == at.step:
         return
-    metadata = {
-        "about": dict(about),
+    run = {
         "conditions": fingerprints.conditions(),
-        "decided": np.flatnonzero(at.decided).tolist(),
-        "evaluation": seen._asdict(),
-        "plans": plans.digests(),
-        "sizes": program.sizes,
-        "step": at.step,
-        "units": None if program.units is None else program.units.tolist(),
+        "plans": _digests(plans),
+        "progress": at._asdict() | {"decided": np.flatnonzero(at.decided).tolist()},
     }
-    metadata = files.plain(metadata)
-    state = ocp.args.StandardSave(pipeline.key_data(state))
-    items = {STATE: state, METADATA: ocp.args.JsonSave(metadata)}
+    items = {"state": ocp.args.StandardSave(state), "run": ocp.args.JsonSave(files.plain(run))}
     with deadlines.for_disk("their parts of a checkpoint", str(manager.directory)):
         manager.save(at.step, args=ocp.args.Composite(**items))
-
-
-def _write_digest(folder: str) -> None:
-    """Called on process 0 when all files are written and the folder is not yet renamed."""
-    for path in pathlib.Path(folder).glob("*.orbax-checkpoint-tmp*"):
-        if not path.is_symlink():
-            with files.created(str(path / DIGEST)) as file:
-                file.write(_digest_of(path).encode())
-
-
-def _digest_of(path: pathlib.Path) -> str:
-    """One line per file that `restore` reads, in the format of sha256sum."""
-    lines = []
-    for file in sorted([*path.glob(f"{STATE}/**/*"), *path.glob(f"{METADATA}/**/*")]):
-        if not file.is_dir():
-            with open(file, "rb", opener=files.regular) as content:
-                digest = hashlib.file_digest(content, "sha256").hexdigest()
-            lines.append(f"{digest}  {file.relative_to(path)}\n")
-    return "".join(lines)
-
-
-def damage(path: str) -> str | None:
-    """Describes what is wrong with a checkpoint, or None if it is whole. Reads all of its files."""
-    try:
-        recorded = files.content(os.path.join(path, DIGEST)).decode(errors="replace")
-        actual = _digest_of(pathlib.Path(path))
-    except OSError as error:
-        return str(error)
-    if recorded != actual:
-        differ = {line.split("  ")[-1] for line in {*recorded.split("\n")} ^ {*actual.split("\n")}}
-        return f"{', '.join(sorted(differ))} not as {DIGEST} says"
-    if (step := read_metadata(path).get("step")) != int(os.path.basename(path)):
-        return f"it is that of step {step}"
-    return None
-
-
-def read_metadata(path: str) -> dict:
-    """The facts about its run that `save` wrote into a whole checkpoint."""
-    return files.read_json(os.path.join(path, METADATA, "metadata"), {})
 
 
 def steps_of(folder: str) -> list[int]:
@@ -229,115 +117,76 @@ def newest(folder: str) -> int:
     return processes.of_first(max(steps_of(folder), default=0))
 
 
-def reconcile(folder: str, recorded: Sequence[int] | None = None) -> int:
-    """The step of the newest checkpoint that a run can continue from, or 0 if there is none.
-
-    It alone brings records and checkpoints together. Newer checkpoints, which are damaged or know
-    records that are lost, are renamed to STEP.aside. Only process 0 reads the files. A collective.
+def restore(
+    folder: str, plans: Plans, shapes: TrainState, *, records: int | None = None
+) -> tuple[Progress, TrainState] | None:
+    """Reads the newest checkpoint of a folder; None if there is none. A collective.
 
     Args:
-      recorded: steps of the run's records, as far as they are there; None: all are.
+      plans: of the run, as they were; shapes: with the shardings of the state.
+      records: how many the run has, up to the checkpoint; None: as many as it needs.
 
     Raises:
-      ValueError: if there are checkpoints, and none to continue from.
+      ValueError: for a checkpoint that cannot be read, or is of a run with other plans or records.
     """
-    judged = _judged(folder, recorded) if processes.is_first() else None
-    step, passed_over = processes.of_first(judged)
-    if passed_over and not step:
-        reasons = "; ".join(f"step {step}: {wrong}" for step, wrong in passed_over.items())
-        raise UserError(
-            f"no checkpoint in {folder!r} fits its run ({reasons}): restore the files from a copy, "
-            "choose another --output_dir, or pass --overwrite to begin again."
-        )
-    for passed, wrong in passed_over.items():
-        processes.say(f"The checkpoint of step {passed} is passed over: {wrong}.")
-        if processes.is_first():
-            aside = os.path.join(folder, f"{passed}.aside")
-            shutil.rmtree(aside, ignore_errors=True)
-            os.rename(os.path.join(folder, passed), aside)
-    processes.wait(f"reconciled {folder}")
-    return step
-
-
-def _judged(folder, recorded) -> tuple[int, dict[str, str]]:
-    """(the newest step that fits or 0, {step: what is wrong} of the newer ones)."""
-    passed_over = {}
-    for step in steps_of(folder):
-        path = os.path.join(folder, str(step))
-        wrong = damage(path)
-        if wrong is None and recorded is not None:
-            needed = read_metadata(path)["evaluation"]["records"]
-            if (count := sum(at <= step for at in recorded)) != needed:
-                wrong = f"it needs {needed} records, and metrics.jsonl holds {count} up to there"
-        if wrong is None:
-            return step, passed_over
-        passed_over[str(step)] = wrong
-    return 0, passed_over
-
-
-def restore(
-    folder: str, step: int, plans: Plans, shapes: TrainState, about: Mapping
-) -> Begun | None:
-    """Reads a checkpoint, which must be whole; None at step 0.
-
-    Plans and settings of this run must equal those of the checkpoint.
-    """
-    if not step:
+    if not (step := newest(folder)):
         return None
-    path = os.path.join(folder, str(step))
-    metadata = read_metadata(path)
-    if changed := files.differences(metadata["about"], about):
-        raise UserError(
-            f"the checkpoint of step {step} belongs to a run with other settings "
-            f"({', '.join(changed)}): {WHAT_TO_DO}"
+    run, state = _read(os.path.join(os.path.abspath(folder), str(step)), shapes)
+    if changed := files.differences(run["conditions"], fingerprints.conditions()):
+        processes.say(
+            f"The checkpoint of step {step} was written under other conditions "
+            f"({', '.join(changed)}): the run may not end with the same bits."
         )
-    at = progress_of(metadata, plans)
-    return Begun(at, read_state(path, shapes), Evaluation(**metadata["evaluation"]))
+    for name, digest in _digests(plans).items():
+        if run["plans"].get(name) != digest:
+            raise UserError(
+                f"the checkpoint of step {step} belongs to another {name} plan: give the command "
+                "that made it, choose another --output_dir, or pass --overwrite."
+            )
+    at = Progress(**run["progress"])
+    if records not in (None, at.records):
+        raise UserError(
+            f"the checkpoint of step {step} needs {at.records} records, and metrics.jsonl holds "
+            f"{records} up to there: bring its lines back, or delete "
+            f"{os.path.join(folder, str(step))!r} to go on from the checkpoint before."
+        )
+    decided = np.isin(np.arange(step if plans.echo.online else 0), at.decided)
+    processes.say(f"Continues from the checkpoint of step {step}.")
+    return at._replace(decided=tuple(decided.tolist())), state
 
 
-def read_state(path: str, shapes: TrainState, sharding=None) -> TrainState:
-    """The state of a checkpoint, of these shapes, with their shardings or one for all."""
+def _read(path: str, shapes: TrainState) -> tuple[dict, TrainState]:
+    """(facts about the run, the state) of a checkpoint."""
     import orbax.checkpoint as ocp
 
     like = jax.tree.map(
-        lambda x, y: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or y.sharding),
-        jax.eval_shape(pipeline.key_data, shapes),
-        shapes,
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), shapes
     )
-    place = os.path.join(os.path.abspath(path), STATE)
+    items = {"state": ocp.args.StandardRestore(like), "run": ocp.args.JsonRestore()}
     with (
         deadlines.for_others("their parts of a checkpoint"),
-        ocp.StandardCheckpointer() as reader,
+        ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader,
     ):
         try:
-            with _reports_taken():
-                restored = reader.restore(place, like)
+            kept = reader.restore(path, ocp.args.Composite(**items))
         except Exception as error:  # of orbax also Exception itself
-            if not isinstance(error, ValueError | KeyError) and type(error) is not Exception:
+            unread = ValueError | KeyError | FileNotFoundError
+            if not isinstance(error, unread) and type(error) is not Exception:
                 raise
+            reason = f"{str(error).splitlines()[0]:.200}"
             raise UserError(
-                f"{place!r} cannot be read, though it is as {DIGEST} says "
-                f"({str(error).splitlines()[0]:.200}): {files.WHAT_TO_DO}"
+                f"the checkpoint {path!r} cannot be read ({reason}): restore it from a copy, or "
+                "delete it to go on from the checkpoint before."
             ) from error
-    return jax.tree.map(pipeline.as_keys, restored, shapes)
+    return kept.run, kept.state
 
 
-def progress_of(metadata: Mapping, plans: Plans) -> Progress:
-    """The progress stored in a checkpoint. Prints conditions that have changed since."""
-    if changed := files.differences(metadata["conditions"], fingerprints.conditions()):
-        processes.say(
-            f"The checkpoint of step {metadata['step']} was written under other conditions "
-            f"({', '.join(changed)}): the run may not end with the same bits."
-        )
-    for name, digest in plans.digests().items():
-        if metadata["plans"].get(name) != digest:
-            raise UserError(
-                f"the checkpoint of step {metadata['step']} belongs to another {name} plan: "
-                f"{WHAT_TO_DO}"
-            )
-    processes.say(f"Continues from the checkpoint of step {metadata['step']}.")
-    decided = np.isin(np.arange(metadata["step"] if plans.echo.online else 0), metadata["decided"])
-    return loop.resumed(plans, metadata["step"], tuple(decided.tolist()))
+def _digests(plans: Plans) -> dict[str, str]:
+    """Hashes of all that is decided before the run."""
+    rates = hashlib.sha256(np.asarray(plans.rates, "<f4").tobytes()).hexdigest()
+    sync = "by loads" if plans.sync is None else plans.sync.digest()
+    echo = "online" if plans.echo.online else plans.echo.digest()
+    return {"sync": sync, "echo": echo, "learning rate": rates}
 
 
 def check_export(folder: str) -> None:

@@ -4,7 +4,6 @@ Shape letters: W workers, M units per worker, B units per worker and step, S exa
 """
 
 import functools
-import hashlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -84,13 +83,6 @@ class Plans(NamedTuple):
                 )
             if not plan.online:
                 plan.check_same()
-
-    def digests(self) -> dict[str, str]:
-        """Hashes of all that is decided before the run."""
-        rates = hashlib.sha256(np.asarray(self.rates, "<f4").tobytes()).hexdigest()
-        sync = "by loads" if self.sync is None else self.sync.digest()
-        echo = "online" if self.echo.online else self.echo.digest()
-        return {"sync": sync, "echo": echo, "learning rate": rates}
 
 
 def sizes_of(task: Task, recipe: Recipe, *, deals: str | None = None) -> Sizes:

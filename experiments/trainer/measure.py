@@ -15,11 +15,13 @@ from experiments.data.base import Recipe, Task
 from experiments.data.metrics import CHUNK, METRICS, sum_chunks
 from experiments.trainer import pipeline
 from experiments.trainer.config import Sizes, size_of
+from experiments.trainer.program import Program
 from ordering.trees import flat, tree_size
 
 BATCHES = 16  # of training data, from which moments of normalisation layers are estimated
 BOUNDS = ("bound/linf", "bound/l2")
 HELD = 2**16  # numbers of the gradients that a herding bound holds at once, or one gradient
+MEAN = jax.jit(local_opt.mean_over_workers)
 PART = "train_examples"  # in records: whose loss "train/loss" is, where it is not that of all
 
 
@@ -48,18 +50,19 @@ class Scalars(NamedTuple):
 
 
 def scalars_of(task: Task, recipe: Recipe, *, halves: bool = False) -> Callable:
-    """`(program, row of ORDERS) -> Scalars`; halves: as of `sets_of`."""
+    """`program -> Scalars`; halves: as of `sets_of`."""
     measure, prepare = evaluator(task, recipe, halves=halves)
     tests = ["valid", "test"] if halves else ["test"]
     compiled = functools.cache(functools.partial(order_bounds, task.model))  # one for all orders
 
-    def of(built, order):
-        bounds, data = bounds_of(task, recipe, built, order, compiled)
+    def of(built: Program):
+        bounds, data = bounds_of(task, recipe, built, compiled)
+        averages_at = averaged_models(built)
         every, size = recipe.bound_every * built.sizes.loads_per_epoch, size_of(task.train)
         part = train_size(task, halves=halves)
 
         def dispatched(step, total, state):
-            params, bound = built.mean_params(state), None
+            params, bound = model_of(built, state.params), None
             measured = measure(params)
             if bounds and (step == total or not step % every):
                 bound = bounds(params, state.orders.current, data)
@@ -67,7 +70,7 @@ def scalars_of(task: Task, recipe: Recipe, *, halves: bool = False) -> Callable:
             def finish():
                 scalars = measured()
                 if recipe.average:
-                    averages = built.averaged(state, step, total)
+                    averages = averages_at(state, step, total)
                     scalars |= averaged(lambda *of: measure(*of)(), averages, tests)
                 if bound is not None:
                     scalars |= dict(zip(BOUNDS, pipeline.on_host(bound).tolist(), strict=True))
@@ -83,8 +86,8 @@ def scalars_of(task: Task, recipe: Recipe, *, halves: bool = False) -> Callable:
 
         params = _model_shapes(built)
         jobs = [functools.partial(job, params) for job in prepare]
-        if built.mean:
-            jobs.append(lambda: built.mean.lower(built.shapes.params).compile())
+        if built.worker.sides.params == "worker":
+            jobs.append(lambda: MEAN.lower(built.shapes.params).compile())
         if bounds:
             orders = built.shapes.orders.current
             jobs.append(lambda: bounds.lower(params, orders, data).compile())
@@ -94,11 +97,27 @@ def scalars_of(task: Task, recipe: Recipe, *, halves: bool = False) -> Callable:
     return of
 
 
+def model_of(built: Program, tree):
+    """The model, of all workers' parameters, or of averages of them.
+
+    It is on the host of every process if workers are devices of a mesh. Elsewhere it may be the
+    state's own memory, which the next steps use again.
+    """
+    tree = MEAN(tree) if built.worker.sides.params == "worker" else tree
+    return tree if built.sharding is None else pipeline.on_host(tree)
+
+
+def averaged_models(built: Program) -> Callable:
+    """`(state, t, T) -> {name: the model averaged over t steps of T}`, each as of `model_of`."""
+    average = jax.jit(built.worker.averages.update)
+    return lambda state, t, total: model_of(built, average(state.averages, state.params, t, total))
+
+
 def _model_shapes(built):
-    """Of `built.mean_params`, and where it lies."""
+    """Of `model_of`, and where it lies."""
     params = built.shapes.params
     where = jax.tree.leaves(params)[0].sharding if built.sharding is None else None
-    shapes = jax.eval_shape(built.mean, params) if built.mean else params
+    shapes = jax.eval_shape(MEAN, params) if built.worker.sides.params == "worker" else params
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes)
 
 
@@ -148,10 +167,10 @@ def evaluator(task: Task, recipe: Recipe, *, halves: bool) -> tuple[Callable, Se
     def finish(parts, begun) -> dict:
         totals = {}
         for scalars, batches in begun:
+            sizes = {part: size_of(batch) for part, batch in batches.items()}
             for (part, name), value in zip(names_of(batches), scalars.tolist(), strict=True):
-                size = size_of(batches[part])
                 total, count = totals.get(f"{part}/{name}", (0.0, 0))
-                totals[f"{part}/{name}"] = total + value * size, count + size
+                totals[f"{part}/{name}"] = total + value * sizes[part], count + sizes[part]
         means = {
             key: METRICS[key.split("/")[1]].of_mean(total / count)
             for key, (total, count) in totals.items()
@@ -251,15 +270,15 @@ def mean_loss(model) -> Callable:
     )
 
 
-def bounds_of(task, recipe, built, order, compiled: Callable) -> tuple[Callable | None, Any]:
+def bounds_of(task, recipe, built: Program, compiled: Callable) -> tuple[Callable | None, Any]:
     """(`order_bounds`, its data); the first is None if it is not asked for or units have no owner.
     `compiled` is a cache of `order_bounds` for the task's model."""
-    if not recipe.bound_every or order.deals:
+    if not recipe.bound_every or built.worker.row.deals:
         return None, None
     sizes, data = built.sizes, built.data
     over = built.sharding.mesh if built.sharding else sizes.workers
     if data is None:
-        parts = pipeline.partition(task.train, sizes, built.source.units)
+        parts = pipeline.partition(task.train, sizes)
         data = pipeline.place(parts, built.sharding)
     return compiled(over, num_units=sizes.num_units), data
 

@@ -26,11 +26,9 @@ LOOK_AHEAD = 3  # loads before an epoch's end, when the first loads of the next 
 DEPTH = 2  # batches waiting in the queue
 
 
-def partition(train: dict, sizes: Sizes, units: np.ndarray | None = None):
-    """Arrays [W, M, S, ...]: M fixed units per worker, neighbours or those of `units`."""
+def partition(train: dict, sizes: Sizes):
+    """Arrays [W, M, S, ...]: M neighbouring units for each worker."""
     shape = (sizes.workers, sizes.num_units, sizes.unit_size)
-    if units is not None:
-        return jax.tree.map(lambda x: x[units], pool(train, sizes))
     count = int(np.prod(shape))
     return jax.tree.map(lambda x: x[:count].reshape((*shape, *x.shape[1:])), train)
 
@@ -59,7 +57,6 @@ class Source(NamedTuple):
     workers: list[int]  # neighbouring workers, of this process
     sharding: object = None  # of arrays with a worker axis
     reads: str = "thread"  # a loader thread, or "tfdata"
-    units: np.ndarray | None = None  # int[W, M], own ones in the whole set; None: neighbours
 
     def of_seed(self, seed: int) -> "Source":
         """The data of the run with this seed."""
@@ -69,10 +66,8 @@ class Source(NamedTuple):
 
 def examples_of(indices: np.ndarray, source: Source) -> np.ndarray:
     """The examples, by their numbers in the source, that the orders of own workers name."""
-    sizes, size = source.sizes, source.sizes.unit_size
-    if source.units is not None:
-        return source.units[source.workers].reshape(-1)[indices // size] * size + indices % size
-    return indices if source.total else indices + source.workers[0] * sizes.num_units * size
+    first = source.workers[0] * source.sizes.num_units * source.sizes.unit_size
+    return indices if source.total else indices + first
 
 
 class Reads(batches.Reader):
@@ -95,13 +90,13 @@ class Reads(batches.Reader):
 
 
 def read_epochs(
-    source: Source, orders: Callable, *, first_load: int, delay: float = 0.0, clock=None
+    source: Source, orders: Callable, delay: float, clock: "Clock", first_load: int
 ) -> Reads:
     """Batches [w, b, S, ...] on the devices, one per load, read ahead across the epochs of a run.
 
     Args:
       orders: returns the newest state of all workers' orders, in the epoch of the next batch.
-      first_load: where the run continues; delay: least seconds of the clock per load.
+      delay: least seconds of the clock per load; first_load: where the run continues.
     """
     sizes, workers = source.sizes, source.workers
     size = len(workers) * sizes.units_per_step * sizes.unit_size
@@ -121,7 +116,7 @@ def read_epochs(
         return examples.prefetch(DEPTH).as_numpy_iterator()
 
     reads = {"thread": by_thread, "tfdata": by_tfdata}[source.reads]
-    throttled = Throttle(delay, clock or Clock())
+    throttled = Throttle(delay, clock)
 
     def load(orders, first_step, epoch, number):
         del first_step  # the orders begin there
@@ -179,6 +174,11 @@ class Clock:
                 took = time.perf_counter() - begun
                 self._start += took
                 self.stood[what] = self.stood.get(what, 0.0) + took
+
+    def sleep(self, seconds: float, *, after) -> None:
+        """Sleeps once these arrays are there."""
+        jax.block_until_ready(after)
+        self.sleep_until(self.now() + seconds)
 
     def sleep_until(self, moment: float) -> None:
         """Sleeps until the clock shows `moment`, in seconds."""
@@ -281,8 +281,3 @@ def on_host(tree):
 def key_data(tree):
     """The tree with the uint32 data of its typed PRNG keys."""
     return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
-
-
-def as_keys(x, like):
-    """Key data as typed keys where `like` is one; others as they are."""
-    return jax.jit(jax.random.wrap_key_data)(x) if is_key(like) else x

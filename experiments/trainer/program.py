@@ -1,7 +1,9 @@
 """The compiled parts of a run. They do not depend on its plans, seed or learning rate."""
 
+import concurrent.futures
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,9 +14,10 @@ from jax.sharding import SingleDeviceSharding
 import local_opt
 import ordering
 from experiments.data.base import Recipe, Task
+from experiments.distributed import processes
 from experiments.distributed.devices import replicated_sharding, worker_sharding
-from experiments.trainer import config, pipeline, step
-from experiments.trainer.config import Sizes, seed_of
+from experiments.trainer import config, pipeline, step, timeline
+from experiments.trainer.config import Plans, Sizes, seed_of
 from experiments.trainer.step import TrainState, Worker
 from ordering.gradients import check_separable
 from syncopate.mesh import platform
@@ -24,7 +27,7 @@ from syncopate.refusals import UserError
 class Program(NamedTuple):
     """The part of a run that does not depend on its plans, seed or learning rate."""
 
-    sizes: Sizes
+    worker: Worker
     sharding: Any  # of arrays with a worker axis
     init: Callable  # seed -> TrainState
     shapes: TrainState  # which say where a state lies
@@ -32,18 +35,19 @@ class Program(NamedTuple):
     # event on the host between them; compiled when first called.
     steps: Callable
     sync: Callable  # (state, rate, at) -> state, as of `optimizers.inner`
-    epoch_end: Callable  # state -> state, of orders that observe gradients
+    epoch_end: Callable  # state -> state
+    reset: Callable  # stats -> those of a start
     data: Any  # on the devices, instead of batches; None if batches are read
     source: pipeline.Source | None  # what is read; None if the data stay on the devices
-    units: np.ndarray | None  # int32[W, M], of each worker; None: neighbouring, or all are dealt
-    following: Callable | None  # orders -> the next epoch's, twice, if they observe no gradients
-    sync_in_step: bool  # workers synchronise within every step
-    reset: Callable  # stats -> those of a start
-    mean: Callable | None  # parameters of all workers -> the model; None where these are one
-    # state -> the model, on the host of every process if workers are devices of a mesh. Elsewhere
-    # it may be the state's own memory, which the next steps use again.
-    mean_params: Callable
-    averaged: Callable  # (state, t, T) -> {name: the model averaged over t steps of T}, likewise
+
+    @property
+    def sizes(self) -> Sizes:
+        return self.worker.sizes
+
+    @property
+    def sync_in_step(self) -> bool:
+        """Whether workers synchronise within every step."""
+        return self.worker.rounds.in_step
 
 
 def build(
@@ -54,8 +58,6 @@ def build(
     *,
     reads: str | None = None,
     mesh: jax.sharding.Mesh | None = None,
-    sizes: Sizes | None = None,
-    units: np.ndarray | None = None,
 ) -> Program:
     """Places the data and prepares the segments.
 
@@ -64,9 +66,8 @@ def build(
       reads: None keeps arrays on the devices; "thread" or "tfdata" reads batches in the background.
         Sources are always read, by a thread unless "tfdata" is given.
       mesh: one device per worker, in one or several processes; None runs all on one device.
-      sizes, units: of a run that began with another number of workers; None: the recipe's.
     """
-    sizes = sizes or config.sizes_of(task, recipe, deals=row.deals)
+    sizes = config.sizes_of(task, recipe, deals=row.deals)
     if sizes.unit_size == 1 and row.deals != config.EXAMPLES:
         check_units(task, observed=row.observes and sizes.units_per_step > 1)
     if reads is None and not isinstance(task.train, dict):
@@ -88,28 +89,25 @@ def build(
         if row.deals:
             data, where = pipeline.pool(task.train, sizes), replicated_sharding(mesh)
         else:
-            data, where = pipeline.partition(task.train, sizes, units), worker_sharding(mesh)
+            data, where = pipeline.partition(task.train, sizes), worker_sharding(mesh)
         data = pipeline.place(data, where)
     else:
         numbers = pipeline.workers_here(mesh, sizes.workers)
-        source = pipeline.Source(train, sizes, total, numbers, worker_sharding(mesh), reads, units)
+        source = pipeline.Source(train, sizes, total, numbers, worker_sharding(mesh), reads)
     same = 2 * ("replicated",)  # the rate, and the place
+    of_all = functools.partial(local_opt.map_workers, in_specs="worker", out_specs="worker")
     return Program(
-        sizes=sizes,
+        worker=worker,
         sharding=worker_sharding(mesh),
         init=_initial(worker, mesh),
         shapes=state_shapes(worker, over, places=_places(mesh)),
         steps=steps_of(worker, over, reads=bool(reads), in_turn=turns),
         sync=mapped(worker, over, step.sync_of(worker), *same),
         epoch_end=mapped(worker, over, step.epoch_end_of(worker)),
+        # It lies where the stats lay: otherwise the steps compile again.
+        reset=jax.jit(of_all(lambda stats: step.zero_stats(worker), over), keep_unused=True),
         data=data,
         source=source,
-        units=units,
-        following=following_of(worker, over),
-        sync_in_step=worker.rounds.in_step,
-        # It lies where the stats lay: otherwise the steps compile again.
-        reset=jax.jit(_of_all(lambda stats: step.zero_stats(worker), over), keep_unused=True),
-        **_readers(worker, mesh),
     )
 
 
@@ -138,9 +136,6 @@ def mapped(worker: Worker, over, function: Callable, *more: str, in_turn=False) 
         in_turn=in_turn,
     )
     return jax.jit(lambda state, *rest: TrainState(*of_all(*state, *rest)), donate_argnums=0)
-
-
-_of_all = functools.partial(local_opt.map_workers, in_specs="worker", out_specs="worker")
 
 
 def steps_of(worker: Worker, over, *, reads: bool, in_turn=False) -> Callable:
@@ -206,19 +201,6 @@ def _places(mesh) -> dict[str, jax.sharding.Sharding]:
     return {"worker": worker_sharding(mesh), "replicated": replicated_sharding(mesh)}
 
 
-def following_of(worker: Worker, over) -> Callable | None:
-    """`orders -> the next epoch's, twice` for orders that observe nothing: see `loop.Ahead`."""
-    if worker.row.observes:
-        return None
-    following = _of_all(worker.order.next_epoch, over)
-
-    def twice(orders):
-        orders = following(orders)
-        return orders, jax.tree.map(jnp.copy, orders)
-
-    return jax.jit(twice)
-
-
 def check_units(task: Task, observed: bool) -> None:
     """Raises ValueError if units are single examples and the loss mixes examples."""
     if task.model.statistics is not None:
@@ -261,17 +243,45 @@ def _initial(worker: Worker, mesh) -> Callable:
     return init
 
 
-def _readers(worker: Worker, mesh) -> dict[str, Callable]:
-    """`mean`, `mean_params` and `averaged` of a program."""
-    per_worker, average = worker.sides.params == "worker", jax.jit(worker.averages.update)
-    mean = jax.jit(local_opt.mean_over_workers) if per_worker else None
+def warm_up(
+    program: Program,
+    plans: Plans,
+    start: Callable[[], TrainState],
+    further: Sequence[Callable] = (),
+) -> TrainState:
+    """`start()`, when all that the run needs is compiled, two programs at once.
 
-    def model(tree):
-        tree = mean(tree) if mean else tree
-        return tree if mesh is None else pipeline.on_host(tree)
+    No step is run: the first call of a program finds it compiled for the same shapes.
 
-    return {
-        "mean": mean,
-        "mean_params": lambda state: model(state.params),
-        "averaged": lambda state, t, total: model(average(state.averages, state.params, t, total)),
-    }
+    Args:
+      start: makes or places the state, beside the compilation; further: what else is done beside
+        it, as the compilation of evaluations.
+    """
+    with concurrent.futures.ThreadPoolExecutor(1 if processes.several() else 2) as pool:
+        state = pool.submit(start)
+        jobs = itertools.chain((low.compile for low in _lowered(program, plans)), further)
+        list(pool.map(lambda job: job(), jobs))
+        return state.result()
+
+
+def _lowered(program: Program, plans: Plans) -> Iterator[jax.stages.Lowered]:
+    """The programs of a run, the longest to compile first."""
+    state, zero, rates = program.shapes, np.int32(0), placed_rates(program, plans)
+    given = {"streams": program.source is not None, "sync_in_step": program.sync_in_step}
+    kinds = timeline.kinds(plans, program.sizes, **given)
+    for fresh, size in {(kind.fresh, kind.size) for kind in kinds}:
+        batch = program.data
+        if batch is None:
+            batch = pipeline.example_batch(program.source, size)
+        yield program.steps(fresh, size).lower(state, batch, zero, zero, zero, rates)
+    yield program.reset.lower(state.stats)
+    if any(kind.sync for kind in kinds):
+        yield program.sync.lower(state, np.float32(0), np.float32(0))
+    if any(kind.epoch_end for kind in kinds):
+        yield program.epoch_end.lower(state)
+
+
+def placed_rates(program: Program, plans: Plans) -> jax.Array:
+    """float32[T] on the devices, the learning rates."""
+    sharding = program.sharding and replicated_sharding(program.sharding.mesh)
+    return pipeline.place(np.asarray(plans.rates, np.float32), sharding)

@@ -20,7 +20,6 @@ from experiments.data.base import check_recipe
 from experiments.data.schedules import SCHEDULES
 from experiments.trainer import config, measure, timeline
 from experiments.trainer.config import sizes_of, total_steps_of
-from local_opt import resize
 from syncopate import command
 from tests.cases import times
 from tests.commands import flags_of, parsed
@@ -43,10 +42,6 @@ def test_every_field_of_a_recipe_is_a_flag_with_help():
     shown = {flag.name for flag in values.get_key_flags_for_module(sys.argv[0])}
     assert shown == set(values)
     assert {"order", "workers", "track", "coordinator_address"} < shown
-
-
-def test_the_words_of_elastic_are_those_of_the_library():
-    assert [*train.POLICIES] == [*resize.POLICIES]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from experiments.compare.study import Study
 from experiments.data import TASKS
 from experiments.report import statistics
 from experiments.report.statistics import Criterion
-from experiments.trainer import checkpoint, measure
+from experiments.trainer import measure
 
 RATES = (0.1, 0.2, 0.4)
 ARMS = {"a": Arm("A"), "b": Arm("B", order="rr", sync="qsr")}
@@ -152,7 +152,7 @@ def test_finalists_are_those_of_averaged_weights_too():
     assert {rate for rate, seed in tried if seed == 1} == {0.1, 0.4}
 
 
-def test_a_signal_stops_a_search_and_a_killed_one_is_cleaned_up(tmp_path, monkeypatch):
+def test_a_signal_stops_a_search_and_a_killed_one_is_cleaned_up(tmp_path):
     stopping = trainer_of(lambda *_: signal.SIGTERM)
     assert search.search(asked(), stopping, seeds=2) == ([], signal.SIGTERM)
     ended, cut = Run("a", None, 0.1, 0, "run"), Run("a", None, 0.1, 1, "run")
@@ -161,9 +161,6 @@ def test_a_signal_stops_a_search_and_a_killed_one_is_cleaned_up(tmp_path, monkey
     assert search.kept_records(str(tmp_path), whole + rest) == whole
     for run in (ended, cut):
         (tmp_path / "checkpoints" / run.name / "4").mkdir(parents=True)
-    monkeypatch.setattr(checkpoint, "damage", lambda path: None)
-    metadata = {"evaluation": {"records": 2}}
-    monkeypatch.setattr(checkpoint, "read_metadata", lambda path: metadata)
     assert search.kept_records(str(tmp_path), whole + rest) == whole + rest[:2]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [cut.name]
 

@@ -8,9 +8,8 @@ import pytest
 
 from experiments import cd_grab
 from experiments.compare import flags, recipes, search
-from experiments.compare.arms import row_of
 from experiments.report import tables
-from experiments.trainer import loop, measure
+from experiments.trainer import measure, train
 from tests import commands, little_run
 from tests.compiled_runs import compilations
 from tests.sources import Examples
@@ -20,20 +19,20 @@ COUNTED = """
 import json, sys
 from absl import flags
 from experiments import train
-from experiments.trainer import loop
+from experiments.trainer import train as loop
 from tests.compiled_runs import compilations
 
-first, modules, run = [], [], loop.run
+first, modules, whole = [], [], loop.train
 
-def counted(program, plans, state, at, hook, **options):
-    def look(*given):
+def counted(program, plans, state, at, hooks):
+    def look(step):
         first.append(list(compiled))
-        return hook(*given)
-    ended = run(program, plans, state, at, look, **options)
+        hooks.on_step(step)
+    ended = whole(program, plans, state, at, hooks._replace(on_step=look))
     modules.extend(sys.modules)  # before the report, which draws
     return ended
 
-loop.run = counted
+loop.train = counted
 train.define_flags(flags.FLAGS)
 flags.FLAGS(["train", *sys.argv[1:]])
 with compilations() as compiled:
@@ -80,21 +79,20 @@ def test_a_run_imports_nothing_that_it_does_not_use(started):
 
 @pytest.mark.parametrize("order,sync,mesh", [("cd_grab", "qsr", True), ("rr", "parallel", False)])
 def test_nothing_is_compiled_after_the_start(order, sync, mesh, monkeypatch):
-    warm_up = loop.warm_up
+    warm_up = train.warm_up
 
     def warmed_up(*given):
         start = warm_up(*given)
         compiled.clear()
         return start
 
-    monkeypatch.setattr(loop, "warm_up", warmed_up)
+    monkeypatch.setattr(train, "warm_up", warmed_up)
     program, setting = little_run.built(order, sync, mesh=mesh), little_run.SETTING
     task = little_run.task()
     if mesh:  # read, in chunks of two sizes
         monkeypatch.setattr(measure, "CHUNK", 30)
         task = task._replace(train=Examples(task.train))
-    of = measure.scalars_of(task, setting._replace(bound_every=3))
-    scalars = of(program, row_of("order", order))
+    scalars = measure.scalars_of(task, setting._replace(bound_every=3))(program)
     with compilations() as compiled:
         records = little_run.trained(program, little_run.plans_of(sync), scalars=scalars)[1]
     assert not compiled and {"train/loss", "test/accuracy", "bound/l2"} <= records[-1].keys()

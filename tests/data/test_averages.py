@@ -38,11 +38,11 @@ def expected(name, weights, t):
 def test_averages_are_those_of_the_weights_after_every_step(sync, echo):
     program = built("rr", sync, average=tuple(AVERAGES), ema_epochs=EPOCHS)
     plans = plans_of(sync, echo)
-    weights, results = [], {}
+    averages, weights, results = measure.averaged_models(program), [], {}
 
     def observe(step, state):
-        weights.append(flat(program.mean_params(state)))
-        results[step] = jax.tree.map(np.asarray, program.averaged(state, step, STEPS))
+        weights.append(flat(measure.model_of(program, state.params)))
+        results[step] = jax.tree.map(np.asarray, averages(state, step, STEPS))
         return {}
 
     trained(program, plans, evaluate=observe, evaluate_at=range(STEPS))
@@ -58,7 +58,7 @@ def test_averages_are_those_of_the_weights_after_every_step(sync, echo):
     seldom = {}
 
     def keep(t, state):
-        seldom[t] = program.averaged(state, t, STEPS)
+        seldom[t] = averages(state, t, STEPS)
         return {}
 
     trained(program, plans, evaluate_at=[LOADS], evaluate=keep)
@@ -71,11 +71,11 @@ def test_late_averages_are_of_the_end_of_the_run_not_of_the_recipe(total):
     """Of slow input a run is longer than its recipe says; one program serves both."""
     program = built("rr", "parallel", average=("swa",))
     plans = plans_of("parallel", "none", total_steps=total, warmup_steps=0)
-    weights, results = [], {}
+    averages, weights, results = measure.averaged_models(program), [], {}
 
     def observe(step, state):
-        weights.append(flat(program.mean_params(state)))
-        results[step] = flat(program.averaged(state, step, total)["swa"])
+        weights.append(flat(measure.model_of(program, state.params)))
+        results[step] = flat(averages(state, step, total)["swa"])
         return {}
 
     trained(program, plans, evaluate=observe, evaluate_at=range(total))
@@ -104,9 +104,10 @@ def test_optimizers_know_which_share_of_the_run_is_over(sync, steps, monkeypatch
     program = built.__wrapped__("rr", sync)
     plans = plans_of(sync, "none", total_steps=2 * STEPS, warmup_steps=0, schedule="constant")
     outcome, _ = trained(program, plans, evaluate_at=[])
-    start = flat(program.mean_params(program.init(0)))
+    start = flat(measure.model_of(program, program.init(0).params))
     expected = start - 0.3 * sum(t / (2 * STEPS) for t in steps)
-    np.testing.assert_allclose(flat(program.mean_params(outcome.state)), expected, rtol=1e-4)
+    last = flat(measure.model_of(program, outcome.state.params))
+    np.testing.assert_allclose(last, expected, rtol=1e-4)
 
 
 def test_the_average_with_the_lowest_training_loss_is_recorded():

@@ -41,7 +41,7 @@ WRONG = {
         "average": "cats epoch,,ema ''", "ema_epochs": f"{NUMBERS} 0 inf",
         "optimizer": "cats", "schedule": "cats", "input": "cats", "run": "cats",
         "track": "cats , wandb", "checkpoint_every": "-1 text", "timeout": "0 nan",
-        "elastic": "cats", "num_processes": "0 2", "process_id": "-1 0",
+        "num_processes": "0 2", "process_id": "-1 0",
         "coordinator_address": "localhost auto ''", "overwrite": "maybe",
         "output_dir": f"file file/new /proc/new /dev/null {'x' * 300}",
     },

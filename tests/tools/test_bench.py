@@ -15,10 +15,10 @@ from benchmarks import (
     timing,
     torch_tasks,
 )
+from experiments import timing as training
 from experiments.compare.arms import row_of
 from experiments.data import TASKS
 from experiments.distributed.devices import worker_mesh
-from experiments.trainer import loop
 from tests import reference
 from tests.commands import parsed
 
@@ -27,14 +27,14 @@ SMALL = {"workers": 4, "units_per_step": 2, "unit_size": 1}
 
 def test_timed_epochs_are_whole_and_ratios_are_within_a_turn(monkeypatch):
     """Turns that are slow for all orders change no ratio. The ratio of medians would be 2 / 1."""
-    whole, in_turns, seen = loop.run, timing.in_turns, []
+    whole, in_turns, seen = training.train, timing.in_turns, []
     seconds = {"rr": [1, 4, 1], "so": [2, 2, 1], "cd_grab": [1.5, 6, 2]}
 
-    def watched(program, plans, *args, **options):
-        at, state = whole(program, plans, *args, **options)
-        assert sorted(np.asarray(state.orders.current)[0].tolist()) == list(range(10))
-        seen.append((at.step, at.loads))
-        return at, state
+    def watched(*args):
+        outcome = whole(*args)
+        assert sorted(np.asarray(outcome.state.orders.current)[0].tolist()) == list(range(10))
+        seen.append((outcome.at.step, outcome.at.loads))
+        return outcome
 
     def timed(calls, repeats):
         in_turns({name: calls[name] for name in seconds}, repeats)
@@ -43,7 +43,7 @@ def test_timed_epochs_are_whole_and_ratios_are_within_a_turn(monkeypatch):
     def few(data_dir, model="softmax", *, abstract=False):
         return TASKS["digits"](num_train=40)
 
-    monkeypatch.setattr(loop, "run", watched)
+    monkeypatch.setattr(training, "train", watched)
     monkeypatch.setattr(timing, "in_turns", timed)
     monkeypatch.setitem(TASKS, "few", few)
     monkeypatch.setattr(bench, "EPOCHS", {"few": ("few", "", {}, None, SMALL)})

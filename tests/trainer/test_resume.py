@@ -3,7 +3,7 @@
 pytest -m slow -n 0 tests/trainer/test_resume.py      # every row, every step
 
 Every row of the three tables is in at least one case, unlike paired with unlike. A run of 60 steps
-is saved after some or all of them; from each, `training.run.train` goes on to the end, and its
+is saved after some or all of them; from each, `compile_and_train` goes on to the end, and its
 records and last state are compared with those of a run that saved nothing.
 """
 
@@ -18,7 +18,7 @@ import local_opt
 from experiments.compare.arms import row_of
 from experiments.compare.rows import TABLES
 from experiments.distributed import processes
-from experiments.trainer import checkpoint, loop, pipeline, run
+from experiments.trainer import checkpoint, pipeline, timeline, train
 from ordering.echo import EchoPlan, adaptive
 from tests.little_run import (
     STEPS,
@@ -54,7 +54,7 @@ def test_every_row_of_every_table_is_in_a_case():
 def coins(patch):
     """Input that is ready by coins of a seed, as in a machine whose loader is late now and then."""
     drawn = iter(np.random.default_rng(2).random(100_000))
-    patch.setattr(loop, "ready_everywhere", lambda ready: next(drawn) < 0.4)
+    patch.setattr(timeline, "ready_everywhere", lambda ready: next(drawn) < 0.4)
 
 
 def online(decided=()):
@@ -86,23 +86,22 @@ def test_a_run_goes_on_from_its_steps(case, options, every, tmp_path, monkeypatc
         coins(monkeypatch)
     program, plans = built(order, sync, **options), plans_of(sync, echo)
     whole, records = trained(program, plans, evaluate_at=EVALUATED)
-    assert whole.step == STEPS and whole.ended and len(records) == STEPS // 5
+    assert whole.at.step == STEPS and whole.ended and len(records) == STEPS // 5
     if row_of("echo", echo).online:
         # In one that is stopped the input is as it was; nothing else is told.
-        plans = plans._replace(echo=online(whole.decided))
+        plans = plans._replace(echo=online(whole.at.decided))
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "KEPT", STEPS)
-        saving = run.Saving(tmp_path / "all", every=every)
-        trained(program, plans, evaluate_at=EVALUATED, saving=saving)
+        saving = {"folder": tmp_path / "all", "save_every": every}
+        trained(program, plans, evaluate_at=EVALUATED, **saving)
     steps = range(every, STEPS, every)
     assert checkpoint.steps_of(tmp_path / "all") == [*reversed(steps)]
     for step in steps:
         alone = tmp_path / f"from {step}"
         shutil.copytree(tmp_path / "all" / str(step), alone / str(step))
-        saving = run.Saving(alone, every=0)
-        outcome, rest = trained(program, plans, evaluate_at=EVALUATED, saving=saving)
+        outcome, rest = trained(program, plans, evaluate_at=EVALUATED, folder=alone, save_every=0)
         assert_same(outcome.state, whole.state)
-        assert outcome.decided == whole.decided
+        assert outcome.at.decided == whole.at.decided
         assert timeless(rest) == [r for r in timeless(records) if r["step"] > step]
         shutil.rmtree(alone)
 
@@ -140,25 +139,24 @@ def test_a_run_killed_or_stopped_at_any_step_ends_bitwise_the_same(tmp_path, mon
     assert any(not plans.echo.fresh[s] for s in chosen), "before an echoed step"
     for step, signal in zip(chosen, (0, 15, 0, 15), strict=True):
         folder, results = tmp_path / str(step), []
-        options = {"evaluate_at": EVALUATED, "saving": run.Saving(folder, every=7, at_end=True)}
+        options = {"evaluate_at": EVALUATED, "folder": folder, "save_every": 7, "save_at_end": True}
         with monkeypatch.context() as patch, contextlib.suppress(Killed):
-            patch.setattr(loop, "LEAST", 1)
-            patch.setattr(loop, "MOST", 1)
+            patch.setattr(train.Pace, "limit", property(lambda pace: pace.step + 1))
             patch.setattr(processes, "interrupts", stopping(step, signal))
             outcome, _ = trained(built(), plans, on_record=results.append, **options)
-            assert (outcome.stopped, outcome.step) == (signal, step)
+            assert (outcome.stopped, outcome.at.step) == (signal, step)
         at = max(checkpoint.steps_of(folder), default=0)
         assert at == (step if signal else (step - 1) // 7 * 7)
         outcome, new = trained(built(), plans, **options)
-        assert (outcome.step, outcome.stopped) == (STEPS, 0)
+        assert (outcome.at.step, outcome.stopped) == (STEPS, 0)
         assert_same(outcome.state, whole.state)
         kept = [r for r in results if r["step"] <= at]  # as the studies do
         assert timeless(kept + new) == timeless(records)
     # A restored state is what the steps were compiled for.
     assert compiled(built()) == before
     # What has ended does nothing when it is called again.
-    again, nothing = trained(built(), plans, saving=run.Saving(folder, at_end=True))
-    assert again.step == STEPS and not nothing
+    again, nothing = trained(built(), plans, folder=folder, save_at_end=True)
+    assert again.at.step == STEPS and not nothing
     assert_same(again.state, whole.state)
 
 
@@ -166,8 +164,8 @@ def test_what_was_measured_is_recorded_and_replayed(monkeypatch):
     coins(monkeypatch)
     prepared, plans = built(**STREAMED), plans_of()._replace(echo=online())
     whole, records = trained(prepared, plans, evaluate_at=EVALUATED)
-    plan = EchoPlan(np.array(whole.decided), "measured")
-    assert len(whole.decided) == STEPS and 10 < plan.loads < 40 and plan.loads % 4
+    plan = EchoPlan(np.array(whole.at.decided), "measured")
+    assert len(whole.at.decided) == STEPS and 10 < plan.loads < 40 and plan.loads % 4
     assert records[-1].pop("load_steps") == plan.load_steps.tolist()
     assert not any("load_steps" in r for r in records)
     replayed, recorded = trained(prepared, plans._replace(echo=plan), evaluate_at=EVALUATED)
@@ -184,7 +182,7 @@ def test_where_loads_are_not_known_workers_meet_before_each(monkeypatch):
     outcome, records = trained(prepared, plans, evaluate_at=range(1, STEPS))
     assert [r["step"] for r in records] == list(range(1, STEPS + 1)), "one record each"
     assert all(r["rounds"] == r["loads"] - (r["step"] < STEPS) for r in records)
-    fresh = np.array(outcome.decided)
+    fresh = np.array(outcome.at.decided)
     sync = local_opt.SyncPlan(np.flatnonzero(fresh), len(fresh))
     replay = plans._replace(echo=EchoPlan(fresh), sync=sync)
     other, same = trained(prepared, replay, evaluate_at=range(1, STEPS))
@@ -197,13 +195,12 @@ def test_where_loads_are_not_known_workers_meet_before_each(monkeypatch):
         outcome.state.params,
         other.state.params,
     )
-    at = loop.resumed(plans, STEPS, outcome.decided)
-    assert (at.loads, at.rounds) == (int(fresh.sum()), replay.sync.rounds)
+    assert (outcome.at.loads, outcome.at.rounds) == (int(fresh.sum()), replay.sync.rounds)
 
 
 def test_a_real_loader_decides_when_its_batches_are_ready():
     plans = plans_of(echo="measured")
     outcome, records = trained(built(**STREAMED), plans, slow=pipeline.Slow(0.002))
-    loads = int(np.sum(outcome.decided))
-    assert records[-1]["loads"] == loads and len(outcome.decided) == STEPS
+    loads = int(np.sum(outcome.at.decided))
+    assert records[-1]["loads"] == loads and len(outcome.at.decided) == STEPS
     assert records[-1]["seconds"] >= 0.002 * loads

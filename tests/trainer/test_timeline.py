@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.trainer import loop, pipeline, timeline
+from experiments.trainer import pipeline, timeline
 from experiments.trainer.config import Plans, Sizes
 from local_opt import SyncPlan
 from ordering.echo import EchoPlan
@@ -38,10 +38,10 @@ def segments(case, most=10**6):
     """The segments of a run, none with more steps than `most`."""
     plans, sizes, *options = case
     options = dict(zip(Case._fields[2:], options, strict=True))
-    line, results, step = timeline.timeline(plans, sizes, **options), [], 0
-    while step < plans.total_steps:
-        results.append(timeline.segment_from(line, step, step + most))
-        step = results[-1].stop
+    line, results = timeline.timeline(plans, sizes, **options), []
+    limit = lambda: (results[-1].stop if results else 0) + most  # noqa: E731
+    for segment in timeline.planned(line, 0, limit):
+        results.append(segment)
     return line, results
 
 
@@ -77,8 +77,10 @@ def test_segments_cover_the_run_and_the_host_stands_between_them(case, most):
     line, result = segments(case, most=most)
     covered = [t for s in result for t in range(s.start, s.stop)]
     assert covered == list(range(case.plans.total_steps))
-    assert timeline.kinds(line) == {s.kind for s in segments(case)[1]}
-    rounds = 0
+    options = {"streams": case.streams, "sync_in_step": case.sync_in_step}
+    kinds = timeline.kinds(case.plans, case.sizes, **options)
+    assert kinds == {s.kind for s in segments(case._replace(stops=()))[1]}
+    at = timeline.Progress()
     for s in result:
         inside = slice(s.start, s.stop - 1)  # not after the last step
         whole = slice(s.start, s.stop)
@@ -93,9 +95,9 @@ def test_segments_cover_the_run_and_the_host_stands_between_them(case, most):
         assert s.kind.sync == (line.sync[s.stop - 1] and not case.sync_in_step)
         assert s.kind.epoch_end == line.epoch_end[s.stop - 1]
         assert s.rate == line.round_rate[s.stop - 1]
-        rounds += s.rounds
-        at = loop.resumed(case.plans, s.stop)  # where a run stands is known from its plans
-        assert (at.step, at.loads, at.rounds) == (s.stop, line.load[s.stop - 1] + 1, rounds)
+        at = timeline.after(at, s, online=False)
+        rounds = np.count_nonzero(line.sync[: s.stop])
+        assert at == (s.stop, line.load[s.stop - 1] + 1, rounds, *timeline.Progress()[3:])
 
 
 # Time.

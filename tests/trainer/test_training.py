@@ -77,7 +77,7 @@ def trained(prepared, recipe, scalars=lambda step, total, state: dict):
 def measured(name):
     """`trained` with the scalars of an evaluation."""
     scalars = measure.scalars_of(small_task(), RECIPE)
-    return trained(plain(name), RECIPE, scalars(plain(name), row_of("order", name)).begin)
+    return trained(plain(name), RECIPE, scalars(plain(name)).begin)
 
 
 # One of every way in which a program asks: nothing of the gradients, units, means; sketches below.
@@ -167,7 +167,8 @@ def test_local_steps_that_meet_in_every_step_are_data_parallel_training():
         if (rounds, way) != ways[0]:
             prepared = program.build(small_task(), recipe._replace(run=way), moved, rounds)
         assert prepared.sync_in_step == ((rounds, way) == ways[0])
-        results.append(prepared.mean_params(trained(prepared, recipe)[0].state))
+        state = trained(prepared, recipe)[0].state
+        results.append(measure.model_of(prepared, state.params))
     for other in results[1:]:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), other, results[0])
 
@@ -220,7 +221,7 @@ def test_batch_normalised_models_are_ordered_by_microbatches():
     scalars, results = measure.scalars_of(task, recipe), {}
     for name in ("rr", "cd_grab"):
         prepared = built(task, recipe, name)
-        results[name] = trained(prepared, recipe, scalars(prepared, row_of("order", name)).begin)[1]
+        results[name] = trained(prepared, recipe, scalars(prepared).begin)[1]
     first, *_, last = results["cd_grab"]
     assert last["train/loss"] < first["train/loss"] and 0 <= last["test/accuracy"] <= 1
     # The first epoch has the same order, and a unit is its own batch under every order.
