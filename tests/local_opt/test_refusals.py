@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import local_opt
-from local_opt import exchange, resize
+from local_opt import exchange
 from tests import tables
 from tests.problems import COMPRESSORS
 from tests.refused import names
@@ -174,10 +174,7 @@ REFUSED = {  # the call, and what its message names: arguments, values, places i
         lambda: local_opt.costs.communication_time([1, 0.5], [3, 4]), "computation", "5", "-2"),
     "no seconds of computing": (
         lambda: local_opt.costs.communication_time([1, 0.5], [3, 1]), "-1", "communication", "4"),
-    "a state of no rounds": (lambda: resize.resize((), None, 2, "mean"), "tuple"),
-    "a policy": (lambda: resize.resize(ROUNDS_STATE, None, 2, "none"), "policy", "'none'"),
 }  # fmt: skip
-ROUNDS_STATE = jax.vmap(local_opt.local_rounds(SGD).init)(X)
 test_what_does_not_fit_is_refused_by_its_name = names(REFUSED)
 
 

@@ -10,7 +10,6 @@ import pytest
 
 import local_opt
 from experiments.distributed.devices import worker_mesh
-from local_opt import resize
 from tests.public import packages
 
 SGD, PLAN, RATES = optax.sgd(0.1, momentum=0.9), local_opt.constant(1, total_steps=99), jnp.ones(9)
@@ -21,9 +20,6 @@ FRESH = STEPS % 3 == 0
 VOLUMES_AND_SECONDS = jnp.array([1.0, 0.5]), jnp.array([3.0, 2.0])
 TREE = X | {"n": jnp.array([5, 5]), "np": np.ones((2, 2), np.float32), "rng": jnp.stack([KEY, KEY])}
 BY_POWER = dict(total_steps=9, alpha=0.2, h_base=1)
-STATES = [
-    jax.vmap(local_opt.local_rounds(SGD).init, axis_size=w)({"w": jnp.ones((w, 3))}) for w in (2, 3)
-]
 MESH, INT8 = worker_mesh(2), local_opt.quantize("int8")
 HOST = {
     "accumulated_rounds": lambda: local_opt.accumulated_rounds(SGD).init(X),
@@ -55,8 +51,6 @@ HOST = {
     ).init(X),
     "qsr": lambda: local_opt.qsr(FALL, **BY_POWER),
     "qsr, step by step": lambda: local_opt.qsr(lambda t: float(FALL(t)), **BY_POWER),
-    "resize": lambda: resize.resize(*STATES, 3, "mean"),
-    "resize.mean_of": lambda: resize.mean_of(TREE, 3),
     "slowmo": lambda: local_opt.presets.slowmo(SGD, PLAN, inner_rate=FALL).init(X),
     "stream_segments": lambda: local_opt.streaming.stream_segments({0: PLAN}),
     "streaming_rounds": lambda: local_opt.streaming.streaming_rounds(SGD, fragments=1).init(X),
