@@ -51,6 +51,32 @@ def differences(path: str, base: str, ending: str, title: str) -> None:
     plots.effects(responses, path, title, f"less {arms[base]}, paired by seed", styles)
 
 
+def curricula(path: str) -> None:
+    """Test losses of orders by scores less those of D-RR, paired by seed: last and averaged."""
+    responses, names = [], scored_arms()
+    for weights in ("last", "averaged"):
+        for run in ("constant", "moderate", "linear"):
+            compared = archive.load(f"scored_{run}")
+            compared = compared if weights == "last" else compared.averaged
+            values, scalar = statistics.frame(compared), statistics.named(compared, "test/loss")
+            effects = {
+                label: statistics.interval(statistics.paired(values, arm, "rr+dealt", scalar))
+                for arm, label in names.items()
+            }
+            text = f"test loss, {weights} weights\n{SCHEDULES[run]}"
+            responses.append(combined.Response(text, False, effects))
+    plots.effects(responses, path, "Curricula on Tiny Shakespeare", "less D-RR, paired by seed")
+
+
+SCHEDULES = {"constant": "constant rate", "moderate": "decay to 0.3", "linear": "decay to 0"}
+
+
+def scored_arms() -> dict[str, str]:
+    """The arms that all three runs have, but D-RR."""
+    arms = archive.load("scored_constant").arms
+    return {arm: label for arm, label in arms.items() if arm != "rr+dealt"}
+
+
 # A colour of each decision, of two the mixture.
 DECISIONS = {
     (False, False, False): ("none", "#EEEEEE"),
@@ -243,6 +269,7 @@ PICTURES = {  # a function and its arguments after the path
         ROUNDS,
     ),
     "qsr_cifar10_vit.png": (curves, "qsr_cifar10_vit", "CIFAR-10, ViT, 4 workers", ROUNDS),
+    "scored.png": (curricula,),
     "slow_sde.png": (slow_drift,),
     "slowrun.png": (curves, "slowrun", "Slowrun", slowrun.STUDY.panels, None, SLOWRUN),
 }
