@@ -60,7 +60,7 @@ def grain(size, seed, epoch, places):
 
 
 def power_of_two(size, seed, epoch, places):
-    """What Levanter's page describes: 5 rounds of a multiplication in halves of bits, and walks."""
+    """The rounds of Levanter's FeistelPermutation: multiplications, in halves of bits."""
     bits = max(1, (size - 1).bit_length())
     low = np.uint64(bits - bits // 2)
     mask = np.uint64((1 << int(low)) - 1)
