@@ -377,6 +377,11 @@ def check_units(num_units: int, units_per_step: int = 1) -> tuple[int, int]:
 
     Integers of NumPy would overflow in products.
     """
+    if plans.is_whole(num_units) and num_units > MOST_UNITS:
+        raise ValueError(
+            f"num_units is {num_units}, and an order that is stored has at most {MOST_UNITS}: use "
+            "ordering.counted, whose units are computed."
+        )
     num_units = plans.check_whole("num_units", num_units, 1, MOST_UNITS)
     return num_units, plans.check_whole("units_per_step", units_per_step, 1, num_units)
 

@@ -128,7 +128,7 @@ def computed_by_jax(places: Array, domain: Domain, keys: Halves) -> Int[Array, "
     """int32, the units at these places; M at places outside."""
     places = places.astype(jnp.promote_types(places.dtype, jnp.int32))
     inside = (places >= 0) & (places < domain.num_units)
-    places = jnp.where(inside, places, 0).astype(jnp.uint32)
+    places = jnp.where(inside, places.astype(jnp.uint32), np.uint32(0))
     side = np.uint32(domain.low)
     step = functools.partial(once, keys=keys, domain=domain, least=jnp.minimum)
 
@@ -138,7 +138,7 @@ def computed_by_jax(places: Array, domain: Domain, keys: Halves) -> Int[Array, "
 
     halves = step((places % side, places // side))
     low, high = jax.lax.while_loop(lambda halves: beyond(halves, domain).any(), again, halves)
-    return jnp.where(inside, (high * side + low).astype(jnp.int32), domain.num_units)
+    return jnp.where(inside, (high * side + low).astype(jnp.int32), np.int32(domain.num_units))
 
 
 def index_shuffle(

@@ -228,3 +228,19 @@ def test_a_window_that_leaves_no_whole_windows_is_refused():
         state = reads.state()
     with pytest.raises(ValueError, match="leaves no whole steps of 5 units"):
         ordering.blocks.read_blocks(blocks, other, key, batch_size=5, state=state)
+
+
+def test_a_compiled_program_has_no_numbers_of_64_bits_and_no_table():
+    def shuffle(places, key):
+        return ordering.index_shuffle(places, 10**6, key, epoch=2)
+
+    args = jax.ShapeDtypeStruct((64,), jnp.int32), jax.random.key(0)
+    with jax.enable_x64(True):
+        text = jax.jit(shuffle).lower(*args).as_text()
+    assert "tensor<64xi32>" in text
+    assert not [word for word in ("i64>", "f32>", "f64>", "gather", "sort") if word in text]
+
+
+def test_a_stored_order_of_too_many_units_names_the_computed_one():
+    with pytest.raises(ValueError, match=r"at most 2147483647: use ordering\.counted"):
+        ordering.random_reshuffling(2**31)
