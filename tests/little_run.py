@@ -65,14 +65,21 @@ def sums(step, state):
 
 
 def trained(
-    prepared, plans, *, evaluate=sums, evaluate_at=range(12, STEPS, 12), recorded=None, **options
+    prepared,
+    plans,
+    *,
+    evaluate=sums,
+    evaluate_at=range(12, STEPS, 12),
+    recorded=None,
+    seed=0,
+    **options,
 ):
     """(outcome, new records) of a run that goes on where it is saved, if it is."""
     results, begun = [], None
     if folder := options.get("folder"):
         begun = checkpoint.restore(folder, plans, prepared.shapes, records=recorded)
     hooks = Hooks(results.append, scalars_of(evaluate, evaluate_at))._replace(**options)
-    return compile_and_train(prepared, plans, hooks, seed=0, begun=begun), results
+    return compile_and_train(prepared, plans, hooks, seed=seed, begun=begun), results
 
 
 def scalars_of(evaluate, evaluate_at):

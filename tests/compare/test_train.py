@@ -119,7 +119,7 @@ def test_workers_on_a_mesh_equal_simulated_ones_and_everything_is_compiled_once(
     outcome, records = trained(
         built(), plans_of(seed=1), seed=1, ends=lambda record: record["step"] >= 24
     )
-    assert outcome.step == 24 and [r["ended"] for r in records] == [False, True]
+    assert outcome.at.step == 24 and [r["ended"] for r in records] == [False, True]
     assert compiled(built()) == [1] * 6, "whatever the plan, the seed and the end"
 
 
