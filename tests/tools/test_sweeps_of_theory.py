@@ -1,0 +1,151 @@
+"""The sweeps behind the pages of theory equal loops that are written out."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from experiments import echo_theory, one_plan, order_rates
+from experiments.compare import recipes
+from experiments.compare.arms import arm_of, config_of, plans_of
+from tests.commands import parsed
+
+
+@pytest.mark.parametrize("p", [1.0, 0.25])
+def test_moments_of_a_quadratic_equal_all_outcomes(p, monkeypatch):
+    """Three steps of x' = x - eta (lambda x + xi), summed over which of them load."""
+    rate, curve = 0.3, 0.8
+    monkeypatch.setattr(echo_theory, "FINE_RATES", np.array([rate]))
+    monkeypatch.setattr(echo_theory, "CURVATURES", np.array([curve]))
+    *_, found = echo_theory.moments(np.array([p]), np.array([4]), 3)
+    kept, expected = 1 - rate * curve, 0.0
+    for loads in ([1, 1, 1], [1, 1, 0], [1, 0, 1], [1, 0, 0]):
+        chance = np.prod([p if load else 1 - p for load in loads[1:]])
+        batch = np.cumsum(loads) - 1
+        weights = np.zeros(3)  # of each batch's noise in x
+        for t in range(3):
+            weights = kept * weights
+            weights[batch[t]] -= rate
+        expected += chance * (kept**6 + np.sum(weights**2) / 4)
+    np.testing.assert_allclose(found, [[expected]], rtol=1e-12)
+
+
+def test_coins_say_when_workers_load_and_synchronise():
+    batches, ends = echo_theory.decisions("per load", 0.25, 3, 64, 0)
+    assert (batches == batches[:, :1]).all() and ends[:-1].sum() == batches[-1, 0] and ends[-1]
+    own, every = echo_theory.decisions("own coins, every step", 0.25, 3, 64, 0)
+    assert (own != own[:, :1]).any() and every.all()
+    _, coins = echo_theory.decisions("algorithm 2", 0.25, 3, 64, 0)
+    assert 1 < coins.sum() < 64 and (coins != ends).any()
+
+
+def test_levels_are_found_between_two_evaluations():
+    curve = np.array([1.0, 0.1, 0.001])[:, None, None]
+    rows = echo_theory._rows(
+        {"p": 1.0}, np.array([0, 8, 16]), curve, np.arange(1, 17)[:, None], np.arange(16)[:, None]
+    )
+    steps = {round(row["level"], 4): row["steps"] for row in rows if "level" in row}
+    np.testing.assert_allclose([steps[0.1], steps[0.01]], [8, 12], rtol=1e-6)
+    assert {row["loads"] for row in rows if row.get("level") == 0.01} == {12}
+
+
+def test_echoed_batches_of_a_quadratic_never_catch_up():
+    first, losses = echo_theory.quadratic((1.0, 0.25), (1, 16), 256)
+    lag = losses[:, 1] / losses[:, 0]
+    assert (lag[16:] > 1.5).all() and (np.diff(lag[[4, 32, 255]], axis=0) > 0).all()
+    assert (first[1] >= first[0]).all()
+
+
+@pytest.mark.parametrize("order", order_rates.ORDERS)
+def test_an_epoch_of_an_order_equals_a_loop_in_numpy(order):
+    problems = [order_rates.regression(seed, 2, 4) for seed in range(2)]
+    losses, squares, orders = order_rates.trained(problems, order, 1, np.array([0.1]))
+    keys = [jax.random.split(jax.random.key(seed), 2) for seed in range(2)]
+    for seed, problem in enumerate(problems):
+        made = order_rates.order_of(order, 4)
+        start = jax.vmap(lambda key, o=made: o.init(key, jnp.zeros(16)), axis_name="worker")
+        units, x = np.asarray(start(keys[seed]).current), np.zeros(16)
+        a, b = problem.examples["a"], problem.examples["b"]
+        for t in range(4):
+            rows = [(a[w, units[w, t]], b[w, units[w, t]]) for w in range(2)]
+            x = x - 0.1 * np.mean([(a @ x - b) * a for a, b in rows], axis=0)
+        expected = np.mean((a @ x - b) ** 2) / 2
+        np.testing.assert_allclose(losses[1, 0, seed], expected, rtol=1e-4)
+        assert (np.sort(orders[seed]) == np.arange(4)).all()
+    assert squares.shape == (2, 1, 2)
+
+
+def test_slopes_and_where_they_begin():
+    import pandas as pd
+
+    epochs = np.array([4, 8, 16, 32, 64])
+    values = np.where(epochs < 16, 1 / epochs, 16 / epochs**2.0)
+    table = pd.DataFrame({"T": epochs, "value": values, "seed": 0})
+    np.testing.assert_allclose(order_rates.slope(table[table["T"] >= 16], "T"), [-2])
+    assert order_rates.begins(table, -2.0) == "16"
+    assert order_rates.begins(table.assign(value=1.0), -2.0) == "never"
+
+
+def test_momentum_begins_anew_after_every_second_update():
+    optimizer = one_plan.restarted(optax.sgd(1.0, 0.5), 2)
+    state, moved = optimizer.init(jnp.zeros(())), []
+    for _ in range(4):
+        update, state = optimizer.update(jnp.ones(()), state)
+        moved.append(float(update))
+    assert moved == [-1.0, -1.5, -1.0, -1.5]
+
+
+def test_one_plan_has_equal_syncs_and_seesaw_is_qsr_of_the_root():
+    task, recipe = recipes.load("digits_mlp")
+    made = {name: one_plan.plan_of(use, task, recipe) for name, use in one_plan.USES.items()}
+    rounds = made["qsr"][0].rounds
+    same = {"qsr_gradients", "qsr_outer", "qsr_restart", "root", "seesaw"}
+    assert {made[name][0].rounds for name in same} <= {rounds, rounds - 1, rounds - 2}
+    rates = config_of(task, recipe, arm_of("qsr"), seed=0).rates
+    np.testing.assert_allclose(made["qsr"][1], rates)
+    plan, root = made["seesaw"]
+    np.testing.assert_allclose(root[plan.starts], np.sqrt(rates)[plan.starts])
+    assert plan == plans_of(task, recipe, arm_of("inverse")).sync
+    after = plan.starts >= recipe.warmup_steps  # H times the square of the root hardly changes
+    grown = (plan.periods * root[plan.starts] ** 2)[after][:-1]
+    long = plan.periods[after][:-1] > 2 * recipe.h_base
+    assert np.ptp(grown[long]) / grown[long].mean() < 0.15
+
+
+def test_a_run_of_one_plan_equals_its_loop():
+    task, recipe = recipes.load("digits_mlp", num_train=64)
+    recipe = recipe._replace(
+        workers=2, units_per_step=4, total_steps=6, warmup_steps=0, learning_rates=(0.1,), h_base=2
+    )
+    use = one_plan.USES["qsr"]
+    train, measures = one_plan.trainer(task, recipe, use), one_plan.measures_of(task)
+    (row,) = one_plan.rows_of(task, recipe, "qsr", 1, train, measures)
+    plan, rates = one_plan.plan_of(use, task, recipe)
+    inner = optax.chain(optax.add_decayed_weights(recipe.weight_decay), optax.trace(0.9))
+    start = task.model.init(jax.random.key(0))
+    workers = [(start, inner.init(start)) for _ in range(2)]
+    order = one_plan.order_of(task, recipe, 0)
+    for t in range(6):
+        for w, (params, state) in enumerate(workers):
+            batch = jax.tree.map(lambda x, w=w, t=t: x[order[t, w]], task.train)
+            grads = jax.grad(lambda p, b=batch: jnp.mean(task.model.loss(p, b, None)))(params)
+            updates, state = inner.update(grads, state, params)
+            updates = jax.tree.map(lambda u, t=t: -0.1 * rates[t] * u, updates)
+            workers[w] = optax.apply_updates(params, updates), state
+        if t + 1 in {*(plan.starts + plan.periods)}:
+            mean = jax.tree.map(lambda a, b: (a + b) / 2, workers[0][0], workers[1][0])
+            workers = [(mean, state) for _, state in workers]
+    stacked = jax.tree.map(lambda p: p[None], workers[0][0])
+    for scalar, of in measures.items():
+        np.testing.assert_allclose(row[scalar], float(of(stacked)[0]), rtol=2e-4)
+
+
+def test_commands_print_their_tables(tmp_path, capsys):
+    flags = ["--toy", "--seeds=2", "--of=3", f"--output_dir={tmp_path / 'orders'}"]
+    order_rates.main(parsed(order_rates, *flags))
+    assert "begins at" in capsys.readouterr().out
+    flags = ["--task=digits_mlp", "--arms=parallel,seesaw", "--total_steps=20", "--seeds=2"]
+    flags += ["--warmup_steps=2", "--learning_rates=0.1", f"--output_dir={tmp_path / 'plan'}"]
+    one_plan.main(parsed(one_plan, *flags))
+    assert "Seesaw" in capsys.readouterr().out
