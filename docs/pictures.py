@@ -12,7 +12,15 @@ import pathlib
 
 import numpy as np
 
-from experiments import advise, combined, progress, slow_sde, slowrun
+from experiments import (
+    advise,
+    combined,
+    echo_theory,
+    order_rates,
+    progress,
+    slow_sde,
+    slowrun,
+)
 from experiments.compare.cost import Machine
 from experiments.report import archive, plots, statistics, tables
 
@@ -165,6 +173,79 @@ def slow_drift(path: str) -> None:
     plots.save(figure, path, f"{title}\nlines: theory, to its limit at η = 0")
 
 
+def lags(path: str) -> None:
+    """The loss of a quadratic under echoing over that of fresh batches, by steps; exact."""
+    figure, axes = plots.panes(1, 3, (12, 4), sharey=True)
+    shares, workers = echo_theory.SHARES, (4, 64, 1024)
+    losses = echo_theory.quadratic(shares, workers, 2**14)[1]
+    steps = np.arange(1, len(losses) + 1)
+    colours = plots.styles_of([f"p = {p:g}" for p in shares])
+    for axis, w, of in zip(axes.flat, workers, np.moveaxis(losses, 2, 0), strict=True):
+        for k, (p, (label, style)) in enumerate(zip(shares, colours.items(), strict=True)):
+            axis.plot(steps, of[:, k] / of[:, 0], label=label, color=style["color"])
+            axis.axhline(2 / p - 1, color=style["color"], linewidth=1, linestyle=":")
+        axis.set(xscale="log", yscale="log", title=f"W = {w}", xlabel="steps T")
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("loss over that of fresh batches")
+    plots.legend(figure)
+    plots.save(
+        figure,
+        path,
+        "Quadratic, exact, the best of 27 rates (hence the waves)\ndotted: 2 / p - 1, all noise",
+    )
+
+
+def exponents(path: str) -> None:
+    """What orders reach over T, m and n, with 95 % intervals, on the regression."""
+    import pandas as pd
+
+    table = pd.DataFrame(archive.rows_of(archive.FOLDER / "order_rates"))
+    table = table[table.problem == "regression"]
+    figure, axes = plots.panes(2, 3, (12, 7), sharey="row")
+    styles = plots.styles_of(order_rates.ORDERS)
+    for row, (measure, label) in zip(axes, order_rates.MEASURES.items(), strict=True):
+        of = table[table.measure == measure]
+        parts = {
+            "T": of[(of.m == 8) & (of.n == 32)],
+            "m": of[(of.n == 32) & (of["T"] == 32)],
+            "n": of[(of.m == 8) & (of["T"] == 32)],
+        }
+        for axis, (over, part) in zip(row, parts.items(), strict=True):
+            for order, style in styles.items():
+                logs = part[part.order == order].groupby(over)["value"].apply(np.log)
+                rows = [(x, *statistics.interval(v)) for x, v in logs.groupby(level=0)]
+                x, mean, half = np.transpose(rows)
+                spread = np.exp(mean) - np.exp(mean - half), np.exp(mean + half) - np.exp(mean)
+                axis.errorbar(x, np.exp(mean), spread, label=order, capsize=3, **style)
+            axis.set(xscale="log", yscale="log", xlabel=NAMES[over])
+            axis.set_xticks(x, [f"{value:g}" for value in x])
+            axis.minorticks_off()
+            axis.grid(alpha=0.3)
+        row[0].set_ylabel(label)
+    plots.legend(figure)
+    plots.save(
+        figure, path, f"Least squares, the best rate at each point, {table.seed.nunique()} seeds"
+    )
+
+
+NAMES = {"T": "epochs T", "m": "workers m", "n": "examples of a worker n"}
+
+
+def uses(path: str) -> None:
+    """Test accuracies less those of parallel training, paired by seed, of the uses of a plan."""
+    compared = archive.load("one_plan_digits")
+    values = statistics.frame(compared)
+    effects = {
+        label: statistics.interval(
+            100 * statistics.paired(values, arm, "parallel", "test/accuracy")
+        )
+        for arm, label in compared.arms.items()
+        if arm not in ("parallel", "qsr_outer")  # which is 48 points below
+    }
+    responses = [combined.Response("accuracy / points", False, effects)]
+    plots.effects(responses, path, "Digits", "less parallel, paired by seed")
+
+
 WHOLE = {"full": "full shuffle", "file": "file order", "buffer": "file order, buffer of 1/16"}
 READ = {  # how: a colour, a marker and a line
     "full shuffle": (plots.BLACK, "o"),
@@ -245,6 +326,7 @@ ROUNDS = (  # seconds of several calls do not compare
 EPOCHS = plots.Panel("objective", ("epoch",)), plots.Panel("metric", ("epoch",))
 SLOWRUN = "rr+documents", "rr", "rr+shifted", "cd_grab", "cd_grab+shifted"
 PICTURES = {  # a function and its arguments after the path
+    "algorithm2_digits.png": (curves, "algorithm2_digits", "digits", plots.ECHO_PANELS, 4),
     "blocks_constant_rate.png": (blocks, "constant"),
     "blocks_constant_rate_averaged.png": (blocks, "constant", statistics.AVERAGED),
     "blocks_cosine.png": (blocks, "cosine"),
@@ -255,10 +337,13 @@ PICTURES = {  # a function and its arguments after the path
         plots.COMBINED_PANELS,
     ),
     "combined_shakespeare_effects.png": (factorial,),
+    "echo_theory.png": (lags,),
     "echoing_digits_R4.png": (curves, "echo_digits", "digits", plots.ECHO_PANELS[:1], 4),
     "echoing_shakespeare_R2.png": (curves, "echo_shakespeare", "Shakespeare", plots.ECHO_PANELS, 2),
     "load_and_step.png": (load_and_step,),
     "machine_map.png": (machine_map,),
+    "one_plan.png": (uses,),
+    "order_rates.png": (exponents,),
     "orders_digits_w64.png": (curves, "digits_w64", "digits, 64 workers", EPOCHS),
     "outer.png": (differences, "matched", "", "Outer momentum and fragments, AdamW"),
     "outer_muon.png": (differences, "parallel", "_muon", "Muon inside local steps"),

@@ -45,6 +45,7 @@ RUNS = {
     "echo_resnet": "CIFAR-10, ResNet-8",
     "echo_resnet_gn": "CIFAR-10, ResNet-8 with group normalisation",
     "echo_digits": "digits, perceptron of two layers of 512",
+    "algorithm2_digits": "digits, perceptron of two layers of 512, coins for syncs",
     "echo_mobilenet": "CIFAR-10, MobileNet-V2",
     "echo_shakespeare": "GPT",
 }
@@ -52,6 +53,7 @@ CONTROLS = {  # what should not have the effect of a pair of arms
     ("cd_grab", "rr"): ("unzip", "id_mean", "id_pair"),
     ("qsr", "parallel"): ("constant",),
     ("diffusion", "none"): ("local", "larger_lr", "accumulate"),
+    ("algorithm2", "none"): ("local", "larger_lr", "accumulate"),
 }
 
 
@@ -117,6 +119,10 @@ PUBLISHED = (
     *(Claim(run, f"error diffusion, R = {speed}, loads to the target", "loads",
             f"linear: {speed} times less", ratio(1, speed), "diffusion", "none", speed=speed)
       for run, speeds in ECHOED.items() for speed in speeds),
+    *(Claim("algorithm2_digits", f"Algorithm 2, R = 4, {cost} to the target", cost, *published,
+            "algorithm2", "none", speed=4)
+      for cost, *published in (("loads", "linear: 4 times less", ratio(1, 4)),
+                               ("rounds", "no more than one per load", 0.0))),
     Claim("echo_digits", "R = 4, a falling p (cosine) against a constant p, loads", "loads", "less",
           0.0, "diffusion+cosine", "diffusion", speed=4),
 )  # fmt: skip

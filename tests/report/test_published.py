@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 
-from experiments import combined, scored, slowrun
+from experiments import combined, echo_theory, one_plan, order_rates, scored, slowrun
 from experiments.compare import cost
 from experiments.compare.arms import arms_of
 from experiments.report import archive, tables
@@ -96,12 +96,41 @@ def test_the_arms_of_slow_input(name):
         check(tables.table(comparison, tables.ECHO_COLUMNS, speed), whole)
 
 
+def test_coins_for_loads_and_syncs():
+    whole = page("algorithm2.md")
+    check(tables.table(archive.load("algorithm2_digits"), tables.ECHO_COLUMNS, 4), whole)
+    check_commands("algorithm2_digits", whole)
+
+
+def test_uses_of_one_plan():
+    whole = page("one_plan.md")
+    check(one_plan.table(archive.load("one_plan_digits")), whole)
+    check_commands("one_plan_digits", whole)
+
+
+@pytest.mark.parametrize("name", ["order_rates", "echo_theory"])
+def test_exponents_of_theory(name):
+    rows, whole = archive.rows_of(archive.FOLDER / name), page(f"{name}.md")
+    made = order_rates.slope_tables if name == "order_rates" else echo_theory.trained_tables
+    for text in made(rows).values():
+        check(text, whole)
+    check_commands(name, whole)
+
+
+@pytest.mark.slow
+def test_exponents_of_a_quadratic():
+    for text in echo_theory.exact_tables().values():
+        check(text, page("echo_theory.md"))
+
+
 @pytest.mark.parametrize("path", sorted(archive.FOLDER.glob("*/command.txt")), ids=_name)
 def test_the_commands_of_a_record_exist_or_name_their_commit_and_have_its_seeds(path):
     lines = archive.commands(path.parent)
     for line in (line for line in lines if not re.search("  # at commits? [0-9a-f]{7,8}", line)):
         _, _, name, *arguments = shlex.split(line.replace("--data_dir=DIR", ""))
         module = importlib.import_module(name)
+        if not hasattr(module, "STUDY"):  # a sweep, which has no arms
+            continue
         asked = commands.parsed(module, *arguments).arms or [*module.STUDY.arms]
         assert [*arms_of(asked, module.STUDY.arms, **module.STUDY.usual)]
     seeds = 1 + max(row["seed"] for row in archive.rows_of(path.parent))
