@@ -114,14 +114,21 @@ def computed(
     """int64, the units at these places; with `step=undone`, the places of these units."""
     flat, units = places.reshape(-1), np.empty(places.size, np.int64)
     for start in range(0, flat.size, BLOCK):
-        part = flat[start : start + BLOCK]
-        high = part // domain.low
-        low = (part - high * domain.low).astype(np.uint32)
-        low, high = step((low, high.astype(np.uint32)), keys, domain, np.minimum)
-        while (again := np.flatnonzero(beyond((low, high), domain))).size:
-            low[again], high[again] = step((low[again], high[again]), keys, domain, np.minimum)
-        units[start : start + BLOCK] = high.astype(np.int64) * domain.low + low
+        units[start : start + BLOCK] = walked(flat[start : start + BLOCK], domain, keys, step)
     return units.reshape(places.shape)
+
+
+def walked(
+    places: Int[np.ndarray, "n"], domain: Domain, keys: Halves, step: Callable = once
+) -> Int[np.ndarray, "n"]:
+    """As `computed`, all at once; keys uint32[rounds], or [rounds, n] of every place."""
+    high = places // domain.low
+    low = (places - high * domain.low).astype(np.uint32)
+    low, high = step((low, high.astype(np.uint32)), keys, domain, np.minimum)
+    while (again := np.flatnonzero(beyond((low, high), domain))).size:
+        of_them = tuple(words if words.ndim == 1 else words[:, again] for words in keys)
+        low[again], high[again] = step((low[again], high[again]), of_them, domain, np.minimum)
+    return high.astype(np.int64) * domain.low + low
 
 
 def computed_by_jax(places: Array, domain: Domain, keys: Halves) -> Int[Array, "..."]:
@@ -198,13 +205,73 @@ def index_shuffle(
     return computed(places.astype(np.int64), domain, keys_of(words, epoch, domain))
 
 
+class Groups(NamedTuple):
+    """How groups of consecutive units, 0 .. K - 1 and so on, are kept together or apart."""
+
+    size: int  # K
+    outer: Domain  # of the groups; the last one may have fewer units
+    inner: Domain  # of the units of a group
+    last: Domain  # of those of the last one
+
+
+def groups_of(num_units: int, size: int) -> Groups:
+    outer = domain_of(-(-num_units // size))
+    return Groups(size, outer, domain_of(size), domain_of((num_units - 1) % size + 1))
+
+
+def inside(
+    numbers: Int[np.ndarray, "n"], places: Int[np.ndarray, "n"], domain: Domain, words: Any
+) -> Int[np.ndarray, "n"]:
+    """The units at places of groups, each of which has a permutation of its own by its number."""
+    units = np.empty(places.size, np.int64)
+    for start in range(0, places.size, BLOCK):
+        part = slice(start, start + BLOCK)
+        keys = group_keys(words, numbers[part], domain.rounds)
+        units[part] = walked(places[part], domain, keys)
+    return units
+
+
+def group_keys(words: Any, numbers: Int[np.ndarray, "n"], rounds: int) -> Halves:
+    """Two words, uint32[rounds, n], for every round in every group."""
+    state = SEEDS
+    for word in (*words, numbers & 0xFFFFFFFF, numbers >> 32):
+        state = absorbed(state, np.atleast_1d(word).astype(np.uint32))
+    return absorbed(state, np.arange(rounds, dtype=np.uint32)[:, None])
+
+
+def together(places: Int[np.ndarray, "..."], groups: Groups, words: Any) -> np.ndarray:
+    """The units at these places, where a group follows whole on another."""
+    flat, keys = places.reshape(-1), keys_of(words[:-1], int(words[-1]), groups.outer)
+    last = np.array([groups.outer.num_units - 1])  # the group that may have fewer units
+    begins = computed(last, groups.outer, keys, undone)[0] * groups.size
+    ends = begins + groups.last.num_units
+    later = np.where(flat >= ends, groups.size - groups.last.num_units, 0)
+    positions, within = np.divmod(flat + later, groups.size)
+    numbers, units = computed(positions, groups.outer, keys), np.empty(flat.size, np.int64)
+    short = (flat >= begins) & (flat < ends)
+    for which, domain in ((~short, groups.inner), (short, groups.last)):
+        units[which] = inside(numbers[which], within[which], domain, words)
+    return (numbers * groups.size + units).reshape(places.shape)
+
+
+def apart(places: Int[np.ndarray, "..."], groups: Groups, words: Any) -> np.ndarray:
+    """The units at these places, where the units of a group are as many places apart as groups."""
+    turn, position = np.divmod(places.reshape(-1), groups.outer.num_units)
+    keys = keys_of(words[:-1], int(words[-1]), groups.outer)
+    numbers = computed(position, groups.outer, keys)
+    units = numbers * groups.size + inside(numbers, turn, groups.inner, words)
+    return units.reshape(places.shape)
+
+
 def keys_of(words: Any, epoch: int, domain: Domain) -> Halves:
     """The round keys of an epoch, of NumPy."""
     return round_keys(np.asarray(words)[:, None], np.array([epoch], np.uint32), domain.rounds)
 
 
 @base.made_once
-def counted(num_units: int, *, units_per_step: int = 1) -> Ordering:
+def counted(
+    num_units: int, *, units_per_step: int = 1, group_size: int = 1, groups: str = "mixed"
+) -> Ordering:
     """Random reshuffling of the units of all workers, with nothing stored: units are computed.
 
     The units at the places of an epoch are `index_shuffle(place, N, key, epoch=epoch)`. W workers
@@ -215,6 +282,11 @@ def counted(num_units: int, *, units_per_step: int = 1) -> Ordering:
       num_units: N, from 1 to 2^48, the units of the data. If W does not divide N, an epoch leaves
         out fewer than W of them, random ones.
       units_per_step: B >= 1, the units of a worker's step.
+      group_size: K, from 1 to N: units 0 .. K - 1 are a group, K .. 2 K - 1 the next, and so on.
+      groups: "mixed" pays no attention to groups. "together" visits one whole group after another,
+        in a random order, and the units of each in a random order too: files of records. "apart"
+        puts the units of a group as many places apart as there are groups: windows of a document;
+        K must divide N.
 
     Returns:
       An `Ordering` whose state is a key and an epoch, one for all workers. `order.indices(state)`
@@ -237,7 +309,9 @@ def counted(num_units: int, *, units_per_step: int = 1) -> Ordering:
     """
     num_units = plans.check_whole("num_units", num_units, 1, MOST)
     units_per_step = plans.check_whole("units_per_step", units_per_step, 1, num_units)
-    domain = domain_of(num_units)
+    group_size = plans.check_whole("group_size", group_size, 1, num_units)
+    check_groups(groups, group_size, num_units)
+    domain, grouped = domain_of(num_units), groups_of(num_units, group_size)
 
     def init(key, params=None):
         # A copy of the key, which the caller keeps when the state is donated.
@@ -255,8 +329,13 @@ def counted(num_units: int, *, units_per_step: int = 1) -> Ordering:
 
     def indices(state):
         check(state, "indices")
-        keys = keys_of(jax.random.key_data(state.key), int(state.epoch), domain)
-        return Indices(functools.partial(computed, domain=domain, keys=keys), num_units)
+        words, epoch = np.asarray(jax.random.key_data(state.key)), int(state.epoch)
+        if groups == "mixed":
+            keys = keys_of(words, epoch, domain)
+            return Indices(functools.partial(computed, domain=domain, keys=keys), num_units)
+        function = together if groups == "together" else apart
+        words = np.append(words, np.uint32(epoch))
+        return Indices(functools.partial(function, groups=grouped, words=words), num_units)
 
     allow = jax.transfer_guard("allow")
     return Ordering(
@@ -268,6 +347,23 @@ def counted(num_units: int, *, units_per_step: int = 1) -> Ordering:
         total=num_units,
         indices=allow(indices),
     )
+
+
+def check_groups(groups: str, group_size: int, num_units: int) -> None:
+    """Raises ValueError unless groups are kept in a way that there is."""
+    ways = "mixed", "together", "apart"
+    if groups not in ways:
+        raise ValueError(f"groups is {groups!r}: pass one of {ways}.")
+    if groups == "mixed" and group_size > 1:
+        raise ValueError(
+            f"group_size is {group_size}, but groups 'mixed' has none: pass groups='together' or "
+            "groups='apart'."
+        )
+    if groups == "apart" and num_units % group_size:
+        raise ValueError(
+            f"group_size is {group_size}, which does not divide num_units {num_units}: groups that "
+            "are kept apart have equal numbers of units. Leave out the last units, or pass another."
+        )
 
 
 def check(state: Any, called: str) -> None:

@@ -244,3 +244,68 @@ def test_a_compiled_program_has_no_numbers_of_64_bits_and_no_table():
 def test_a_stored_order_of_too_many_units_names_the_computed_one():
     with pytest.raises(ValueError, match=r"at most 2147483647: use ordering\.counted"):
         ordering.random_reshuffling(2**31)
+
+
+def grouped(size, group_size, groups, epoch=0, seed=0):
+    order = ordering.counted(size, group_size=group_size, groups=groups)
+    state = order.init(jax.random.key(seed), None)
+    for _ in range(epoch):
+        state = order.next_epoch(state)
+    return order.indices(state)
+
+
+@pytest.mark.parametrize("size,group_size", [(12, 4), (13, 4), (7, 7), (5, 1), (1000, 32), (3, 2)])
+def test_groups_together_follow_whole_on_one_another(size, group_size):
+    """Also the last one, which has fewer units, at a place of its own."""
+    units = np.asarray(grouped(size, group_size, "together", epoch=2))
+    assert (np.bincount(units, minlength=size) == 1).all()
+    groups = units // group_size
+    assert np.count_nonzero(np.diff(groups)) == -(-size // group_size) - 1
+
+
+@pytest.mark.parametrize("size,group_size", [(12, 4), (7, 7), (5, 1), (1000, 8)])
+def test_groups_apart_have_their_units_as_far_apart_as_can_be(size, group_size):
+    units = np.asarray(grouped(size, group_size, "apart", epoch=2))
+    assert (np.bincount(units, minlength=size) == 1).all()
+    number = size // group_size
+    places = np.argsort(units).reshape(number, group_size)  # of the units of each group
+    np.testing.assert_array_equal(np.diff(np.sort(places, axis=1), axis=1), number)
+
+
+@pytest.mark.parametrize("groups", ["together", "apart"])
+def test_groups_are_computed_anywhere_and_differ_by_epoch_and_group(groups):
+    indices = grouped(10**10, 1000, groups)
+    places = np.random.default_rng(0).integers(0, 10**10, 1000)
+    units = indices[places]
+    assert units[7] == indices[int(places[7])] == indices[places[7:8]][0]
+    assert (indices[10**9 :][places % 100] == indices[10**9 + places % 100]).all()
+    assert (grouped(10**10, 1000, groups, epoch=1)[places] != units).any()
+    inside = np.asarray(grouped(1000, 50, "together")).reshape(20, 50) % 50
+    assert len({tuple(row) for row in inside}) == 20  # no two groups have one permutation
+
+
+@pytest.mark.parametrize("groups", ["together", "apart"])
+def test_groups_land_everywhere_alike(groups):
+    """Where unit 0 of 12 lands in 6,000 permutations, by chi squared of 11 degrees of freedom."""
+    order = ordering.counted(12, group_size=4, groups=groups)
+    state = order.init(jax.random.key(0), None)
+    counts = np.zeros((12, 12))
+    for epoch in range(6000):
+        units = np.asarray(order.indices(state._replace(epoch=np.int32(epoch))))
+        counts[np.arange(12), units] += 1
+    chi = ((counts - 500) ** 2 / 500).sum(0)
+    assert chi.max() < 40, chi  # one in 30,000 is above
+
+
+@pytest.mark.parametrize(
+    "given,match",
+    [
+        ({"groups": "near"}, "groups is 'near': pass one of"),
+        ({"group_size": 4}, "groups 'mixed' has none"),
+        ({"group_size": 5, "groups": "apart"}, "does not divide num_units 12"),
+        ({"group_size": 13, "groups": "together"}, "group_size is 13"),
+    ],
+)
+def test_groups_that_there_are_not_are_refused(given, match):
+    with pytest.raises(ValueError, match=match):
+        ordering.counted(12, **given)
