@@ -206,7 +206,7 @@ def index_shuffle(
 
 
 class Groups(NamedTuple):
-    """How groups of consecutive units, 0 .. K - 1 and so on, are kept together or apart."""
+    """How groups of consecutive units, 0 .. K - 1 and so on, are kept together or spread."""
 
     size: int  # K
     outer: Domain  # of the groups; the last one may have fewer units
@@ -254,7 +254,7 @@ def together(places: Int[np.ndarray, "..."], groups: Groups, words: Any) -> np.n
     return (numbers * groups.size + units).reshape(places.shape)
 
 
-def apart(places: Int[np.ndarray, "..."], groups: Groups, words: Any) -> np.ndarray:
+def spread(places: Int[np.ndarray, "..."], groups: Groups, words: Any) -> np.ndarray:
     """The units at these places, where the units of a group are as many places apart as groups."""
     turn, position = np.divmod(places.reshape(-1), groups.outer.num_units)
     keys = keys_of(words[:-1], int(words[-1]), groups.outer)
@@ -284,7 +284,7 @@ def counted(
       units_per_step: B >= 1, the units of a worker's step.
       group_size: K, from 1 to N: units 0 .. K - 1 are a group, K .. 2 K - 1 the next, and so on.
       groups: "mixed" pays no attention to groups. "together" visits one whole group after another,
-        in a random order, and the units of each in a random order too: files of records. "apart"
+        in a random order, and the units of each in a random order too: files of records. "spread"
         puts the units of a group as many places apart as there are groups: windows of a document;
         K must divide N.
 
@@ -333,7 +333,7 @@ def counted(
         if groups == "mixed":
             keys = keys_of(words, epoch, domain)
             return Indices(functools.partial(computed, domain=domain, keys=keys), num_units)
-        function = together if groups == "together" else apart
+        function = together if groups == "together" else spread
         words = np.append(words, np.uint32(epoch))
         return Indices(functools.partial(function, groups=grouped, words=words), num_units)
 
@@ -351,18 +351,18 @@ def counted(
 
 def check_groups(groups: str, group_size: int, num_units: int) -> None:
     """Raises ValueError unless groups are kept in a way that there is."""
-    ways = "mixed", "together", "apart"
+    ways = "mixed", "together", "spread"
     if groups not in ways:
         raise ValueError(f"groups is {groups!r}: pass one of {ways}.")
     if groups == "mixed" and group_size > 1:
         raise ValueError(
             f"group_size is {group_size}, but groups 'mixed' has none: pass groups='together' or "
-            "groups='apart'."
+            "groups='spread'."
         )
-    if groups == "apart" and num_units % group_size:
+    if groups == "spread" and num_units % group_size:
         raise ValueError(
             f"group_size is {group_size}, which does not divide num_units {num_units}: groups that "
-            "are kept apart have equal numbers of units. Leave out the last units, or pass another."
+            "are spread have equal numbers of units. Leave out the last units, or pass another."
         )
 
 

@@ -264,15 +264,15 @@ def test_groups_together_follow_whole_on_one_another(size, group_size):
 
 
 @pytest.mark.parametrize("size,group_size", [(12, 4), (7, 7), (5, 1), (1000, 8)])
-def test_groups_apart_have_their_units_as_far_apart_as_can_be(size, group_size):
-    units = np.asarray(grouped(size, group_size, "apart", epoch=2))
+def test_spread_groups_have_their_units_as_far_from_each_other_as_can_be(size, group_size):
+    units = np.asarray(grouped(size, group_size, "spread", epoch=2))
     assert (np.bincount(units, minlength=size) == 1).all()
     number = size // group_size
     places = np.argsort(units).reshape(number, group_size)  # of the units of each group
     np.testing.assert_array_equal(np.diff(np.sort(places, axis=1), axis=1), number)
 
 
-@pytest.mark.parametrize("groups", ["together", "apart"])
+@pytest.mark.parametrize("groups", ["together", "spread"])
 def test_groups_are_computed_anywhere_and_differ_by_epoch_and_group(groups):
     indices = grouped(10**10, 1000, groups)
     places = np.random.default_rng(0).integers(0, 10**10, 1000)
@@ -284,7 +284,7 @@ def test_groups_are_computed_anywhere_and_differ_by_epoch_and_group(groups):
     assert len({tuple(row) for row in inside}) == 20  # no two groups have one permutation
 
 
-@pytest.mark.parametrize("groups", ["together", "apart"])
+@pytest.mark.parametrize("groups", ["together", "spread"])
 def test_groups_land_everywhere_alike(groups):
     """Where unit 0 of 12 lands in 6,000 permutations, by chi squared of 11 degrees of freedom."""
     order = ordering.counted(12, group_size=4, groups=groups)
@@ -302,7 +302,7 @@ def test_groups_land_everywhere_alike(groups):
     [
         ({"groups": "near"}, "groups is 'near': pass one of"),
         ({"group_size": 4}, "groups 'mixed' has none"),
-        ({"group_size": 5, "groups": "apart"}, "does not divide num_units 12"),
+        ({"group_size": 5, "groups": "spread"}, "does not divide num_units 12"),
         ({"group_size": 13, "groups": "together"}, "group_size is 13"),
     ],
 )
