@@ -114,11 +114,11 @@ def decisions(coins: str, p: float, workers: int, steps: int, seed: int):
     import local_opt
     import ordering
 
-    key, own = jax.random.key(seed), coins.startswith("own")
+    key, separate = jax.random.key(seed), coins.startswith("own")
     of_key = functools.partial(jax.random.fold_in, key)
     plans = [
         ordering.echo.bernoulli(p, total_steps=steps, key=of_key(w))
-        for w in range(workers if own else 1)
+        for w in range(workers if separate else 1)
     ]
     fresh = np.stack([plan.fresh for plan in plans], 1)
     batch = np.broadcast_to(np.cumsum(fresh, 0) - 1, (steps, workers)).astype(np.int32)
@@ -262,10 +262,10 @@ def exact_tables(shares=SHARES, workers=EXACT_WORKERS, steps: int = 2**14) -> di
     for b, w in enumerate(workers):
         row = {"workers": w}
         for k, level in enumerate(LEVELS):
-            known = np.isfinite(first[:, b, k])
+            reached = np.isfinite(first[:, b, k])
             slope = (
-                np.polyfit(np.log(p[known]), np.log(loads[known, b, k]), 1)[0]
-                if known.all()
+                np.polyfit(np.log(p[reached]), np.log(loads[reached, b, k]), 1)[0]
+                if reached.all()
                 else None
             )
             row[f"{level:.2g}"] = "-" if slope is None else f"{slope:.2f}"

@@ -3,10 +3,10 @@ r"""Measures the rates of CD-GraB's theorems: slopes over epochs T, workers m an
     python -m experiments.order_rates  # two problems and static vectors, with seeds: minutes
 
 One example per worker and step, m workers with n examples each, orders of `ordering`, and the best
-of many constant rates for every T. Cooper et al. 2023 (Theorems 2 and 3, as its reviewers cite
-them) bound the mean over epochs of |grad F|^2 by O((m n T)^(-2/3)) for smooth losses, and the last
-loss above the optimum by O((m n T)^(-2)), up to logarithms, with the PL condition. Random
-reshuffling has T^(-2/3) n^(-1/3) and T^(-2) n^(-1). docs/results/order_rates.md has the tables.
+of many constant rates for every T. Cooper et al. 2023 bound two measures, as summaries say. For
+smooth losses the mean over epochs of |grad F|^2 is O((m n T)^(-2/3)). With the PL condition the
+last loss above the optimum is O((m n T)^(-2)), up to logarithms. Random reshuffling has
+T^(-2/3) n^(-1/3) and T^(-2) n^(-1). docs/results/order_rates.md has the tables.
 """
 
 import functools
@@ -74,8 +74,8 @@ def digits(seed: int, m: int, n: int) -> Problem:
     from jax.flatten_util import ravel_pytree
 
     task, optimum = first_digits(m * n)
-    dealt = np.random.default_rng(seed).permutation(m * n)
-    chosen = jax.tree.map(lambda leaf: leaf[dealt], task.train)
+    permuted = np.random.default_rng(seed).permutation(m * n)
+    chosen = jax.tree.map(lambda leaf: leaf[permuted], task.train)
     init, tree_of = ravel_pytree(task.model.init(jax.random.key(0)))
 
     def loss(x, e):
@@ -147,8 +147,8 @@ def trained(problems: list[Problem], name: str, epochs: int, rates: np.ndarray):
 
     def value(x, examples):
         mean = lambda x: jnp.mean(jax.vmap(jax.vmap(lambda e: loss(x, e)))(examples))  # noqa: E731
-        found, gradient = jax.value_and_grad(mean)(x)
-        return found, jnp.sum(gradient**2)
+        result, gradient = jax.value_and_grad(mean)(x)
+        return result, jnp.sum(gradient**2)
 
     over = lambda f, *axes: jax.vmap(jax.vmap(f, axes[0]), axes[1])  # noqa: E731
     run = jax.jit(over(epoch, (0, 0, 0, None), (0, 0, None, 0)))
@@ -181,11 +181,11 @@ def rows_of(kind: str, name: str, m: int, n: int, epochs: int, seeds: int) -> li
         ]
     rates = problems[0].rate * RATES
     losses, squares, _ = trained(problems, name, epochs, rates)
-    found = {"square": np.cumsum(squares[:-1], 0) / np.arange(1, epochs + 1)[:, None, None]}
+    measures = {"square": np.cumsum(squares[:-1], 0) / np.arange(1, epochs + 1)[:, None, None]}
     if problems[0].optimum is not None:
-        found["above"] = losses[1:] - np.array([p.optimum for p in problems])
+        measures["above"] = losses[1:] - np.array([p.optimum for p in problems])
     rows = []
-    for measure, values in found.items():
+    for measure, values in measures.items():
         values = np.where(np.isfinite(values), values, np.inf)
         for k in range(2, int(np.log2(epochs)) + 1):
             at = values[2**k - 1]

@@ -18,7 +18,7 @@ def test_moments_of_a_quadratic_equal_all_outcomes(p, monkeypatch):
     rate, curve = 0.3, 0.8
     monkeypatch.setattr(echo_theory, "FINE_RATES", np.array([rate]))
     monkeypatch.setattr(echo_theory, "CURVATURES", np.array([curve]))
-    *_, found = echo_theory.moments(np.array([p]), np.array([4]), 3)
+    *_, actual = echo_theory.moments(np.array([p]), np.array([4]), 3)
     kept, expected = 1 - rate * curve, 0.0
     for loads in ([1, 1, 1], [1, 1, 0], [1, 0, 1], [1, 0, 0]):
         chance = np.prod([p if load else 1 - p for load in loads[1:]])
@@ -28,14 +28,14 @@ def test_moments_of_a_quadratic_equal_all_outcomes(p, monkeypatch):
             weights = kept * weights
             weights[batch[t]] -= rate
         expected += chance * (kept**6 + np.sum(weights**2) / 4)
-    np.testing.assert_allclose(found, [[expected]], rtol=1e-12)
+    np.testing.assert_allclose(actual, [[expected]], rtol=1e-12)
 
 
 def test_coins_say_when_workers_load_and_synchronise():
     batches, ends = echo_theory.decisions("per load", 0.25, 3, 64, 0)
     assert (batches == batches[:, :1]).all() and ends[:-1].sum() == batches[-1, 0] and ends[-1]
-    own, every = echo_theory.decisions("own coins, every step", 0.25, 3, 64, 0)
-    assert (own != own[:, :1]).any() and every.all()
+    separate, every = echo_theory.decisions("own coins, every step", 0.25, 3, 64, 0)
+    assert (separate != separate[:, :1]).any() and every.all()
     _, coins = echo_theory.decisions("algorithm 2", 0.25, 3, 64, 0)
     assert 1 < coins.sum() < 64 and (coins != ends).any()
 
