@@ -50,7 +50,7 @@ class Indices(Sequence):
         if np.ndim(index):
             places = np.asarray(index)
             if places.dtype.kind not in "iu":
-                raise IndexError(f"index is {places.dtype}{list(places.shape)}: whole numbers.")
+                raise IndexError(f"index is {places.dtype}{list(places.shape)}: pass integers.")
             wrong = places[(places < -self.size) | (places >= self.size)]
             if wrong.size:
                 raise IndexError(f"place {wrong[0]} is out of range: there are {self.size}.")

@@ -113,7 +113,7 @@ class Tokens(File):
             )
         size = os.path.getsize(self.name)
         if 0 < size < self.header:
-            raise Unfit(f"header_bytes is {self.header}, and it has {size} bytes: pass fewer")
+            raise Unfit(f"header_bytes is {self.header}, and the file has {size} bytes: pass fewer")
         num_tokens, rest = divmod(max(0, size - self.header), dtype.itemsize)
         if count is not None and num_tokens != count:
             raise ValueError(f"it has {num_tokens} tokens, and its header says {count}")

@@ -34,8 +34,8 @@ class Cut(NamedTuple):
             counts.add(leaf.shape[self.axis])
             if len(counts) > 1:
                 raise ValueError(
-                    f"{name} has {leaf.shape[self.axis]} rows along axis {self.axis}, and others "
-                    f"have {min(counts - {leaf.shape[self.axis]})}: minibatches need one number."
+                    f"{name} has {leaf.shape[self.axis]} rows along axis {self.axis}, and other "
+                    f"leaves have {min(counts - {leaf.shape[self.axis]})}: give all equally many."
                 )
         (rows,) = counts
         check_parts(rows, self.parts * self.size, "rows")
