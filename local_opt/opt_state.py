@@ -124,14 +124,14 @@ def split_policies(
 ) -> tuple[dict[str, str], list[tuple[SyncPlan, dict[str, str]]]]:
     """(policies of the parameters' syncs, fields that are averaged by plans of their own).
 
-    Fields come by plan, as {name: "mean"}. If one has a plan, fields with "mean" have `plan`: a
-    mean of `mu` alone would be refused where `nu` has a plan.
+    Fields come by plan, as {name: "mean"}, and all others as "local". If one has a plan, fields
+    with "mean" have `plan`: a mean of `mu` alone would be refused where `nu` has a plan.
     """
     given = sync_opt_state if isinstance(sync_opt_state, Mapping) else {"": sync_opt_state}
     has_plans = any(isinstance(policy, SyncPlan) for policy in given.values())
     words, planned = {}, {}
     for name, policy in given.items():
-        of = plan if has_plans and policy == MEAN else policy
+        of = plan if has_plans and name and policy == MEAN else policy
         if not isinstance(of, SyncPlan):
             words[name] = of
             continue
@@ -142,8 +142,11 @@ def split_policies(
                 f"sync_opt_state has a plan of {of.total_steps} steps for {name!r}, and the "
                 f"parameters' plan has {plan.total_steps}: make both for the whole run."
             )
+        words[name] = LOCAL
         planned.setdefault(of.digest(), (of, {}))[1][name] = MEAN
-    return words, [*planned.values()]
+    # All names are everywhere, as the longest one that matches a field counts.
+    others = dict.fromkeys(given, LOCAL)
+    return words, [(of, others | fields) for of, fields in planned.values()]
 
 
 def policy_of_leaves(
@@ -245,9 +248,9 @@ def check_moments(opt_state: optax.OptState, chosen: list[str]) -> None:
 
 def check_fields(opt_state, words, of_fields, params) -> None:
     """Raises ValueError for fields with plans that the state lacks, or that have no mean."""
-    policies = {name: policy for _, fields in of_fields for name, policy in fields.items()}
-    if policies:
-        check_moments(opt_state, policy_of_leaves(opt_state, {**words, **policies}, params))
+    means = {name: MEAN for _, fields in of_fields for name in fields if fields[name] == MEAN}
+    if means:
+        check_moments(opt_state, policy_of_leaves(opt_state, words | means, params))
 
 
 def check_survives(state: optax.OptState, chosen: list[str]) -> None:

@@ -234,6 +234,28 @@ def test_plans_of_fields_that_have_none_are_refused(policies, match):
         opt.init({"w": jnp.ones(3)})
 
 
+@pytest.mark.parametrize("of_first", ["local", local_opt.SyncPlan([0, 7], 13)])
+def test_the_longest_name_counts_among_plans_too(of_first):
+    """`0.mu` of two states of Adam does as it says, and `mu` of the other by its plan."""
+    twice = optax.chain(optax.scale_by_adam(), optax.scale_by_adam())
+    plan, short = local_opt.constant(13, total_steps=13), local_opt.constant(2, total_steps=13)
+    policies = {"mu": short, "nu": short, "0.mu": of_first, "0.nu": of_first}
+    opt = local_opt.local_steps(twice, plan, sync_opt_state=policies)
+
+    @vmap
+    def run(params, grads):
+        state = opt.init(params)
+        for _ in range(2):
+            _, state = opt.update(grads, state, params)
+        return state.rounds.inner
+
+    first, second = jax.jit(run)(
+        copies({"w": jnp.ones(3)}), {"w": jnp.arange(3.0 * W).reshape(W, 3)}
+    )
+    assert np.ptp(second.mu["w"], axis=0).max() == 0, "averaged after two steps"
+    assert np.ptp(first.mu["w"], axis=0).min() > 0, "not before its own plan says so"
+
+
 def test_plans_of_fields_need_a_count_of_steps():
     plans = {"mu": PLANS_OF["mu"], "nu": PLANS_OF["nu"]}
     with pytest.raises(ValueError, match="only local_steps counts steps"):
