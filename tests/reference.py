@@ -374,32 +374,50 @@ def four_means(values):
     return result
 
 
-def rounded(rows, compressor):
-    """What is left of rows [r, 128] after a compressor, number by number."""
-    rows = np.asarray(rows, np.float64)
-    if compressor in ("bfloat16", "float16"):
-        bits, least = {"bfloat16": (8, -126), "float16": (11, -14)}[compressor]
-        exponent = np.floor(np.log2(np.maximum(np.abs(rows), 2.0**least)))
-        unit = 2.0 ** (exponent - bits + 1)
-        return np.round(rows / unit) * unit
-    if compressor.startswith("top_k"):  # 1 of 64, in blocks of 4096
-        blocks = rows.reshape(-1, 4096)
-        sent = np.argsort(-np.abs(blocks), axis=1, kind="stable")[:, :64]
-        result = np.zeros(blocks.shape)
-        for start in range(0, len(blocks), 64):  # 64 blocks share what their values are rounded to
-            at = np.arange(start, min(start + 64, len(blocks)))[:, None]
-            at = at, sent[at[:, 0]]
-            result[at] = four_means(blocks[at]) if "2bit" in compressor else blocks[at]
-        return rounded(result, "bfloat16").reshape(rows.shape)
-    most = {"int8": 127, "int4": 7}[compressor]
+def rounded_to_bits(rows, bits, least):
+    """The nearest floats of so many bits, whose smallest normal exponent is `least`."""
+    exponent = np.floor(np.log2(np.maximum(np.abs(rows), 2.0**least)))
+    unit = 2.0 ** (exponent - bits + 1)
+    return np.round(rows / unit) * unit
+
+
+def in_bfloat16(rows):
+    return rounded_to_bits(rows, 8, -126)
+
+
+def rounded_to_codes(rows, most):
+    """Codes of -most to most, with a scale for each row."""
     top = np.abs(rows).max(axis=1, keepdims=True)
-    scale = rounded(np.float32(np.float32(top) * np.float32(1.00390625 / most)), "bfloat16")
+    scale = in_bfloat16(np.float32(np.float32(top) * np.float32(1.00390625 / most)))
     return scale * np.clip(np.round(rows / np.where(scale == 0, 1, scale)), -most, most)
 
 
-def synchronize_changes(anchor, changes, lost, compressor, feedback, weights=None):
+def largest(rows, quantised):
+    """The 64 largest of each block of 4096, the first 64 blocks and so on quantised together."""
+    blocks = rows.reshape(-1, 4096)
+    sent = np.argsort(-np.abs(blocks), axis=1, kind="stable")[:, :64]
+    result = np.zeros(blocks.shape)
+    for start in range(0, len(blocks), 64):
+        at = np.arange(start, min(start + 64, len(blocks)))[:, None]
+        at = at, sent[at[:, 0]]
+        result[at] = quantised(blocks[at])
+    return in_bfloat16(result).reshape(rows.shape)
+
+
+ROUNDED = {  # what is left of float64 rows [r, 128] after a compressor, number by number
+    "bfloat16": in_bfloat16,
+    "float16": lambda rows: rounded_to_bits(rows, 11, -14),
+    "int8": lambda rows: rounded_to_codes(rows, 127),
+    "int4": lambda rows: rounded_to_codes(rows, 7),
+    "top_k": lambda rows: largest(rows, np.asarray),
+    "top_k_2bit": lambda rows: largest(rows, four_means),
+}
+
+
+def synchronize_changes(anchor, changes, lost, compressor, rounded, weights=None):
     """Changes [W, D] with error feedback: (the parameters [D] of all, what is lost [W, D]).
 
+    `rounded` is what is left of rows [r, 128] after the compressor, one of ROUNDED.
     Changes count by weights [W], those of a worker with weight zero not at all.
 
     Worker w sends its changes to those who average them, each a slice, and keeps what was rounded
@@ -407,24 +425,23 @@ def synchronize_changes(anchor, changes, lost, compressor, feedback, weights=Non
     al. 2025) gathers everything instead.
     """
     workers, size = changes.shape
-    unit = 128 * workers * (2 if compressor == "int4" else 1)
-    unit = 4096 if compressor.startswith("top_k") else unit
+    unit = 128 * compressor.multiple * (1 if compressor.gathers else workers)
     weights = np.ones(workers) if weights is None else np.asarray(weights, np.float64)
     sent = np.zeros((workers, size))
     for w, weight in enumerate(weights):
-        sent[w] = feedback * lost[w]
+        sent[w] = compressor.feedback * lost[w]
         if weight > 0:
             sent[w] += workers * weight / weights.sum() * np.asarray(changes[w], np.float64)
     sent = np.pad(sent, ((0, 0), (0, -size % unit)))
-    got = np.stack([rounded(c.reshape(-1, 128), compressor).ravel() for c in sent])
+    got = np.stack([rounded(c.reshape(-1, 128)).ravel() for c in sent])
     lost = sent - got
-    if compressor.startswith("top_k"):
+    if compressor.gathers:
         return anchor + got.mean(axis=0)[:size], lost[:, :size]
     mean, each = np.zeros(sent.shape[1]), sent.shape[1] // workers
     for w in range(workers):
         mine = slice(w * each, (w + 1) * each)
         average = sum(got[v][mine] if v != w else sent[v][mine] for v in range(workers)) / workers
-        mean[mine] = rounded(average.reshape(-1, 128), compressor).ravel()
+        mean[mine] = rounded(average.reshape(-1, 128)).ravel()
         lost[w][mine] = workers * (average - mean[mine])
     return anchor + mean[:size], lost[:, :size]
 

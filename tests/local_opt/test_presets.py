@@ -188,22 +188,22 @@ def test_muloco_equals_its_pseudocode():
 
 def test_sparseloco_equals_its_pseudocode():
     """70 blocks, of which 64 share one table and 6 the other; two bits, places and feedback."""
-    size, rate = 69 * 4096 + 7, 0.1
+    size, rate, compressor = 69 * 4096 + 7, 0.1, COMPRESSORS["top_k_2bit"]
     first = RNG.normal(size=size).astype(np.float32)
     plan = local_opt.SyncPlan([0, 2], 3)  # the second round sends what the first has lost
     grads = np.float32(RNG.normal(size=(plan.total_steps, W, size)) ** 3)
     result = run_given(
-        local_opt.local_steps(
-            optax.sgd(rate), plan, outer=optax.sgd(0.65), compress=COMPRESSORS["top_k_2bit"]
-        ),
+        local_opt.local_steps(optax.sgd(rate), plan, outer=optax.sgd(0.65), compress=compressor),
         {"x": first},
         [[{"x": g} for g in each] for each in grads],
         plan,
     )
     anchor, lost = np.asarray(first, np.float64), np.zeros((W, size))
+    rounded = reference.ROUNDED["top_k_2bit"]
+    assert compressor.feedback == 0.95
     for start, length, new in zip(plan.starts, plan.periods, result, strict=True):
         changes = -rate * grads[start : start + length].astype(np.float64).sum(axis=0)
-        mean, lost = reference.synchronize_changes(anchor, changes, lost, "top_k_2bit", 0.95)
+        mean, lost = reference.synchronize_changes(anchor, changes, lost, compressor, rounded)
         anchor = anchor + 0.65 * (mean - anchor)
         error = np.abs(new["x"] - anchor)
         assert (error > 1e-5).sum() <= 1e-4 * size, (error > 1e-5).sum()  # ties of two codes
