@@ -9,7 +9,8 @@ import pytest
 
 from experiments import cd_grab, combined, echoing, qsr
 from experiments.compare import search
-from experiments.report import records
+from experiments.report import records, tables
+from experiments.trainer import step
 from local_opt import SyncPlan
 from tests.commands import LENGTH, SHORT, SMALL, study_run, train_run
 
@@ -78,7 +79,9 @@ def test_a_stopped_study_resumes_with_the_same_results(name, tmp_path, monkeypat
     assert parts == {None}, "96 examples train, and 200 test"
     # Digits' optimum is known, and the studies that look at the train loss choose by what is above.
     assert ("above the optimum |" in table) == (name in ("cd_grab", "combined"))
-    assert panels_of(whole / pictures[0]) == len(module.STUDY.panels)
+    scalars = {panel.scalar for panel in module.STUDY.panels} | {*tables.LABELS}
+    more = {k for r in recorded for k in r if k in step.SCALARS} - scalars  # each has a panel
+    assert panels_of(whole / pictures[0]) == len(module.STUDY.panels) + len(more)
     for r in recorded:
         plan = whole / f"plan_{r['arm']}.json"
         if r["ended"] and plan.exists():
