@@ -45,8 +45,10 @@ ARMS = {
     **by_words("fixed", "bernoulli"),
     **by_words("bernoulli+linear", "bernoulli+multistep", "bernoulli+cosine"),
     "algorithm2": Arm("Bernoulli, coins for syncs too", sync="coins", echo="bernoulli"),
+    "bernoulli_every": Arm("Bernoulli, sync every step", echo="bernoulli"),
     **by_words("diffusion", "diffusion+linear", "diffusion+multistep", "diffusion+cosine"),
     "diffusion_every": Arm("error diffusion, sync every step", echo="diffusion"),
+    "diffusion_coins": Arm("error diffusion, coins for syncs", sync="coins", echo="diffusion"),
     **by_words("measured"),
     "proximal": Arm("fixed factor, proximal", sync="every_load+proximal", echo="fixed"),
     "proximal_strong": Arm(
