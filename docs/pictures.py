@@ -323,10 +323,15 @@ ROUNDS = (  # seconds of several calls do not compare
     plots.Panel("train/loss", ("step", "rounds")),
     plots.Panel("drift", ("step", "rounds")),
 )
+COUNTS = (plots.Panel("metric", ("loads", "step", "rounds")),)  # of runs without a delay
 EPOCHS = plots.Panel("objective", ("epoch",)), plots.Panel("metric", ("epoch",))
+COINS = (  # at e times the rates no echo is the same
+    *("none", "accumulate", "local", "bernoulli", "algorithm2", "bernoulli_every"),
+    *("diffusion", "diffusion_coins"),
+)
 SLOWRUN = "rr+documents", "rr", "rr+shifted", "cd_grab", "cd_grab+shifted"
 PICTURES = {  # a function and its arguments after the path
-    "algorithm2_digits.png": (curves, "algorithm2_digits", "digits", plots.ECHO_PANELS, 4),
+    "algorithm2_digits.png": (curves, "algorithm2_digits", "digits", COUNTS, 4, COINS),
     "blocks_constant_rate.png": (blocks, "constant"),
     "blocks_constant_rate_averaged.png": (blocks, "constant", statistics.AVERAGED),
     "blocks_cosine.png": (blocks, "cosine"),

@@ -58,7 +58,7 @@ ARMS = {
 
 
 def fit(study, task, recipe, values):
-    """Takes the metric and the target from the setting."""
+    """Takes the metric and the target from the setting, and leaves out seconds without a delay."""
     del task
     if recipe.target is None:
         raise UserError(
@@ -66,7 +66,10 @@ def fit(study, task, recipe, values):
         )
     metric = METRICS[recipe.metric]
     criterion = Criterion(f"valid/{recipe.metric}", metric.lower, "target", recipe.target)
-    return study._replace(criterion=criterion)
+    study = study._replace(criterion=criterion)
+    if values.step_seconds == 0:
+        return study._replace(columns=tables.COUNT_COLUMNS, sections=(tables.rates_tried,))
+    return study
 
 
 STUDY = Study(

@@ -273,16 +273,29 @@ SYNC_COLUMNS = (
     Fact("diverged", _diverged),
 )
 FASTER = Column("times faster than {base}", times, "to seconds", than="ratio")
+LOADS, STEPS, ROUNDS = (
+    Column(head, "{:.0f}", f"to {cost}", word="arrive")
+    for head, cost in (("loads", "loads"), ("steps", "step"), ("rounds", "rounds"))
+)
 ECHO_COLUMNS = (
     arm("arm"),
     rate("lr"),
     Column("seconds", "{:.2f}", "to seconds", word="arrive"),
     FASTER,
-    Column("loads", "{:.0f}", "to loads", word="arrive"),
-    Column("steps", "{:.0f}", "to step", word="arrive"),
-    Column("rounds", "{:.0f}", "to rounds", word="arrive"),
+    LOADS,
+    STEPS,
+    ROUNDS,
     Column("ms per step", "{:.2f}", _milliseconds),
     Column("loads per step", _mean, _loads),
+)
+COUNT_COLUMNS = (  # of runs without a delay, whose seconds mean nothing
+    arm("arm"),
+    rate("lr"),
+    LOADS,
+    Column("times fewer loads than {base}", times, "to loads", than="ratio"),
+    STEPS,
+    ROUNDS,
+    Column("times fewer rounds", times, "to rounds", than="ratio"),
 )
 COMBINED_COLUMNS = (
     arm("arm"),

@@ -109,6 +109,14 @@ def test_settings_hold_what_the_runs_of_a_folder_share():
     assert not {"learning_rates", "seeds", "arms", "data_dir", "output_dir"} & set(shared)
 
 
+@pytest.mark.parametrize("delay", [0, 0.1])
+def test_echoing_shows_seconds_of_runs_with_a_delay_alone(delay):
+    values = parsed(echoing, f"--step_seconds={delay}")
+    shown = echoing.fit(echoing.STUDY, None, recipes.recipe_of(values.task), values)
+    heads = [column.head for column in shown.columns]
+    assert ("seconds" in heads) == (delay > 0) and {"loads", "steps", "rounds"} <= {*heads}
+
+
 test_settings_that_cannot_run = refuses(
     {
         " ".join(given): (lambda given=given: setting(*given), message)

@@ -96,10 +96,11 @@ def test_the_arms_of_slow_input(name):
         check(tables.table(comparison, tables.ECHO_COLUMNS, speed), whole)
 
 
-def test_coins_for_loads_and_syncs():
-    whole = page("algorithm2.md")
-    check(tables.table(archive.load("algorithm2_digits"), tables.ECHO_COLUMNS, 4), whole)
-    check_commands("algorithm2_digits", whole)
+@pytest.mark.parametrize("task", ["digits"])
+def test_coins_for_loads_and_syncs(task):
+    name, whole = f"algorithm2_{task}", page("algorithm2.md")
+    check(tables.table(archive.load(name), tables.COUNT_COLUMNS, 4), whole)
+    check_commands(name, whole)
 
 
 def test_uses_of_one_plan():
