@@ -38,6 +38,8 @@ from syncopate.refusals import UserError
 EITHER = (("total_steps", "epochs"), ("evaluate_every", "evaluations"))  # the first one counts
 PLANS = ("sync", "echo")  # tables of `rows` that follow fields of a recipe
 WORDS = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES, "average": AVERAGES}  # of its fields
+OF_SHARDS = ("shards", "weights")
+LOCAL_ORDERS = "orders of each worker's own units, as cd_grab without --deal"
 EXCLUSIVE = (*EITHER, ("learning_rate", "learning_rates"))
 
 
@@ -256,6 +258,16 @@ def followers() -> dict[str, str]:
     return {field: " or ".join(flags) for field, flags in result.items()}
 
 
+def refuse_unused(values: flags.FlagValues, unused: Mapping[str, str]) -> None:
+    """Refuses flags, {name: what they are for}, that are set to another value than the default."""
+    for name, by in unused.items():
+        flag = values[name]
+        if flag.present and flag.value != Recipe._field_defaults.get(name):
+            raise UserError(
+                f"--{name} is {flag.value} and changes nothing: it is for {by}. Leave it out."
+            )
+
+
 def check_used(values: flags.FlagValues, recipe: Recipe, arms: Iterable, *, study=None) -> None:
     """Refuses a flag that is set and changes nothing for these arms, of a study or a run alone.
 
@@ -275,15 +287,12 @@ def check_used(values: flags.FlagValues, recipe: Recipe, arms: Iterable, *, stud
         read |= {name for word in words for name in fields_of(table[word])}
     unused = {name: by for name, by in followers().items() if name not in read}
     if all(order.deals for order, *_ in rows):
-        unused["bound_every"] = "orders of each worker's own units, as cd_grab without --deal"
+        unused |= dict.fromkeys(("bound_every", *OF_SHARDS), LOCAL_ORDERS)
     if study is None or study.criterion.when != "target":
         unused |= {"target": "echoing and combined", "metric": "echoing and combined --target"}
-    for name, by in unused.items():
-        flag = values[name]
-        if flag.present and flag.value != Recipe._field_defaults.get(name):
-            raise UserError(
-                f"--{name} is {flag.value} and changes nothing: it is for {by}. Leave it out."
-            )
+    if recipe.shards != "sizes":
+        unused["weights"] = "--shards=sizes"
+    refuse_unused(values, unused)
     for one, other in EITHER if study is not None else ():
         if values[one].present and values[other].present:
             from experiments.distributed import processes

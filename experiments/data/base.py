@@ -12,6 +12,7 @@ from experiments.data.averages import AVERAGES
 from experiments.data.metrics import METRICS
 from experiments.data.optimizers import OPTIMIZERS
 from experiments.data.schedules import SCHEDULES
+from experiments.data.shards import SHARDS, WEIGHTS
 from syncopate.refusals import UserError, inside
 
 
@@ -95,6 +96,15 @@ class Recipe(NamedTuple):
     ema_epochs: Annotated[
         tuple[float, ...], "time constants of --average=ema, one average each", EPOCHS
     ] = (0.5,)
+    shards: Annotated[
+        str,
+        "examples of a worker: equally many at random, of few classes, or 1/2, 1/4, 1/8 and 1/8 of "
+        "four workers'; not of --deal",
+        words(SHARDS),
+    ] = "equal"
+    weights: Annotated[
+        str, "of workers in means: equal, or their numbers of examples", words(WEIGHTS)
+    ] = "equal"
     metric: Annotated[str, "test metric of the target", words(METRICS)] = "accuracy"
     target: Annotated[float | None, "metric to reach on both test halves", FINITE] = None
     run: Annotated[

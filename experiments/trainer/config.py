@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from experiments.data import shards
 from experiments.data.base import SEED, Recipe, Task, check, check_recipe
 from syncopate.refusals import UserError
 
@@ -20,6 +21,8 @@ class Sizes(NamedTuple):
     num_units: int  # M, per worker
     units_per_step: int  # B, per worker and load
     unit_size: int  # S, examples
+    shards: str = "equal"  # which examples a worker has; of data that are dealt: equal
+    weights: tuple[float, ...] | None = None  # of the workers in means; None: equal
 
     @property
     def loads_per_epoch(self) -> int:
@@ -91,6 +94,7 @@ def sizes_of(task: Task, recipe: Recipe, *, deals: str | None = None) -> Sizes:
     Of EXAMPLES that are dealt anew in every epoch the last ones, which fill no step, are left out.
     """
     check_recipe(recipe)
+    shards.check(recipe.shards, recipe.workers)
     size = size_of(task.train)
     per_unit = recipe.workers * recipe.unit_size
     per_step = per_unit * recipe.units_per_step
@@ -103,13 +107,21 @@ def sizes_of(task: Task, recipe: Recipe, *, deals: str | None = None) -> Sizes:
     if deals == EXAMPLES:
         batch = recipe.units_per_step * recipe.unit_size
         return Sizes(recipe.workers, size // per_step * batch, batch, 1)
-    return Sizes(recipe.workers, size // per_unit, recipe.units_per_step, recipe.unit_size)
+    if deals is not None:
+        return Sizes(recipe.workers, size // per_unit, recipe.units_per_step, recipe.unit_size)
+    workers, kind = recipe.workers, recipe.shards
+    if kind == "by_class":
+        shards.labels_of(task.train)
+    units = shards.units_per_worker(kind, size // recipe.unit_size, workers)
+    weights = shards.weights_of(kind, workers) if recipe.weights == "examples" else None
+    return Sizes(workers, units, recipe.units_per_step, recipe.unit_size, kind, weights)
 
 
 def left_out(task: Task, sizes: Sizes, *, deals: str | None = None) -> str:
     """What is not visited in an epoch, in words; "" if nothing is."""
     size = size_of(task.train)
-    count = size - sizes.workers * sizes.num_units * sizes.unit_size
+    used = shards.units_used(sizes.shards, sizes.num_units, sizes.workers)
+    count = size - used * sizes.unit_size
     if not count:
         return ""
     if deals == EXAMPLES:

@@ -21,7 +21,6 @@ from ordering.trees import flat, tree_size
 BATCHES = 16  # of training data, from which moments of normalisation layers are estimated
 BOUNDS = ("bound/linf", "bound/l2")
 HELD = 2**16  # numbers of the gradients that a herding bound holds at once, or one gradient
-MEAN = jax.jit(local_opt.mean_over_workers)
 PART = "train_examples"  # in records: whose loss "train/loss" is, where it is not that of all
 
 
@@ -87,7 +86,8 @@ def scalars_of(task: Task, recipe: Recipe, *, halves: bool = False) -> Callable:
         params = _model_shapes(built)
         jobs = [functools.partial(job, params) for job in prepare]
         if built.worker.sides.params == "worker":
-            jobs.append(lambda: MEAN.lower(built.shapes.params).compile())
+            mean = mean_of(built.sizes.weights)
+            jobs.append(lambda: mean.lower(built.shapes.params).compile())
         if bounds:
             orders = built.shapes.orders.current
             jobs.append(lambda: bounds.lower(params, orders, data).compile())
@@ -97,13 +97,27 @@ def scalars_of(task: Task, recipe: Recipe, *, halves: bool = False) -> Callable:
     return of
 
 
+@functools.cache
+def mean_of(weights: tuple[float, ...] | None) -> Callable:
+    """The compiled mean over workers of a tree [W, ...], with their weights."""
+    if weights is None:
+        return jax.jit(local_opt.mean_over_workers)
+    shares = np.asarray(weights, np.float32) / np.sum(weights, dtype=np.float32)
+
+    def mean(x):  # exact where all workers are equal
+        moved = (x - x[:1]).astype(jnp.float32)
+        return (x[0] + jnp.tensordot(shares, moved, 1)).astype(x.dtype)
+
+    return jax.jit(lambda tree: jax.tree.map(mean, tree))
+
+
 def model_of(built: Program, tree):
     """The model, of all workers' parameters, or of averages of them.
 
     It is on the host of every process if workers are devices of a mesh. Elsewhere it may be the
     state's own memory, which the next steps use again.
     """
-    tree = MEAN(tree) if built.worker.sides.params == "worker" else tree
+    tree = mean_of(built.sizes.weights)(tree) if built.worker.sides.params == "worker" else tree
     return tree if built.sharding is None else pipeline.on_host(tree)
 
 
@@ -117,7 +131,8 @@ def _model_shapes(built):
     """Of `model_of`, and where it lies."""
     params = built.shapes.params
     where = jax.tree.leaves(params)[0].sharding if built.sharding is None else None
-    shapes = jax.eval_shape(MEAN, params) if built.worker.sides.params == "worker" else params
+    mean = mean_of(built.sizes.weights)
+    shapes = jax.eval_shape(mean, params) if built.worker.sides.params == "worker" else params
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes)
 
 
@@ -280,17 +295,20 @@ def bounds_of(task, recipe, built: Program, compiled: Callable) -> tuple[Callabl
     if data is None:
         parts = pipeline.partition(task.train, sizes)
         data = pipeline.place(parts, built.sharding)
-    return compiled(over, num_units=sizes.num_units), data
+    return compiled(over, num_units=sizes.num_units, weights=sizes.weights), data
 
 
-def order_bounds(model, over, *, num_units: int) -> Callable:
+def order_bounds(
+    model, over, *, num_units: int, weights: tuple[float, ...] | None = None
+) -> Callable:
     """`(params, orders, data) -> float32[2]`: parallel herding bounds at fixed parameters.
 
     max over k of |sum_{j <= k} sum_w (g_{w, order_w(j)} - mean g)| in the norms L-infinity and
     L2, over all units of all workers. It passes over the data twice, and holds the gradients of a
     few units, summed over the workers. `over` is W or the workers' mesh; the data have leaves
-    [W, M, unit_size, ...].
+    [W, M, unit_size, ...]. With `weights` g_w is multiplied by that of its worker.
     """
+    weighing = 1.0 if weights is None else np.asarray(weights, np.float32)
 
     def losses(points, order, data, start):
         """The sum of a worker's losses over units from `start` on, each at its own `points`."""
@@ -310,7 +328,7 @@ def order_bounds(model, over, *, num_units: int) -> Callable:
 
         def rows_of(start, count):
             """[count, D]: gradients of the units in these places, summed over the workers."""
-            total = lambda points: jnp.sum(mapped(points, orders, data, start))  # noqa: E731
+            total = lambda points: jnp.sum(weighing * mapped(points, orders, data, start))  # noqa: E731
             points = jax.tree.map(lambda p: jnp.broadcast_to(p, (count, *p.shape)), params)
             return flat(jax.grad(total)(points))
 

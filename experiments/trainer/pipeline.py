@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, Sharding
 
 import ordering.data
+from experiments.data import shards
 from experiments.distributed import deadlines
 from experiments.trainer.config import Sizes
 from ordering.data import batches
@@ -27,10 +28,17 @@ DEPTH = 2  # batches waiting in the queue
 
 
 def partition(train: dict, sizes: Sizes):
-    """Arrays [W, M, S, ...]: M neighbouring units for each worker."""
+    """Arrays [W, M, S, ...]: the M units of each worker."""
+    if (numbers := examples_of_workers(train, sizes)) is not None:
+        return jax.tree.map(lambda x: x[numbers], train)
     shape = (sizes.workers, sizes.num_units, sizes.unit_size)
     count = int(np.prod(shape))
     return jax.tree.map(lambda x: x[:count].reshape((*shape, *x.shape[1:])), train)
+
+
+def examples_of_workers(train, sizes: Sizes) -> np.ndarray | None:
+    """int[W, M, S], by their numbers in the set; None for neighbouring units in their order."""
+    return shards.examples_of(train, sizes.shards, sizes.workers, sizes.num_units, sizes.unit_size)
 
 
 def pool(train: dict, sizes: Sizes):
@@ -57,6 +65,7 @@ class Source(NamedTuple):
     workers: list[int]  # neighbouring workers, of this process
     sharding: object = None  # of arrays with a worker axis
     reads: str = "thread"  # a loader thread, or "tfdata"
+    examples: np.ndarray | None = None  # int[W, M, S] of all workers; None: neighbours in order
 
     def of_seed(self, seed: int) -> "Source":
         """The data of the run with this seed."""
@@ -67,7 +76,8 @@ class Source(NamedTuple):
 def examples_of(indices: np.ndarray, source: Source) -> np.ndarray:
     """The examples, by their numbers in the source, that the orders of own workers name."""
     first = source.workers[0] * source.sizes.num_units * source.sizes.unit_size
-    return indices if source.total else indices + first
+    indices = indices if source.total else indices + first
+    return indices if source.examples is None else source.examples.reshape(-1)[indices]
 
 
 class Reads(batches.Reader):

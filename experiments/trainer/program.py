@@ -93,7 +93,8 @@ def build(
         data = pipeline.place(data, where)
     else:
         numbers = pipeline.workers_here(mesh, sizes.workers)
-        source = pipeline.Source(train, sizes, total, numbers, worker_sharding(mesh), reads)
+        place, examples = worker_sharding(mesh), pipeline.examples_of_workers(task.train, sizes)
+        source = pipeline.Source(train, sizes, total, numbers, place, reads, examples)
     same = 2 * ("replicated",)  # the rate, and the place
     of_all = functools.partial(local_opt.map_workers, in_specs="worker", out_specs="worker")
     return Program(

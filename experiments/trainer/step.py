@@ -129,6 +129,9 @@ def worker_of(
     rounds = rounds_of(inner, axis_name=AXIS)
     if in_turn and rounds.in_step:
         rounds = local_opt.accumulated_rounds(inner, axis_name=AXIS)
+    weigh = functools.partial(weight_here, sizes.weights)
+    if sizes.weights:
+        rounds = weighted_rounds(rounds, weigh)
     order = row.make(
         OrderSetting(
             sizes.num_units,
@@ -139,11 +142,35 @@ def worker_of(
             scores=functools.partial(scores_of, task.train, sizes.unit_size),
         )
     )
+    if sizes.weights and row.coordinated:
+        order = weighted_order(order, weigh)
     sketch = row.sketch and min(row.sketch, num_params(task.model))
     of_task = functools.partial(scale_of, task, recipe, rounds, sizes, sketch)
     scale = of_task(power=row.scaled) if row.scaled else None
     means = averages_of(recipe, steps=sizes.loads_per_epoch)
     return Worker(task.model, row, order, rounds, sizes, sketch, means, scale)
+
+
+def weight_here(weights: tuple[float, ...]) -> jax.Array:
+    """float32[], the weight of the worker that asks."""
+    return jnp.asarray(weights, jnp.float32)[jax.lax.axis_index(AXIS)]
+
+
+def weighted_rounds(rounds: local_opt.Rounds, weigh: Callable) -> local_opt.Rounds:
+    """The rounds with weights of workers where they average: in every step, or at a sync."""
+    name = "update" if rounds.in_step else "sync"
+    averages = getattr(rounds, name)
+    return rounds._replace(**{name: lambda *args, **k: averages(*args, weight=weigh(), **k)})
+
+
+def weighted_order(order: ordering.Ordering, weigh: Callable) -> ordering.Ordering:
+    """The order, which observes what a step adds: gradients times the weight of their worker."""
+
+    def observe(state, rows):
+        weight = weigh()
+        return order.observe(state, jax.tree.map(lambda g: g * weight.astype(g.dtype), rows))
+
+    return order._replace(observe=observe)
 
 
 def zero_stats(worker: Worker) -> StepStats:

@@ -18,6 +18,7 @@ from experiments.compare.rows import TABLES
 from experiments.data import TASKS, Recipe, base
 from experiments.data.base import check_recipe
 from experiments.data.schedules import SCHEDULES
+from experiments.data.shards import SHARDS, WEIGHTS
 from experiments.trainer import config, measure, timeline
 from experiments.trainer.config import sizes_of, total_steps_of
 from syncopate import command
@@ -204,6 +205,7 @@ ANY = {
        for kind in TABLES for flag, option in options_of(kind).items()},
     "ema_epochs": REAL, "average": st.sampled_from(["epoch", "ema,epoch", "", "cats"]),
     "schedule": st.sampled_from([*SCHEDULES, "cats"]),
+    "shards": st.sampled_from([*SHARDS, "cats"]), "weights": st.sampled_from([*WEIGHTS, "cats"]),
     "task": st.sampled_from(["digits", "digits_cosine", "digits_mlp", "hmda", "cats"]),
 }  # fmt: skip
 
@@ -285,6 +287,10 @@ UNUSED = {
     "train --decay_every=3": "--decay_every is 3.0 .* --schedule=step",
     "train --decay_factor=0.3": "--decay_factor is 0.3 .* --schedule=step",
     "train --deal=dealt --bound_every=3": "--bound_every is 3 .* orders of each worker's own",
+    "train --deal=dealt --shards=sizes": "--shards is sizes and changes nothing: .* worker's own",
+    "qsr --shards=by_class": "--shards is by_class and changes nothing",
+    "one_plan --shards=by_class": "--shards is by_class and changes nothing",
+    "train --order=rr --weights=examples": "--weights is examples .*: it is for --shards=sizes",
     "train --average=epoch --ema_epochs=2": "--ema_epochs is .2.0. .* it is for --average=ema",
     "train --target=0.9": "--target is 0.9 .* for echoing and combined",
     "train --metric=loss": "--metric is loss .* for echoing and combined --target",
@@ -322,6 +328,7 @@ test_a_flag_that_changes_nothing_is_refused = refuses(
         "qsr --schedule=step --floor=0.1 --decay_every=3",
         "qsr --epochs=2 --total_steps=200",
         "cd_grab --task=hmda --data_dir=DIR",
+        "qsr --arms=rr+qsr,qsr --shards=sizes --weights=examples",
         "train --sync=parallel --h_base=4 --bound_every=0",
         "combined --arms=rr+constant",
         "combined --target=0.1 --metric=loss",
