@@ -155,6 +155,11 @@ PLANNED = {  # settings whose plan needs no run
     "imagenet_vit_b": ("QSR, ViT-B, 300 epochs", "9,711 rounds, 10.375 %"),
     "imagenet_resnet152": ("QSR, ResNet-152, 200 epochs", "24,792 rounds, 39.731 %"),
 }
+OPEN = """\
+*Spread*: the standard deviation over seeds of the effect, as it counts. *Hours*: what is missing,
+of both arms, one run after the other on two cores, by the seconds of the recorded runs: the further
+seeds, or all seeds in runs twice as long. Longer runs of D-RR have a lower best, so that such a
+claim may stay open."""
 
 
 class Effect(NamedTuple):
@@ -165,12 +170,14 @@ class Effect(NamedTuple):
       text: what was seen, with the interval; note: what else there is to say.
       late: how many seeds of the arm, of its base, never reach the target: they count as if they
         did at the end of the run.
+      seconds: of a run of each of the two arms, together, as recorded.
     """
 
     values: Any = ()
     text: str = "-"
     note: str = ""
     late: tuple[int, int] = (0, 0)
+    seconds: float = math.nan
 
 
 def verdict(size: float, effect: Effect) -> str:
@@ -256,19 +263,40 @@ def effect_of(claim: Claim, recorded: Mapping[str, Comparison]) -> Effect:
         text += f"; {n - late[0]} of {n} seeds arrive, of {compared.arms[claim.base]} {n - late[1]}"
     controls = CONTROLS.get((claim.arm, claim.base), ()) if mean - half > 0 else ()
     also = [f"{compared.arms[arm]} as well" for arm in controls if better(arm).mean() >= mean / 2]
-    return Effect(values, text, ", ".join(also), late)
+    seconds = sum(float(of["seconds"].mean()) for of in rows if "seconds" in of)
+    return Effect(values, text, ", ".join(also), late, seconds)
+
+
+def enough(claim: Claim, effect: Effect) -> int:
+    """The seeds that would decide a claim which is undecided, as far as its spread tells.
+
+    With so many the half width of the interval is half of the published size, or the effect.
+    """
+    goal = claim.size / 2 or abs(np.mean(effect.values))
+    seeds = math.ceil((1.96 * np.std(effect.values, ddof=1) / goal) ** 2)
+    return max(seeds, len(effect.values) + 1)
 
 
 def undecided(claim: Claim, effect: Effect) -> str:
-    """What would decide a claim that is not: longer runs where a seed never arrives, else seeds.
-
-    With so many seeds the half width of the interval is half of the published size, or the effect.
-    """
+    """What would decide a claim that is not: longer runs where a seed never arrives, else seeds."""
     if any(effect.late):
         return "longer runs would decide"
-    goal = claim.size / 2 or abs(np.mean(effect.values))
-    seeds = math.ceil((1.96 * np.std(effect.values, ddof=1) / goal) ** 2)
-    return f"about {max(seeds, len(effect.values) + 1):,} seeds would decide"
+    return f"about {enough(claim, effect):,} seeds would decide"
+
+
+def remaining(claim: Claim, effect: Effect) -> dict:
+    """The row of an undecided claim in the table of what would decide it, and in which time."""
+    seeds, late = len(effect.values), any(effect.late)
+    more = 2 * seeds if late else enough(claim, effect) - seeds
+    spread = np.std(effect.values, ddof=1)
+    points = claim.what == "test/accuracy"
+    return {
+        "claim": f"{RUNS[claim.run]}: {claim.text}",
+        "seeds": seeds,
+        "spread": f"{spread:.2f} points" if points else f"{100 * spread:.3g} %",
+        "would decide": "runs twice as long" if late else f"{enough(claim, effect):,} seeds",
+        "hours": f"{more * effect.seconds / 3600:.1f}",
+    }
 
 
 def looked(claim: Claim, effect: Effect, looks: int) -> str:
@@ -289,6 +317,50 @@ def looked(claim: Claim, effect: Effect, looks: int) -> str:
     return f"{looks}: {low:+.3g} to {high:+.3g} {at}"
 
 
+def judged(claims, recorded: Mapping[str, Comparison], folder) -> tuple[list, list, list]:
+    """(rows of the table of these claims, their verdicts, rows of those that are undecided)."""
+    from experiments.report import archive
+
+    rows, words, missing = [], [], []
+    for claim in claims:
+        effect = effect_of(claim, recorded)
+        words.append(verdict(claim.size, effect))
+        more = ""
+        if words[-1] == "undecided":
+            more = undecided(claim, effect)
+            missing.append(remaining(claim, effect))
+        notes = words[-1], effect.note, more
+        at = f", lr {claim.rate:g}" if claim.rate else ""
+        rows.append(
+            {
+                "claim": f"[{RUNS[claim.run]}](#{claim.run}): {claim.text}{at}",
+                **({"published": claim.paper} if claim.paper else {}),
+                "ours": effect.text,
+                "verdict": "; ".join(filter(None, notes)),
+                "seeds": len(effect.values) or "-",
+                "looks": looked(claim, effect, archive.looks(claim.run, folder)),
+            }
+        )
+    return rows, words, missing
+
+
+def of_plans() -> list[dict]:
+    """Rows of the table of plans, which need no run."""
+    rows = []
+    for name, (text, published) in PLANNED.items():
+        plan = plans_of(*recipes.planned(name), arm_of("qsr")).sync
+        ours = f"{plan.rounds:,} rounds, {100 * plan.rounds / plan.total_steps:.3f} %"
+        rows.append(
+            {
+                "claim": f"{text}: rounds, volume against parallel",
+                "published": published,
+                "ours": ours,
+                "verdict": "reproduced" if ours == published else "none of that size",
+            }
+        )
+    return rows
+
+
 def page(folder=None) -> str:
     """The Markdown of all claims: docs/results/papers.md between its head and its runs."""
     from experiments.report import archive
@@ -296,25 +368,10 @@ def page(folder=None) -> str:
     folder = folder or archive.FOLDER
     recorded = {name: archive.load(name, folder) for name in RUNS}
     recorded = {name: run for name, run in recorded.items() if run}
-    parts, tested = [], 0
+    parts, tested, missing = [], 0, []
     for head, claims in (("Published", PUBLISHED), ("Ours", OURS)):
-        rows, words = [], []
-        for claim in claims:
-            effect = effect_of(claim, recorded)
-            words.append(verdict(claim.size, effect))
-            more = undecided(claim, effect) if words[-1] == "undecided" else ""
-            notes = words[-1], effect.note, more
-            at = f", lr {claim.rate:g}" if claim.rate else ""
-            rows.append(
-                {
-                    "claim": f"[{RUNS[claim.run]}](#{claim.run}): {claim.text}{at}",
-                    **({"published": claim.paper} if claim.paper else {}),
-                    "ours": effect.text,
-                    "verdict": "; ".join(filter(None, notes)),
-                    "seeds": len(effect.values) or "-",
-                    "looks": looked(claim, effect, archive.looks(claim.run, folder)),
-                }
-            )
+        rows, words, more = judged(claims, recorded, folder)
+        missing += more
         verdicts = [word for word in words if not word.startswith("not run")]
         tested += len(verdicts)
         counts = ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(words))
@@ -324,20 +381,9 @@ def page(folder=None) -> str:
         f"{tested} claims were tested, each at the level of 95 %: about {0.05 * tested:.0f} of "
         "these intervals may miss by chance."
     )
-    plans = []
-    for name, (text, published) in PLANNED.items():
-        plan = plans_of(*recipes.planned(name), arm_of("qsr")).sync
-        ours = f"{plan.rounds:,} rounds, {100 * plan.rounds / plan.total_steps:.3f} %"
-        word = "reproduced" if ours == published else "none of that size"
-        plans += [
-            {
-                "claim": f"{text}: rounds, volume against parallel",
-                "published": published,
-                "ours": ours,
-                "verdict": word,
-            }
-        ]
-    return "\n\n".join([chance, *parts, "## Plans, which need no run", tables.markdown(plans)])
+    parts += ["## Undecided", OPEN, tables.markdown(missing)] if missing else []
+    parts += ["## Plans, which need no run", tables.markdown(of_plans())]
+    return "\n\n".join([chance, *parts])
 
 
 def define_flags(values: flags.FlagValues) -> None:

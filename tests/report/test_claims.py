@@ -266,7 +266,13 @@ def test_more_seeds_or_longer_runs_decide_what_is_undecided():
     assert (
         claims.undecided(claim._replace(size=99.0), Effect(values)) == "about 5 seeds would decide"
     )
-    assert claims.undecided(claim, Effect(values, late=(0, 1))) == "longer runs would decide"
+    late = Effect(values, late=(0, 1), seconds=900.0)
+    assert claims.undecided(claim, late) == "longer runs would decide"
+    row = claims.remaining(claim, late)
+    assert (row["would decide"], row["hours"]) == ("runs twice as long", "2.0")
+    row = claims.remaining(claim._replace(size=99.0), Effect(values, seconds=5400.0))
+    assert (row["seeds"], row["would decide"], row["hours"]) == (4, "5 seeds", "1.5")
+    assert row["spread"] == "129 %"
 
 
 ROOT = pathlib.Path(claims.__file__).parents[1]
