@@ -2,6 +2,7 @@
 
 from experiments.compare.arms import options_of
 from experiments.compare.rows import TABLES
+from experiments.data.base import COUNT
 
 
 def further(kind: str) -> dict[str, str]:
@@ -14,7 +15,7 @@ def taken(kind: str, name: str | None) -> dict[str, str]:
     return {
         word: flag
         for flag, option in options_of(kind, name).items()
-        for word in option.words or [f"{flag}16"]
+        for word in option.words or [f"{flag}{16 if option.number is COUNT else 0.5}"]
     }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from absl import flags
 
 from experiments.compare.rows import TABLES, Option
-from experiments.data.base import MOST, Recipe, Task
+from experiments.data.base import Recipe, Task
 from experiments.trainer import config
 from experiments.trainer.config import RunConfig
 from syncopate.command import meant
@@ -171,7 +171,7 @@ def define_decisions(values: flags.FlagValues, **defaults: str) -> None:
             if option.words:
                 flags.DEFINE_enum(flag, None, [*option.words], text, values)
             else:
-                flags.DEFINE_integer(flag, None, text, 1, MOST, values)
+                flags.DEFINE(option.number, flag, None, text, values, flags.ArgumentSerializer())
 
 
 def arm_from_flags(values: flags.FlagValues, label: str | None = None) -> Arm:

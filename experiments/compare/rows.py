@@ -12,7 +12,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from absl import flags
+
 import syncopate
+from experiments.data.base import COUNT, PART, POSITIVE, check
 from experiments.data.fields import called, fields_of
 from experiments.trainer.config import EXAMPLES, UNITS, OrderSetting, RunConfig
 from syncopate.refusals import UserError
@@ -22,16 +25,20 @@ class Option(NamedTuple):
     """What an option decides: the annotation of a row's keyword."""
 
     text: str  # for --help
-    words: Mapping[str, Any] = {}  # what a row is given for each; {}: whole numbers, as "sketch256"
+    words: Mapping[str, Any] = {}  # what a row is given for each; {}: numbers, as "sketch256"
     label: str = "{}"  # of a value, for people
     names: Mapping[str, str] = {}  # words that a label says otherwise
+    number: flags.ArgumentParser = COUNT  # of options without words
 
     def value(self, flag: str, word: str) -> Any:
         """What a row is given for a word; None for what is no word of this option."""
         if self.words:
             return self.words.get(word)
-        number = re.fullmatch(rf"{flag}([1-9]\d*)", word)
-        return int(number[1]) if number else None
+        number = re.fullmatch(rf"{flag}(-?[\d.]+(e-?\d+)?)", word)
+        if number is None:
+            return None
+        check(flag, number[1], self.number)
+        return self.number.parse(number[1])
 
 
 # Orders.
@@ -259,6 +266,10 @@ OUTER_OPTIMIZER = Option(
     OUTER,
     names={w: re.sub("|".join(NESTEROV), lambda m: NESTEROV[m[0]], w) for w in OUTER},
 )
+SWITCH = Option(
+    "the share of the steps after which the rule changes", label="switch at {:g}", number=PART
+)
+ALPHA = Option("times the alpha of --growth", label="{:g} x alpha", number=POSITIVE)
 ALIGN = Option(
     "where rounds end besides", {"half": 0.5, "epoch": 1}, "to the {}", {"half": "half epoch"}
 )
@@ -277,6 +288,41 @@ def local_rounds(
     options = {"compress": compress, "correction": correction, "outer": outer}
     options = {name: make for name, make in options.items() if make}
     return SyncRule(label, rule, rounds_of("local_rounds", drift=True, **options), compress, align)
+
+
+def switched_rounds(
+    label: str,
+    rule: Callable,
+    usual: float,
+    *,
+    switch: SWITCH = None,
+    compress: COMPRESS = None,
+    correction: CORRECTION = None,
+    outer: OUTER_OPTIMIZER = None,
+    align: ALIGN = None,
+) -> SyncRule:
+    """A rule of local steps that changes once, at `switch`."""
+    rule = functools.partial(rule, switch or usual)
+    return local_rounds(
+        label, rule, compress=compress, correction=correction, outer=outer, align=align
+    )
+
+
+def grown_rounds(
+    label: str,
+    rule: Callable,
+    *,
+    alpha: ALPHA = 1.0,
+    compress: COMPRESS = None,
+    correction: CORRECTION = None,
+    outer: OUTER_OPTIMIZER = None,
+    align: ALIGN = None,
+) -> SyncRule:
+    """A rule of local steps that follows QSR's alpha."""
+    rule = functools.partial(at_alpha, alpha, rule)
+    return local_rounds(
+        label, rule, compress=compress, correction=correction, outer=outer, align=align
+    )
 
 
 def constant(run: RunConfig, *, h_base: int):
@@ -313,21 +359,25 @@ def at_volume_of_qsr(power: float, run: RunConfig, *, h_base: int, growth: float
     return qsr(run, power, h_base=h_base, growth=high)
 
 
-def _switched(run: RunConfig, name: str, share: float, before: int, after: int):
+def _switched(run: RunConfig, name: str, switch: float, before: int, after: int):
     """Rounds of length `before` for a share of the run, then of length `after`."""
-    steps, until = run.total_steps, int(share * run.total_steps)
+    steps, until = run.total_steps, int(switch * run.total_steps)
     rule = f"{name}, H = {before} to step {until}, then {after if after < steps else 'one round'}"
     return syncopate.local_opt.from_function(
         lambda t: before if t < until else after, total_steps=steps, rule=rule
     )
 
 
-def post_local(run: RunConfig, *, h_base: int):
-    return _switched(run, "post-local", 0.5, 1, h_base)
+def post_local(switch: float, run: RunConfig, *, h_base: int):
+    return _switched(run, "post-local", switch, 1, h_base)
 
 
-def swap(run: RunConfig, *, h_base: int):
-    return _switched(run, "SWAP", 0.8, h_base, run.total_steps)
+def swap(switch: float, run: RunConfig, *, h_base: int):
+    return _switched(run, "SWAP", switch, h_base, run.total_steps)
+
+
+def at_alpha(factor: float, rule: Callable, run: RunConfig, *, h_base: int, growth: float):
+    return rule(run, h_base=h_base, growth=factor * growth)
 
 
 def every_load(run: RunConfig):
@@ -355,12 +405,12 @@ SYNC_RULES: dict[str, SyncRule | Callable[..., SyncRule]] = {
     ),
     "accumulate": SyncRule("gradient accumulation", constant, rounds_of("accumulated_rounds")),
     "constant": functools.partial(local_rounds, "constant H", constant),
-    "matched": functools.partial(local_rounds, "constant H, as many syncs as QSR", matched),
-    "post_local": functools.partial(local_rounds, "post-local", post_local),
-    "swap": functools.partial(local_rounds, "SWAP", swap),
-    "inverse": functools.partial(local_rounds, "H ~ 1/η", functools.partial(at_volume_of_qsr, 1)),
-    "qsr": functools.partial(local_rounds, "QSR", qsr),
-    "cubic": functools.partial(local_rounds, "H ~ 1/η³", functools.partial(at_volume_of_qsr, 3)),
+    "matched": functools.partial(grown_rounds, "constant H, as many syncs as QSR", matched),
+    "post_local": functools.partial(switched_rounds, "post-local", post_local, 0.5),
+    "swap": functools.partial(switched_rounds, "SWAP", swap, 0.8),
+    "inverse": functools.partial(grown_rounds, "H ~ 1/η", functools.partial(at_volume_of_qsr, 1)),
+    "qsr": functools.partial(grown_rounds, "QSR", qsr),
+    "cubic": functools.partial(grown_rounds, "H ~ 1/η³", functools.partial(at_volume_of_qsr, 3)),
     # What slow input asks for: e is the echo factor.
     "every_load": functools.partial(local_rounds, "once per load", every_load),
     "every_factor": functools.partial(local_rounds, "every e steps", every_factor),

@@ -39,7 +39,7 @@ class Real(flags.FloatParser):
 MOST = 2**31 - 1  # int32, as steps and units are counted on the devices
 COUNT, FROM_ZERO = flags.IntegerParser(1, MOST), flags.IntegerParser(0, MOST)
 SEED = flags.IntegerParser(0, 2**32 - 1)  # a larger one would be taken modulo 2^32
-SHARE, FACTOR = Real("[0, 1]"), Real("(0, 1]")
+SHARE, FACTOR, PART = Real("[0, 1]"), Real("(0, 1]"), Real("(0, 1)")
 MOMENTUM = Real("[0, 0.9999999]")  # below 1 in float32 too
 POSITIVE, FINITE = Real("(0, inf)"), Real("(-inf, inf)")
 EPOCHS = Real("(0, 2147483647]")

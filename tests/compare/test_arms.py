@@ -64,6 +64,11 @@ def test_words_name_decisions(text, decisions, label):
         ),
         ("qsr+int8+int4", "says --compress twice, int8 and int4"),
         ("cd_grab+team4", "--team is 4 without a sketch"),
+        ("cd_grab+sketch0", "--sketch is 0: pass an integer in the range"),
+        ("post_local+switch1", r"--switch is 1: pass a number in \(0, 1\)"),
+        ("swap+switch-0.5", r"--switch is -0.5: pass a number in \(0, 1\)"),
+        ("qsr+alpha0", r"--alpha is 0: pass a number in \(0, inf\)"),
+        ("qsr+switch0.5", "qsr cannot be switch0.5 .--switch.: choose one of post_local, swap"),
     ],
 )
 def test_invalid_words_are_refused(text, message):
@@ -120,6 +125,22 @@ def test_a_row_says_which_fields_of_a_recipe_change_its_plan(kind, name):
 
     changed = {field for field, other in OTHERS.items() if plan(**{field: other}) != plan()}
     assert changed == {*row.reads}
+
+
+def test_rules_switch_after_a_share_of_the_steps():
+    given = setting_of(50, h_base=4)  # 100 steps
+    assert row_of("sync", "post_local+switch0.2").label == "post-local, switch at 0.2"
+    plan = row_of("sync", "post_local+switch0.2").plan(given)
+    assert plan.periods.tolist() == [1] * 20 + [4] * 20
+    assert row_of("sync", "post_local").plan(given).periods.tolist()[48:52] == [1, 1, 4, 4]
+    plan = row_of("sync", "swap+switch0.2").plan(given)
+    assert plan.periods.tolist() == [4] * 5 + [80]
+
+
+def test_alpha_of_a_rule_is_a_factor_of_growth():
+    given, double = (setting_of(600, floor=1e-3, growth=growth) for growth in (2.0, 4.0))
+    for name in ("qsr", "matched", "inverse", "cubic"):
+        assert row_of("sync", f"{name}+alpha2").plan(given) == row_of("sync", name).plan(double)
 
 
 def test_rules_of_other_powers_communicate_as_much_as_qsr():
