@@ -36,7 +36,7 @@ class Use(NamedTuple):
     rounds: str  # of `local_opt`
     outer: int | None = None  # syncs between restarts of an outer momentum; 0: none; None: no outer
     root: bool = False  # the rate falls as the root of the schedule
-    growth: float = 1.0  # factor of --growth, alpha / peak
+    moments: tuple[int, int] | None = None  # rounds after which mu and nu of Adam are averaged too
 
 
 USES = {
@@ -65,10 +65,20 @@ USES = {
         "local_rounds",
         RESTART,
     ),
-    "qsr_half": Use("QSR, half of alpha", "qsr", "local_rounds", growth=0.5),
-    "qsr_double": Use("QSR, twice alpha", "qsr", "local_rounds", growth=2.0),
-    "qsr_four": Use("QSR, four times alpha", "qsr", "local_rounds", growth=4.0),
+    "desloc": Use(
+        "QSR's H, parameters averaged, mu in every 3rd sync, nu in every 6th (DES-LOC)",
+        "qsr",
+        "local_steps",
+        moments=(3, 6),
+    ),
 }
+
+
+def use_of(name: str) -> Use:
+    """A use by its name, or the average of parameters by the words of a synchronisation rule."""
+    from experiments.compare.arms import row_of
+
+    return USES.get(name) or Use(row_of("sync", name).label, name, "local_rounds")
 
 
 def restarted(optimizer, every: int):
@@ -93,12 +103,19 @@ def restarted(optimizer, every: int):
     return optax.GradientTransformation(init, update)
 
 
-def rounds_of(use: Use, recipe):
+def rounds_of(use: Use, task, recipe):
     import optax
 
     import local_opt
     from experiments.data import optimizers
 
+    if use.moments:  # its steps synchronise by themselves
+        plan, _ = plan_of(use, task, recipe)
+        of = [local_opt.SyncPlan(plan.starts[::n], recipe.total_steps) for n in use.moments]
+        fields = dict(zip(("mu", "nu"), of, strict=True))
+        steps = local_opt.local_steps(optimizers.inner(recipe), plan, sync_opt_state=fields)
+        nothing = lambda params, state, **_: (params, state)  # noqa: E731
+        return local_opt.Rounds(steps.init, steps.update, nothing)
     options = {}
     if use.outer is not None:
         nesterov = optax.sgd(OUTER[0], OUTER[1], nesterov=True)
@@ -113,7 +130,6 @@ def plan_of(use: Use, task, recipe):
     from experiments.compare.arms import arm_of, config_of, plans_of
 
     arm = arm_of(use.plan)
-    recipe = recipe._replace(growth=use.growth * recipe.growth)
     plan = plans_of(task, recipe, arm).sync
     rates = config_of(task, recipe, arm, seed=0).rates
     rates = np.sqrt(rates) if use.root else rates
@@ -145,7 +161,7 @@ def trainer(task, recipe, use: Use) -> Callable:
     import jax.numpy as jnp
     import optax
 
-    rounds, loss = rounds_of(use, recipe), task.model.loss
+    rounds, loss, total = rounds_of(use, task, recipe), task.model.loss, recipe.total_steps
     workers = functools.partial(jax.vmap, axis_name="worker")
 
     def start(key):
@@ -153,11 +169,12 @@ def trainer(task, recipe, use: Use) -> Callable:
         copies = jax.tree.map(lambda p: jnp.broadcast_to(p, (recipe.workers, *p.shape)), params)
         return copies, jax.vmap(rounds.init)(copies)
 
-    def step(params, state, units, rate, at, key):
+    def step(params, state, units, rate, t, key):
+        place = {"at": t / total} | ({"step": t} if use.moments else {})
         batch = jax.tree.map(lambda x: x[units], jax.tree.map(jnp.asarray, task.train))
         mean = lambda p: jnp.mean(loss(p, batch, key))  # noqa: E731
         grads = jax.grad(mean)(params)
-        updates, state = rounds.update(grads, state, params, rate=rate, at=at)
+        updates, state = rounds.update(grads, state, params, rate=rate, **place)
         return optax.apply_updates(params, updates), state
 
     def sync(params, state, rate, at):
@@ -168,12 +185,10 @@ def trainer(task, recipe, use: Use) -> Callable:
 
     @jax.jit
     def train(keys, peaks, orders, rates, ends):
-        total = len(rates)
-
         def body(state, given):
             t, units, rate, end = given
             steps_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, t)
-            state = all_steps(*state, units, rate * peaks, t / total, steps_keys)
+            state = all_steps(*state, units, rate * peaks, t, steps_keys)
             state = jax.lax.cond(
                 end, lambda s: all_syncs(*s, rate * peaks, t / total), lambda s: s, state
             )
@@ -214,8 +229,7 @@ def rows_of(task, recipe, name: str, seeds: int, train: Callable, measures: dict
     import jax.numpy as jnp
     import numpy as np
 
-    use = USES[name]
-    plan, rates = plan_of(use, task, recipe)
+    plan, rates = plan_of(use_of(name), task, recipe)
     ends = np.zeros(recipe.total_steps, bool)
     ends[plan.starts + plan.periods - 1] = True
     runs = [(rate, seed) for rate in recipe.learning_rates for seed in range(seeds)]
@@ -251,7 +265,8 @@ def rows_of(task, recipe, name: str, seeds: int, train: Callable, measures: dict
 def define_flags(values: flags.FlagValues) -> None:
     dialect.define(values, "task", "setting", "output", task="digits_mlp")
     with dialect.shown(values):
-        flags.DEFINE_list("arms", [*USES], f"of {', '.join(USES)}", values)
+        text = f"of {', '.join(USES)}, and of --sync of `train`, whose parameters are averaged"
+        flags.DEFINE_list("arms", [name for name in USES if name != "desloc"], text, values)
         dialect.define_value(values, COUNT, "seeds", 6, "runs per arm and rate")
 
 
@@ -262,8 +277,8 @@ def compared(task, recipe, rows: list[dict]):
 
     names = dict.fromkeys(row["arm"] for row in rows)
     criterion = statistics.Criterion(f"valid/{task.metric}", METRICS[task.metric].lower)
-    plans = {name: plan_of(USES[name], task, recipe)[0] for name in names}
-    labels = {name: USES[name].label for name in names}
+    plans = {name: plan_of(use_of(name), task, recipe)[0] for name in names}
+    labels = {name: use_of(name).label for name in names}
     return statistics.compare(statistics.data_of(rows), labels, criterion, plans)
 
 
@@ -293,8 +308,8 @@ def main(values: flags.FlagValues) -> None:
         path, rows, programs = os.path.join(folder, records.METRICS), [], {}
         measures = measures_of(task)
         for name in progress.bar(values.arms):
-            use = USES[name]
-            kind = use.rounds, use.outer  # arms of one kind share a program
+            use = use_of(name)
+            kind = use.rounds, use.outer, use.moments  # arms of one kind share a program
             train = programs.setdefault(kind, trainer(task, recipe, use))
             rows += rows_of(task, recipe, name, values.seeds, train, measures)
             records.write_lines(path, rows)

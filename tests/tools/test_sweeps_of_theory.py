@@ -6,9 +6,11 @@ import numpy as np
 import optax
 import pytest
 
+import local_opt
 from experiments import echo_theory, one_plan, order_rates
 from experiments.compare import recipes
 from experiments.compare.arms import arm_of, config_of, plans_of
+from experiments.data import optimizers
 from tests.commands import parsed
 
 
@@ -139,6 +141,39 @@ def test_a_run_of_one_plan_equals_its_loop():
     stacked = jax.tree.map(lambda p: p[None], workers[0][0])
     for scalar, of in measures.items():
         np.testing.assert_allclose(row[scalar], float(of(stacked)[0]), rtol=2e-4)
+
+
+def test_moments_are_averaged_by_plans_of_their_own(monkeypatch):
+    """Plans of all rounds are what `local_rounds` does with moments that are averaged."""
+    task, recipe = recipes.load("digits_mlp", num_train=64)
+    small = {"workers": 2, "units_per_step": 4, "total_steps": 12, "warmup_steps": 0, "h_base": 2}
+    recipe = recipe._replace(optimizer="adamw", momentum=0.9, learning_rates=(0.01,), **small)
+    measures = {"test/loss": one_plan.measures_of(task)["train/loss"]}
+
+    def loss(use):
+        train = one_plan.trainer(task, recipe, use)
+        (row,) = one_plan.rows_of(task, recipe, "desloc", 1, train, measures)
+        return row["test/loss"]
+
+    use = one_plan.USES["desloc"]
+    rarely, always = loss(use), loss(use._replace(moments=(1, 1)))
+    means = {"mu": "mean", "nu": "mean"}
+    rounds = local_opt.local_rounds(optimizers.inner(recipe), sync_opt_state=means)
+    monkeypatch.setattr(one_plan, "rounds_of", lambda *_: rounds)
+    together = loss(use._replace(rounds="local_rounds", moments=None))
+    np.testing.assert_allclose(always, together, rtol=1e-5)
+    assert abs(rarely - always) > 1e-4
+
+
+def test_an_arm_may_be_the_words_of_a_rule():
+    task, recipe = recipes.load("digits_mlp")
+    use = one_plan.use_of("qsr+alpha2")
+    assert (use.label, use.rounds) == ("QSR, 2 x alpha", "local_rounds")
+    double = recipe._replace(growth=2 * recipe.growth)
+    assert (
+        one_plan.plan_of(use, task, recipe)[0]
+        == one_plan.plan_of(one_plan.USES["qsr"], task, double)[0]
+    )
 
 
 def test_commands_print_their_tables(tmp_path, capsys):
