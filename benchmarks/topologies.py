@@ -28,7 +28,7 @@ from jax.sharding import Mesh
 
 import syncopate
 from benchmarks.hlo import Collective, collectives_of
-from experiments.compare import cost, one_run, search
+from experiments.compare import commands, cost
 from experiments.compare.study import Study, define_flags
 from experiments.data.base import Recipe, Task
 from experiments.report.tables import markdown, show_bytes
@@ -300,10 +300,9 @@ def planned(name: str, arguments: list[str]) -> tuple[Task, Recipe, Study, flags
     define_flags(module.STUDY, values) if is_study else module.define_flags(values)
     values([name, *with_presets(arguments), "--dry_run"])
     if is_study:
-        task, recipe, _, study = search.resolved(module.STUDY, values)
+        task, recipe, _, study = commands.resolved_study(module.STUDY, values)
     else:
-        task, recipe, arm = one_run.resolved(values)
-        study = Study("train", {"run": arm}, values.task, None, (), ())
+        task, recipe, study = commands.resolved_run(module.ALONE, values)
     return task, recipe, study, values
 
 

@@ -20,11 +20,16 @@ from absl import flags as absl_flags
 from experiments import entry
 from experiments.compare import flags
 from experiments.compare.arms import define_decisions
+from experiments.compare.study import Study
 from experiments.data.base import RATE, SEED
+from experiments.report.statistics import Criterion
+
+# A study of one arm, which its flags say.
+ALONE = Study("train", {}, "digits_cosine", Criterion(), columns=(), panels=())
 
 
 def define_flags(values: absl_flags.FlagValues) -> None:
-    flags.define(values, "task", "setting", "run", "forecast", task="digits_cosine", evaluations=10)
+    flags.define(values, "task", "setting", "run", "forecast", task=ALONE.recipe, evaluations=10)
     with flags.shown(values, f"{entry.GROUP}the decisions"):
         define_decisions(values, order="cd_grab", sync="qsr", echo="none")
     with flags.shown(values):
@@ -35,10 +40,10 @@ def define_flags(values: absl_flags.FlagValues) -> None:
 
 
 def run(values: absl_flags.FlagValues) -> None:
-    """Trains with parsed flags, as `study.one_run` does."""
-    from experiments.compare import one_run
+    """Trains with parsed flags, as `commands.run_alone` does."""
+    from experiments.compare import commands
 
-    one_run.run(values)
+    commands.run_alone(ALONE, values)
 
 
 if __name__ == "__main__":

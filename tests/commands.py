@@ -12,7 +12,7 @@ import numpy as np
 from absl import flags as absl_flags
 
 from experiments import train
-from experiments.compare import search, study
+from experiments.compare import commands, study
 from tests.cases import FAST_XLA
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -69,7 +69,7 @@ def parsed(module, *arguments):
 
 def study_run(module, arguments, folder):
     """What `study.main` does, in flags of its own."""
-    search.run(module.STUDY, parsed(module, *arguments, f"--output_dir={folder}"))
+    commands.run_study(module.STUDY, parsed(module, *arguments, f"--output_dir={folder}"))
 
 
 def train_run(arguments, folder):

@@ -73,34 +73,26 @@ def _flag_of(word: str, kinds: Iterable[str]) -> tuple[str | None, str]:
     return None, word
 
 
+@functools.cache  # programs are shared by rows that are the same
 def row_of(kind: str, text: str) -> Any:
     """What a row of a table gives with options, of words such as "cd_grab+sketch64" of "order"."""
     (words,) = parsed(text, (kind,)).values()
-    return _made(kind, words.pop(kind), tuple(words.items()))
-
-
-@functools.cache  # programs are shared by rows that are the same
-def _made(kind: str, name: str, words: tuple[tuple[str, str], ...]) -> Any:
-    values, labels = {}, []
-    for flag, word in words:
-        able = [row for row in TABLES[kind] if _value(kind, row, flag, word) is not None]
-        if name not in able:
-            text = "+".join([name, *(word for _, word in words)])
+    name, values, labels = words.pop(kind), {}, []
+    options = {row: options_of(kind, row) for row in TABLES[kind]}
+    for flag, word in words.items():
+        able = {row: of[flag].value(flag, word) for row, of in options.items() if flag in of}
+        if able.get(name) is None:
+            rows = ", ".join(row for row, value in able.items() if value is not None)
             raise UserError(
-                f"--{kind} is {text}: {name} cannot be {word} (--{flag}): choose one of "
-                f"{', '.join(able)}, or leave {word} out."
+                f"--{kind} is {'+'.join([name, *words.values()])}: {name} cannot be {word} "
+                f"(--{flag}): choose one of {rows}, or leave {word} out."
             )
-        option, values[flag] = options_of(kind, name)[flag], _value(kind, name, flag, word)
-        text = word if option.words else values[flag]
-        labels.append(option.label.format(option.names.get(word, text)))
+        option, values[flag] = options[name][flag], able[name]
+        shown = word if option.words else values[flag]
+        labels.append(option.label.format(option.names.get(word, shown)))
     row = TABLES[kind][name]
     row = row(**values) if callable(row) else row
     return row._replace(label=", ".join([row.label, *labels]))
-
-
-def _value(kind: str, name: str, flag: str, word: str) -> Any:
-    option = options_of(kind, name).get(flag)
-    return option and option.value(flag, word)
 
 
 class Arm:

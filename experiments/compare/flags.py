@@ -12,7 +12,6 @@ with bounds; `base.Real` refuses nan, too.
 """
 
 import contextlib
-import functools
 import inspect
 import os
 import sys
@@ -189,18 +188,16 @@ def setting_from_flags(values: flags.FlagValues) -> tuple[Task, Recipe]:
     processes.say(f"Preparing {values.task}: data", file=sys.stderr)
     chosen = given(values, choices())
     recipes.check_choices(values.task, chosen)
-    abstract = "dry_run" in values and values.dry_run  # its group of flags may not be defined
-    small = "tiny" in values and values.tiny
-    load = functools.partial(recipes.load, values.task, values.data_dir, **chosen)
-    task, recipe = load(abstract=abstract or small)
-    on_one_device = recipe.run
-    recipe = recipe._replace(**recipe_fields(values))
-    if small and recipe.run == "mesh":
-        recipe = recipe._replace(run=on_one_device)
+    # Their groups of flags may not be defined.
+    abstract, small = (name in values and values[name].value for name in ("dry_run", "tiny"))
+    place, fields = (values.task, values.data_dir), recipe_fields(values)
+    task, recipe = recipes.load(*place, abstract=abstract or small, **chosen)
     if not small:
-        return task, recipe
-    sizes, place = sizes_of(task, recipe), (values.task, values.data_dir)
-    return tiny.load(*place, recipe, sizes, abstract=abstract, **chosen)
+        return task, recipe._replace(**fields)
+    if fields.get("run") == "mesh":  # it stays on one device
+        del fields["run"]
+    recipe = recipe._replace(**fields)
+    return tiny.load(*place, recipe, sizes_of(task, recipe), abstract=abstract, **chosen)
 
 
 def recipe_fields(values: flags.FlagValues) -> dict:
@@ -223,11 +220,10 @@ def settings(values: flags.FlagValues, recipe: Recipe) -> Mapping:
     from experiments import fingerprints
 
     shared = {k: v for k, v in recipe._asdict().items() if k != "learning_rates"}
-    further = {name: values[name].value for name in ("input", "step_seconds") if name in values}
     shared |= fingerprints.jax_settings()
-    if values.tiny:
-        further["tiny"] = True
-    return {"task": values.task, **given(values, choices()), **shared, **further}
+    shared |= {name: values[name].value for name in ("input", "step_seconds") if name in values}
+    shared |= {"tiny": True} if values.tiny else {}
+    return {"task": values.task, **given(values, choices()), **shared}
 
 
 def folder_of(values: flags.FlagValues, name: str) -> str:

@@ -1,7 +1,7 @@
 """Studies: comparisons of arms, their flags, and the `main` that runs any of them.
 
 A study is one file: a table of arms, a `Study`, and `study.main(STUDY)`. All have one protocol,
-that of `search`, which needs JAX and is imported when a study runs.
+that of `search`; `commands` carries it out, needs JAX, and is imported when a study runs.
 """
 
 import functools
@@ -57,8 +57,8 @@ def main(study: Study) -> None:
     """Runs a study from the command line, as `python -m` does."""
 
     def run(values):
-        from experiments.compare import search
+        from experiments.compare import commands
 
-        search.run(study, values)
+        commands.run_study(study, values)
 
     entry.main(functools.partial(define_flags, study), run, defaults=flags.defaults)

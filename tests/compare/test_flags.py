@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments import cd_grab, combined, echoing, qsr, train
-from experiments.compare import flags, one_run, recipes, search
+from experiments.compare import commands, flags, recipes
 from experiments.compare.arms import arm_from_flags, options_of, plans_of
 from experiments.compare.rows import TABLES
 from experiments.data import TASKS, Recipe, base
@@ -262,8 +262,7 @@ def test_any_flags_give_plans_or_an_error_that_names_one_of_them(chosen):
 
 @pytest.fixture(autouse=True)
 def _nothing_is_forecast(monkeypatch):
-    for module in (search, one_run):
-        monkeypatch.setattr(module, "dry_run", lambda *args: "")
+    monkeypatch.setattr(commands, "dry_run", lambda *args: "")
 
 
 def run(name, *arguments):
@@ -274,7 +273,7 @@ def run(name, *arguments):
     except absl_flags.Error as error:
         raise ValueError(str(error)) from error
     if hasattr(module, "STUDY"):
-        return search.run(module.STUDY, values)
+        return commands.run_study(module.STUDY, values)
     return (getattr(module, "run", None) if name in ("train", "advise") else module.main)(values)
 
 

@@ -10,11 +10,11 @@ import sys
 import pytest
 
 from experiments import cd_grab, echoing, qsr, slowrun
-from experiments.compare import flags, search, tiny
+from experiments.compare import commands, flags, tiny
 from experiments.compare.arms import arms_of
 from experiments.report import records
 from experiments.trainer import config
-from tests import commands
+from tests.commands import parsed as parsed_flags
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DATA = ROOT.parent / "shared" / "data"
@@ -60,7 +60,7 @@ def entrypoint(path):
 
 def parsed(path, *more):
     module = ENTRYPOINTS[entrypoint(path)]
-    return commands.parsed(module, f"--flagfile={path}", "--dry_run", *more)
+    return parsed_flags(module, f"--flagfile={path}", "--dry_run", *more)
 
 
 @functools.cache
@@ -126,7 +126,7 @@ def test_a_flag_after_a_preset_gives_the_other_networks_of_echoing(task, paramet
 @functools.cache
 def plan_of(name, *more):
     task, recipe = setting_of(FOLDER / f"{name}.flags", *more)
-    return search.sync_plans({"qsr": qsr.STUDY.arms["qsr"]}, task, recipe)["qsr"]
+    return commands.sync_plans({"qsr": qsr.STUDY.arms["qsr"]}, task, recipe)["qsr"]
 
 
 PUBLISHED_ROUNDS = {"qsr_vit_b_4096": 9711, "qsr_resnet152_4096": 24_792}

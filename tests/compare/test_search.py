@@ -5,12 +5,12 @@ import types
 
 import numpy as np
 
-from experiments.compare import search
+from experiments.compare import runs, search
 from experiments.compare.arms import Arm
-from experiments.compare.search import Run
 from experiments.compare.study import Study
 from experiments.data import TASKS
 from experiments.report import statistics
+from experiments.report.records import Run
 from experiments.report.statistics import Criterion
 from experiments.trainer import measure
 
@@ -30,6 +30,10 @@ def trainer_of(train):
     )
 
 
+def words_of(run):
+    return {"study": "fake", **run._asdict(), **ARMS[run.arm].words}
+
+
 def searched(accuracy, *, diverges=lambda run: False, of=None, **options):
     """(runs that were trained, each at once and with `accuracy(run)`; records; those written)."""
     trained, written = [], []
@@ -38,7 +42,8 @@ def searched(accuracy, *, diverges=lambda run: False, of=None, **options):
         trained.append(run)
         for i in range(len(kept), 2):
             on_record(
-                {
+                words_of(run)
+                | {
                     "step": 5 * (i + 1),
                     "seconds": 1.0,
                     "ended": i == 1,
@@ -48,7 +53,7 @@ def searched(accuracy, *, diverges=lambda run: False, of=None, **options):
                     "diverged": "at once" if i == 1 and diverges(run) else None,
                 }
             )
-        return 0
+        return types.SimpleNamespace(stopped=0)
 
     result, stopped = search.search(
         of or asked(), trainer_of(go), on_record=written.append, **options
@@ -144,8 +149,9 @@ def test_slow_input_is_tuned_and_then_reported_with_all_seeds_at_the_best_rate()
 def test_finalists_are_those_of_averaged_weights_too():
     def go(run, kept, on_record, on_step):
         scalars = {"valid/accuracy": near(0.1)(run), "valid/accuracy/averaged": near(0.4)(run)}
-        on_record({"step": 10, "seconds": 1.0, "ended": True, "diverged": None} | scalars)
-        return 0
+        ended = {"step": 10, "seconds": 1.0, "ended": True, "diverged": None}
+        on_record(words_of(run) | ended | scalars)
+        return types.SimpleNamespace(stopped=0)
 
     result, _ = search.search(asked(finalists=1), trainer_of(go), seeds=2)
     tried = {(r["learning_rate"], r["seed"]) for r in result if r["arm"] == "a"}
@@ -153,15 +159,15 @@ def test_finalists_are_those_of_averaged_weights_too():
 
 
 def test_a_signal_stops_a_search_and_a_killed_one_is_cleaned_up(tmp_path):
-    stopping = trainer_of(lambda *_: signal.SIGTERM)
+    stopping = trainer_of(lambda *_: types.SimpleNamespace(stopped=signal.SIGTERM))
     assert search.search(asked(), stopping, seeds=2) == ([], signal.SIGTERM)
     ended, cut = Run("a", None, 0.1, 0, "run"), Run("a", None, 0.1, 1, "run")
     whole = [{**ended._asdict(), "step": 9, "ended": True}]
     rest = [{**cut._asdict(), "step": step, "ended": False} for step in (0, 4, 6)]
-    assert search.kept_records(str(tmp_path), whole + rest) == whole
+    assert runs.kept_records(str(tmp_path), whole + rest) == whole
     for run in (ended, cut):
         (tmp_path / "checkpoints" / run.name / "4").mkdir(parents=True)
-    assert search.kept_records(str(tmp_path), whole + rest) == whole + rest[:2]
+    assert runs.kept_records(str(tmp_path), whole + rest) == whole + rest[:2]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [cut.name]
 
 
@@ -169,10 +175,10 @@ def test_a_run_ends_once_both_halves_reach_the_target():
     criterion = Criterion("valid/accuracy", False, "target", 0.5)
     first = {"step": 1, "valid/accuracy": 0.6, "test/accuracy": 0.4}
     later = {"step": 2, "valid/accuracy": 0.4, "test/accuracy": 0.5}
-    ends = search.ends_at(criterion)
+    ends = runs.ends_at(criterion)
     assert not ends(first) and ends(later)
-    assert search.ends_at(criterion, [first])(later)
-    assert not search.ends_at(Criterion())(later)
+    assert runs.ends_at(criterion, [first])(later)
+    assert not runs.ends_at(Criterion())(later)
 
 
 def test_a_run_is_evaluated_as_the_recipe_says():

@@ -1,14 +1,16 @@
 """What a run compiles and imports, and what the first command does and does not do twice."""
 
 import json
+import signal
 import subprocess
 import sys
 
 import pytest
 
 from experiments import cd_grab
-from experiments.compare import flags, recipes, search
+from experiments.compare import flags, recipes, runs, search
 from experiments.report import tables
+from experiments.report.records import Run
 from experiments.trainer import measure, train
 from tests import commands, little_run
 from tests.compiled_runs import compilations
@@ -142,8 +144,14 @@ def test_the_comparison_is_short_only_where_no_flag_says_what_is_compared(argume
 )
 def test_one_arm_is_compared_with_the_baseline(given, arms, tmp_path, monkeypatch):
     run = []
-    monkeypatch.setattr(search, "_carry_out", lambda *args: run.append([*args[1].arms]))
-    commands.study_run(cd_grab, [f"--arms={given}", "--seeds=1"], tmp_path)
+
+    def stopped(study, *args, **options):
+        run.append([*study.arms])
+        return [], signal.SIGTERM
+
+    monkeypatch.setattr(search, "search", stopped)
+    with pytest.raises(SystemExit):
+        commands.study_run(cd_grab, [f"--arms={given}", "--seeds=1"], tmp_path)
     assert run == [arms]
 
 
@@ -165,12 +173,12 @@ def test_programs_are_compiled_before_the_runs_and_bounds_once_for_all_orders(mo
     monkeypatch.setattr(
         measure, "order_bounds", lambda *a, **k: made.append(bounds(*a, **k)) or made[-1]
     )
-    trains = search.Trainer(cd_grab.STUDY, task, recipe)
+    trains = runs.Trainer(cd_grab.STUDY, task, recipe)
     arms = ("rr", "id_pair", "cd_grab")
     trains.prepare((arm, None) for arm in arms)
     with compilations() as compiled:
         for arm in arms:
             for seed in range(2):
-                trains.train(search.Run(arm, None, 0.1, seed, "run"), [], records.append)
+                trains.train(Run(arm, None, 0.1, seed, "run"), [], records.append)
     assert not compiled and len(made) == 1 and made[0]._cache_size() == 1
     assert all("bound/linf" in record for record in records)

@@ -17,7 +17,8 @@ from scipy import stats
 from docs import numbers
 from experiments import cd_grab, claims, echoing, herding, qsr
 from experiments.claims import Claim, Effect, effect_of, ratio, verdict
-from experiments.compare import recipes, search
+from experiments.compare import commands, recipes, search
+from experiments.compare.runs import Trainer
 from experiments.report import archive, statistics
 from experiments.report.statistics import LOSS, Criterion, compare, data_of, frame, paired
 
@@ -365,10 +366,10 @@ def trained(chosen, name, arms, *, speeds=(), **fields):
     recipe, arms = recipe._replace(**fields), {arm: chosen.arms[arm] for arm in arms}
     criterion = chosen.criterion._replace(target=recipe.target)
     chosen = chosen._replace(arms=arms, speeds=speeds, criterion=criterion)
-    trains = search.Trainer(chosen, task, recipe, step_seconds=1e-4)
+    trains = Trainer(chosen, task, recipe, step_seconds=1e-4)
     result, _ = search.search(chosen, trains, seeds=5)
     labels = {name: arm.label for name, arm in arms.items()}
-    plans = {} if speeds else search.sync_plans(arms, task, recipe)
+    plans = {} if speeds else commands.sync_plans(arms, task, recipe)
     return statistics.compare(statistics.data_of(result), labels, criterion, plans)
 
 
