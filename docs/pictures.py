@@ -246,6 +246,36 @@ def uses(path: str) -> None:
     plots.effects(responses, path, "Digits", "less parallel, paired by seed")
 
 
+FAMILIES = {  # arms of the sweep of alpha by their first word
+    "qsr": "QSR, alpha x 0.5, 1, 2, 4",
+    "matched": "constant H of as many syncs",
+    "post_local": "post-local, switch at 0.3 to 0.9",
+    "swap": "SWAP, switch at 0.3 to 0.9",
+}
+
+
+def alpha(path: str) -> None:
+    """Test accuracies less those of parallel training, over syncs, of rules by their parameter."""
+    compared = archive.load("alpha_digits")
+    values, styles = statistics.frame(compared), plots.styles_of(["parallel", *FAMILIES])
+    figure, axes = plots.panes(1, 1, (8, 5))
+    for family, label in FAMILIES.items():
+        arms = [arm for arm in compared.arms if arm.split("+")[0] == family]
+        points = []
+        for arm in arms:
+            gains = 100 * statistics.paired(values, arm, "parallel", "test/accuracy")
+            points.append((values.loc[arm]["rounds"].mean(), *statistics.interval(gains)))
+        syncs, mean, half = np.transpose(sorted(points))
+        style = styles[family] | {"markevery": None, "label": label}
+        axes[0][0].errorbar(syncs, mean, half, capsize=3, **style)
+    axes[0][0].axhline(0, color=plots.BLACK, linewidth=1, label="parallel, 2,000 syncs")
+    axes[0][0].set(xscale="log", xlabel="syncs in 2,000 steps", ylabel="accuracy / points")
+    axes[0][0].grid(alpha=0.3)
+    plots.legend(figure)
+    title = "Digits, 4 workers: less parallel, paired by seed"
+    plots.save(figure, path, f"{title}, 95 % intervals over 8 seeds")
+
+
 WHOLE = {"full": "full shuffle", "file": "file order", "buffer": "file order, buffer of 1/16"}
 READ = {  # how: a colour, a marker and a line
     "full shuffle": (plots.BLACK, "o"),
@@ -332,6 +362,7 @@ COINS = (  # at e times the rates no echo is the same
 SLOWRUN = "rr+documents", "rr", "rr+shifted", "cd_grab", "cd_grab+shifted"
 PICTURES = {  # a function and its arguments after the path
     "algorithm2_digits.png": (curves, "algorithm2_digits", "digits", COUNTS, 4, COINS),
+    "alpha.png": (alpha,),
     "blocks_constant_rate.png": (blocks, "constant"),
     "blocks_constant_rate_averaged.png": (blocks, "constant", statistics.AVERAGED),
     "blocks_cosine.png": (blocks, "cosine"),

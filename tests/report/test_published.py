@@ -109,6 +109,12 @@ def test_uses_of_one_plan():
     check_commands("one_plan_digits", whole)
 
 
+def test_alpha_and_switches():
+    whole = page("alpha.md")
+    check(one_plan.table(archive.load("alpha_digits")), whole)
+    check_commands("alpha_digits", whole)
+
+
 @pytest.mark.parametrize("name", ["order_rates", "echo_theory"])
 def test_exponents_of_theory(name):
     rows, whole = archive.rows_of(archive.FOLDER / name), page(f"{name}.md")
