@@ -23,13 +23,18 @@ from syncopate.refusals import UserError
 def options_of(kind: str, name: str | None = None) -> dict[str, Option]:
     """The options of a row, or of all rows of a table, by their keyword."""
     rows, options = TABLES[kind].values() if name is None else [TABLES[kind][name]], {}
-    signatures = [inspect.signature(row).parameters for row in rows if callable(row)]
-    for parameters in sorted(signatures, key=len, reverse=True):
-        for flag, parameter in parameters.items():
-            option = parameter.annotation
+    for of_row in sorted(map(_options, rows), key=len, reverse=True):
+        for flag, option in of_row.items():
             words = {**option.words, **(options[flag].words if flag in options else {})}
             options[flag] = option._replace(words=words)
     return options
+
+
+def _options(row: Any) -> dict[str, Option]:
+    """The options of a row: keywords of its function, and of the rule that this is given."""
+    functions = filter(callable, (row, *getattr(row, "args", ())))
+    parameters = [p for f in functions for p in inspect.signature(f).parameters.values()]
+    return {p.name: p.annotation for p in parameters if isinstance(p.annotation, Option)}
 
 
 def choices_of(kind: str) -> str:

@@ -1,10 +1,11 @@
 """The three tables of decisions: a new order, synchronisation rule or echo policy is one row.
 
 A row is an Order, a SyncRule or an EchoPolicy, or a function of options that returns one. Options
-are the keywords of that function: `sketch` of "cd_grab" is the flag --sketch=256, and the word
-"cd_grab+sketch256" of an arm. What makes a plan says by its keywords which fields of a recipe it
-follows, and other flags are refused. The library, and with it JAX, is imported where
-`syncopate.ordering` or `syncopate.local_opt` is first asked for.
+are the keywords of that function, and those with a default of its rule: `sketch` of "cd_grab" is
+the flag --sketch=256, and the word "cd_grab+sketch256" of an arm. What makes a plan says by its
+keywords without a default which fields of a recipe it follows, and other flags are refused. The
+library, and with it JAX, is imported where `syncopate.ordering` or `syncopate.local_opt` is first
+asked for.
 """
 
 import functools
@@ -283,72 +284,41 @@ def local_rounds(
     correction: CORRECTION = None,
     outer: OUTER_OPTIMIZER = None,
     align: ALIGN = None,
+    **of_rule,
 ) -> SyncRule:
-    """A rule of local steps, which know their drift."""
+    """A rule of local steps, which know their drift; `of_rule` are options of the rule."""
+    rule = functools.partial(rule, **of_rule) if of_rule else rule
     options = {"compress": compress, "correction": correction, "outer": outer}
     options = {name: make for name, make in options.items() if make}
     return SyncRule(label, rule, rounds_of("local_rounds", drift=True, **options), compress, align)
-
-
-def switched_rounds(
-    label: str,
-    rule: Callable,
-    usual: float,
-    *,
-    switch: SWITCH = None,
-    compress: COMPRESS = None,
-    correction: CORRECTION = None,
-    outer: OUTER_OPTIMIZER = None,
-    align: ALIGN = None,
-) -> SyncRule:
-    """A rule of local steps that changes once, at `switch`."""
-    rule = functools.partial(rule, switch or usual)
-    return local_rounds(
-        label, rule, compress=compress, correction=correction, outer=outer, align=align
-    )
-
-
-def grown_rounds(
-    label: str,
-    rule: Callable,
-    *,
-    alpha: ALPHA = 1.0,
-    compress: COMPRESS = None,
-    correction: CORRECTION = None,
-    outer: OUTER_OPTIMIZER = None,
-    align: ALIGN = None,
-) -> SyncRule:
-    """A rule of local steps that follows QSR's alpha."""
-    rule = functools.partial(at_alpha, alpha, rule)
-    return local_rounds(
-        label, rule, compress=compress, correction=correction, outer=outer, align=align
-    )
 
 
 def constant(run: RunConfig, *, h_base: int):
     return syncopate.local_opt.constant(h_base, total_steps=run.total_steps)
 
 
-def qsr(run: RunConfig, power: float = 2, *, h_base: int, growth: float):
+def qsr(run: RunConfig, power: float = 2, *, h_base: int, growth: float, alpha: ALPHA = 1.0):
     return syncopate.local_opt.qsr(
         run.rates,
         total_steps=run.total_steps,
-        alpha=growth,
+        alpha=alpha * growth,
         h_base=h_base,
         power=power,
         warmup_steps=run.recipe.warmup_steps,
     )
 
 
-def matched(run: RunConfig, *, h_base: int, growth: float):
+def matched(run: RunConfig, *, h_base: int, growth: float, alpha: ALPHA = 1.0):
     """The least constant H of no more rounds than QSR."""
-    rounds = qsr(run, h_base=h_base, growth=growth).rounds
+    rounds = qsr(run, h_base=h_base, growth=growth, alpha=alpha).rounds
     return constant(run, h_base=-(-run.total_steps // rounds))
 
 
-def at_volume_of_qsr(power: float, run: RunConfig, *, h_base: int, growth: float):
+def at_volume_of_qsr(
+    power: float, run: RunConfig, *, h_base: int, growth: float, alpha: ALPHA = 1.0
+):
     """Another power, with the least alpha, found by bisection, of no more rounds than QSR."""
-    wanted = qsr(run, h_base=h_base, growth=growth).rounds
+    wanted = qsr(run, h_base=h_base, growth=growth, alpha=alpha).rounds
     low, high = 1e-3 * run.rates.max(), 1e3 * run.rates.max()
     for _ in range(30):
         middle = (low * high) ** 0.5
@@ -368,16 +338,12 @@ def _switched(run: RunConfig, name: str, switch: float, before: int, after: int)
     )
 
 
-def post_local(switch: float, run: RunConfig, *, h_base: int):
+def post_local(run: RunConfig, *, h_base: int, switch: SWITCH = 0.5):
     return _switched(run, "post-local", switch, 1, h_base)
 
 
-def swap(switch: float, run: RunConfig, *, h_base: int):
+def swap(run: RunConfig, *, h_base: int, switch: SWITCH = 0.8):
     return _switched(run, "SWAP", switch, h_base, run.total_steps)
-
-
-def at_alpha(factor: float, rule: Callable, run: RunConfig, *, h_base: int, growth: float):
-    return rule(run, h_base=h_base, growth=factor * growth)
 
 
 def every_load(run: RunConfig):
@@ -405,12 +371,12 @@ SYNC_RULES: dict[str, SyncRule | Callable[..., SyncRule]] = {
     ),
     "accumulate": SyncRule("gradient accumulation", constant, rounds_of("accumulated_rounds")),
     "constant": functools.partial(local_rounds, "constant H", constant),
-    "matched": functools.partial(grown_rounds, "constant H, as many syncs as QSR", matched),
-    "post_local": functools.partial(switched_rounds, "post-local", post_local, 0.5),
-    "swap": functools.partial(switched_rounds, "SWAP", swap, 0.8),
-    "inverse": functools.partial(grown_rounds, "H ~ 1/η", functools.partial(at_volume_of_qsr, 1)),
-    "qsr": functools.partial(grown_rounds, "QSR", qsr),
-    "cubic": functools.partial(grown_rounds, "H ~ 1/η³", functools.partial(at_volume_of_qsr, 3)),
+    "matched": functools.partial(local_rounds, "constant H, as many syncs as QSR", matched),
+    "post_local": functools.partial(local_rounds, "post-local", post_local),
+    "swap": functools.partial(local_rounds, "SWAP", swap),
+    "inverse": functools.partial(local_rounds, "H ~ 1/η", functools.partial(at_volume_of_qsr, 1)),
+    "qsr": functools.partial(local_rounds, "QSR", qsr),
+    "cubic": functools.partial(local_rounds, "H ~ 1/η³", functools.partial(at_volume_of_qsr, 3)),
     # What slow input asks for: e is the echo factor.
     "every_load": functools.partial(local_rounds, "once per load", every_load),
     "every_factor": functools.partial(local_rounds, "every e steps", every_factor),

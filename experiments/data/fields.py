@@ -1,4 +1,4 @@
-"""A row of a table says by its keyword-only parameters which hyper-parameters it follows."""
+"""A row of a table says by its keywords without a default which hyper-parameters it follows."""
 
 import functools
 import inspect
@@ -10,7 +10,7 @@ from typing import Any
 def fields_of(function: Callable) -> tuple[str, ...]:
     """The fields of a recipe that a function takes by keyword."""
     parameters = inspect.signature(function).parameters.values()
-    return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+    return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty)
 
 
 def called(function: Callable, fields: Any, *args):
