@@ -11,7 +11,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import local_opt
 from experiments.compare import rows
-from tests import reference
+from tests.plain_loop import Mean, history
 
 W = 4
 RATE, MOMENTUM = 0.05, 0.9
@@ -205,7 +205,18 @@ def run_segments(stream, segments, run="vmap", weights=None, lost=0.0, begin=Non
     return np.stack(history), params, state
 
 
-def expected_squares(plan=PLAN, clip=math.inf):
-    return reference.local_sgd(
-        flat(START), square_gradient, plan.periods, RATE, MOMENTUM, clip=clip
-    )
+def expected_squares(plan=PLAN, momentum=MOMENTUM, clip=math.inf, weights=None):
+    """As `run_squares`, by the plain loop in float64; weights [R, W] at every sync."""
+
+    def step(w, t, x, trace):
+        gradient = square_gradient(w, t, x)
+        trace = momentum * trace + gradient * min(1.0, clip / np.linalg.norm(gradient))
+        return x - RATE * trace, trace
+
+    weights = [None] * plan.rounds if weights is None else weights
+    means = {
+        end - 1: Mean(weights=each, state=set())
+        for end, each in zip(ends_of(plan), weights, strict=True)
+    }
+    start, traces = flat(START).astype(np.float64), [np.zeros(6)] * W
+    return history(step, start, traces, plan.total_steps, means)

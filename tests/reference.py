@@ -207,35 +207,6 @@ def weighted_mean(rows, weights):
     return total / over
 
 
-def local_sgd(params, gradient, periods, rate, momentum=0.0, clip=math.inf, weights=None):
-    """Local SGD (Stich 2019) with a momentum buffer per worker that stays local.
-
-    params [D] of all workers; gradient(worker, step, x) -> [D]; weights [R, W] of the workers at
-    every sync, None for equal ones. Returns the parameters [W, D] of the workers after every step,
-    for as many workers as `gradient.workers`.
-    """
-    workers = gradient.workers
-    x = [np.array(params, np.float64) for _ in range(workers)]
-    trace = [np.zeros(len(params)) for _ in range(workers)]
-    history, t = [], 0
-    weights = np.ones((len(periods), workers)) if weights is None else weights
-    for h, each in zip(periods, weights, strict=True):
-        for _ in range(h):
-            for w in range(workers):
-                g = gradient(w, t, x[w])
-                norm = np.sqrt(np.sum(g**2))
-                if norm > clip:
-                    g = g * clip / norm
-                trace[w] = momentum * trace[w] + g
-                x[w] = x[w] - rate * trace[w]
-            t += 1
-            if _ == h - 1:
-                mean = weighted_mean(x, each)
-                x = [mean.copy() for _ in range(workers)]
-            history.append(np.array(x))
-    return np.array(history)
-
-
 def outer_momentum(changes, rate, momentum, nesterov=False):
     """What momentum on the changes of rounds moves: DiLoCo's Nesterov, SlowMo's heavy ball."""
     velocity, moves = 0.0, []

@@ -17,22 +17,19 @@ from local_opt import presets
 from tests import reference
 from tests.problems import (
     COMPRESSORS,
-    MOMENTUM,
     NESTEROV,
     PLAN,
     RATE,
     RUNS,
     SGD,
-    START,
     W,
     assert_workers_bitwise_equal,
     copies,
     distance,
-    flat,
+    expected_squares,
     on_mesh,
     run_rounds,
     run_squares,
-    square_gradient,
     vmap,
 )
 from tests.shards import placed
@@ -161,9 +158,7 @@ def test_weights_are_one_number_more_and_without_them_nothing_changes(way):
 
 @pytest.mark.parametrize("run", ["vmap", "shard_map"])
 def test_every_sync_of_a_run_is_weighed_as_in_the_reference(run):
-    right = reference.local_sgd(
-        flat(START), square_gradient, PLAN.periods, RATE, MOMENTUM, weights=WEIGHTS
-    )
+    right = expected_squares(weights=WEIGHTS)
     result, state = run_squares(local_opt.local_steps(SGD, PLAN), RUNS[run], weights=WEIGHTS)
     assert distance(result, right) < 1e-6
     result, _ = run_rounds(local_opt.local_rounds(SGD), PLAN, RUNS[run], WEIGHTS)
