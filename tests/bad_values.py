@@ -3,6 +3,7 @@
 import dis
 import functools
 import inspect
+import itertools
 import os
 import signal
 import types
@@ -335,10 +336,15 @@ def _is_ours(error):
 
 
 def outcomes(calls: dict[str, Call], most: int | None = None) -> Iterator[tuple[str, Outcome]]:
-    """A description and the outcome for every call with every bad value, or for `most` each."""
+    """A description and the outcome for every call with every bad value, or for `most` each.
+
+    Few of them begin at another value for every argument, so that all kinds are tried.
+    """
+    places = itertools.count()
     for name, (run, valid, bad) in calls.items():
         for arg, values in bad.items():
-            for value in values[:most]:
+            start = next(places) % max(1, len(values)) if most else 0
+            for value in (values[start:] + values[:start])[:most]:
                 result = outcome(functools.partial(run, **valid | {arg: value}), arg, value)
                 yield f"{name}({arg}={described(value)})", result
 
