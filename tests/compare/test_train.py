@@ -9,6 +9,7 @@ from experiments.compare.arms import row_of
 from experiments.data.base import check_recipe
 from experiments.trainer import config, program
 from tests import reference
+from tests.cases import mostly_slow
 from tests.little_run import (
     PER_STEP,
     SETTING,
@@ -123,7 +124,7 @@ def test_workers_on_a_mesh_equal_simulated_ones_and_everything_is_compiled_once(
     assert compiled(built()) == [1] * 6, "whatever the plan, the seed and the end"
 
 
-@pytest.mark.parametrize("order", ["cd_grab", "rr+dealt"])
+@pytest.mark.parametrize("order", mostly_slow(("cd_grab", "rr+dealt"), quick=("cd_grab",)))
 def test_a_source_trains_as_arrays_do(order):
     source = EpochSource(task().train)
     rounds = row_of("sync", "qsr").rounds

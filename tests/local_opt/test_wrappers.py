@@ -202,7 +202,7 @@ MESHES, INSIDE = mostly_slow(RUNS, quick=("vmap",)), [*OPTIMIZERS, *LINKS, *SYNC
 
 
 @pytest.mark.parametrize("run", MESHES)
-@pytest.mark.parametrize("name", mostly_slow(INSIDE, quick=INSIDE[::2]))
+@pytest.mark.parametrize("name", mostly_slow(INSIDE, quick=INSIDE[::3]))
 def test_optax_inside_and_before_local_steps(name, run):
     policy, extra = dict.fromkeys(after_round(name), "mean") or "local", EXTRA.get(name, ())
     if name in WITHOUT_VMA and run == "shard_map":

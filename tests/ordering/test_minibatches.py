@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import ordering
 from ordering import echo
 from tests import tables
+from tests.cases import mostly_slow
 from tests.echo_source import Source, Uses, assert_same, batch
 
 KEY, PARTS = jax.random.key(7), 2
@@ -146,8 +147,10 @@ def test_an_order_observes_minibatches_as_it_observes_batches(name, options):
         assert (units - units[..., :1] == np.arange(size)).all(), "units stay whole"
 
 
-@pytest.mark.parametrize("workers", [None, 2])
-@pytest.mark.parametrize("name", ["grab", "random_reshuffling"])
+RESUMED = [("grab", 2), ("random_reshuffling", None), ("grab", None), ("random_reshuffling", 2)]
+
+
+@pytest.mark.parametrize("name,workers", mostly_slow(RESUMED, quick=RESUMED[:2]))
 def test_a_run_with_an_order_resumes_between_any_two_minibatches(name, workers):
     options = {"workers": workers}
     whole, _ = steps_of(name, 2, 26, **options)

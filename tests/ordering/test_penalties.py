@@ -76,7 +76,7 @@ def with_key(loss):
     return lambda params, batch, key: loss(params, batch)
 
 
-OFTEN = ("L2", "times a weight of the unit", "scan", "a teacher", "remat")  # others are like them
+OFTEN = ("L2", "scan", "remat")  # others are like them
 
 
 @pytest.mark.parametrize("scaled", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -102,7 +102,7 @@ BOTH_WAYS = ("grab", "cd_grab_walk", "global")
 CHANGES = [(name, 3, 2) for name in (*FIXED, *GLOBAL)] + [(name, 2, 3) for name in BOTH_WAYS]
 
 
-@pytest.mark.parametrize("name,before,after", mostly_slow(CHANGES, quick=CHANGES[::2]))
+@pytest.mark.parametrize("name,before,after", mostly_slow(CHANGES, quick=CHANGES[::3]))
 def test_each_unit_is_visited_once_per_epoch_across_a_resize(name, before, after):
     _, first, _, next_epoch = compiled(name, before)
     order, fresh, _, following = compiled(name, after)

@@ -190,7 +190,7 @@ def test_optimizers_that_divide_by_something_else_are_refused(optimizer):
 BY_THE_ROOT = "adam adamw adabelief lamb nadam nadamw radam rmsprop yogi".split()
 
 
-@pytest.mark.parametrize("name", mostly_slow(BY_THE_ROOT, quick=("lamb", "radam", "yogi")))
+@pytest.mark.parametrize("name", mostly_slow(BY_THE_ROOT, quick=("radam", "yogi")))
 def test_optimizers_that_divide_by_the_root_are_taken(name):
     optimizer = getattr(optax, name)(optax.cosine_decay_schedule(0.1, 1000))
     for each in (optimizer, optax.chain(optax.clip_by_global_norm(1.0), optimizer)):

@@ -16,6 +16,7 @@ from experiments import entry, files, lock
 from experiments.report import archive
 from experiments.report import records as records_of
 from experiments.trainer import checkpoint
+from tests.cases import mostly_slow
 from tests.commands import ROOT, SAVED, environment, records, train_run
 from tests.refused import refuses
 
@@ -29,18 +30,6 @@ test_only_objects_of_strict_json_are_read = refuses({
 def test_numbers_that_are_not_finite_are_null():
     value = {"a": float("nan"), "b": [np.float32(np.inf), (1, np.arange(2))], 3: None}
     assert files.dumps(value) == '{"a": null, "b": [null, [1, [0, 1]]], "3": null}'
-
-
-def test_json_goes_through_one_module():
-    used = [
-        f"{path.relative_to(ROOT)}: {call}"
-        for folder in ("experiments", "syncopate", "ordering", "local_opt", "models", "notebooks")
-        for path in (ROOT / folder).rglob("*.py")
-        if path.name != "files.py" and path.parent.name != "distributed"  # no file holds it there
-        for call in re.findall(r"json\.(?:dump|load)s?\(.*", path.read_text())
-        if "dump" in call and "allow_nan=False" not in call or folder == "experiments"
-    ]
-    assert not used
 
 
 def refusing(monkeypatch, owner, name, wanted, number):
@@ -140,11 +129,9 @@ WRITES = {
     "a plan": (os, "replace", "sync_plan.json"),
     "the model": (checkpoint, "export", ""),
 }
-OFTEN = ("a record", "a checkpoint")
-slowly = [p if p in OFTEN else pytest.param(p, marks=pytest.mark.slow) for p in WRITES]
 
 
-@pytest.mark.parametrize("what", slowly)
+@pytest.mark.parametrize("what", mostly_slow(WRITES, quick=("a checkpoint",)))
 def test_a_run_continues_once_there_is_room(tmp_path, monkeypatch, finished, what):
     with monkeypatch.context() as patch:
         refusing(patch, *WRITES[what], errno.ENOSPC)

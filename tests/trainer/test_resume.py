@@ -20,6 +20,7 @@ from experiments.compare.rows import TABLES
 from experiments.distributed import processes
 from experiments.trainer import checkpoint, pipeline, timeline, train
 from ordering.echo import EchoPlan, adaptive
+from tests.cases import mostly_slow
 from tests.little_run import (
     STEPS,
     STREAMED,
@@ -76,9 +77,7 @@ FEW = [
 ]
 
 
-@pytest.mark.parametrize(
-    "case,options,every", [*FEW, *(pytest.param(*m, marks=pytest.mark.slow) for m in MANY)], ids=str
-)
+@pytest.mark.parametrize("case,options,every", mostly_slow([*FEW, *MANY], quick=FEW[1:]), ids=str)
 def test_a_run_goes_on_from_its_steps(case, options, every, tmp_path, monkeypatch):
     order, sync, echo = case
     if row_of("echo", echo).online:

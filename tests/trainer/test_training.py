@@ -18,6 +18,7 @@ from experiments.trainer import config, measure, program
 from experiments.trainer.config import Plans
 from ordering.echo import EchoPlan
 from tests import little_run, tables
+from tests.cases import mostly_slow
 from tests.sources import Examples
 from tests.words import each
 
@@ -131,7 +132,10 @@ def test_reshuffling_is_that_of_the_library(name):
         np.testing.assert_array_equal(result, state.current)
 
 
-@pytest.mark.parametrize("name", ["id_pair+dealt", "cd_grab+sketch16+dealt"])
+SIGNED = ("id_pair+dealt", "cd_grab+sketch16+dealt")
+
+
+@pytest.mark.parametrize("name", mostly_slow(SIGNED, quick=SIGNED[1:]))
 def test_units_that_are_dealt_are_all_visited_in_every_epoch(name):
     assert row_of("order", name).deals == config.UNITS
     _, records, orders = measured(name)
