@@ -141,7 +141,7 @@ def compiled(name, num_units, units_per_step):
     return init(keys), observe, sync, tables.vmap_workers(order.next_epoch)
 
 
-@pytest.mark.parametrize("name", OBSERVING)
+@pytest.mark.parametrize("name", mostly_slow(OBSERVING, quick=OBSERVING[::2]))
 def test_front_of_the_next_order_is_final(name):
     gradients = tables.whole_numbers((2, 7, 2))
     state, observe, sync, next_epoch = compiled(name, 7, 3)

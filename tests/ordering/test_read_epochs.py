@@ -14,6 +14,7 @@ import ordering
 from ordering import base
 from ordering.data import LoadError, read_epochs
 from tests import reads_of_two, tables
+from tests.cases import mostly_slow
 from tests.commands import start_two
 from tests.waiting import wait_for
 
@@ -74,7 +75,7 @@ def by_hand(name, num_units=13, size=3, epochs=3):
     return batches
 
 
-@pytest.mark.parametrize("name,num_units,size", CASES)
+@pytest.mark.parametrize("name,num_units,size", mostly_slow(CASES, quick=CASES[::2]))
 def test_batches_follow_every_epochs_order_and_resume_at_every_step(name, num_units, size):
     expected = by_hand(name, num_units, size)
     whole, states = train(name, num_units, size)

@@ -12,6 +12,7 @@ import ordering
 from ordering import echo
 from syncopate import mesh
 from tests import tables
+from tests.cases import mostly_slow
 
 W, M, B, D = 4, 6, 2, 3
 ROWS = tables.whole_numbers((W, M, D))
@@ -29,7 +30,7 @@ CASES = [(name, "vmap") for name in tables.ORDERS]
 CASES += [("cd_grab", "shard_map"), ("cd_grab_walk", "shard_map")]
 
 
-@pytest.mark.parametrize("name,over", CASES)
+@pytest.mark.parametrize("name,over", mostly_slow(CASES, quick=CASES[::2]))
 def test_an_order_uses_its_keys_once(name, over):
     order = tables.ORDERS[name].make(M, B)
 

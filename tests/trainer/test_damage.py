@@ -22,6 +22,7 @@ from experiments.fingerprints import data_hash
 from experiments.report import records
 from experiments.trainer import checkpoint
 from syncopate.refusals import UserError
+from tests.cases import mostly_slow
 from tests.commands import ROOT, SAVED, start, train_run
 from tests.little_run import STEPS, assert_same, built, plans_of, timeless, trained
 from tests.sources import EpochSource
@@ -56,13 +57,13 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+@pytest.mark.parametrize("damage", mostly_slow(DAMAGES, quick=("no facts", "no state")))
 def test_a_checkpoint_that_cannot_be_read_is_named_and_without_it_the_run_goes_on(
     saved, tmp_path, damage
 ):
     program, folder, state, result = saved
     folder = pathlib.Path(shutil.copytree(folder, tmp_path / "copy"))
-    damage(folder / "60")
+    DAMAGES[damage](folder / "60")
     before = files_of(folder)
     with pytest.raises(
         UserError, match=r"copy/60' cannot be read \(.+\): .* or delete it to go on"
