@@ -165,6 +165,18 @@ def _of_echoing():
     results["mobilenet_r8_more"] = Effects(-results["mobilenet_r8"].values)
     results["shakespeare_r8_seconds"] = times("echo_shakespeare", *pair, "seconds", speed=8)
     results["cosine"] = times("echo_digits", "diffusion", "diffusion+cosine", "loads", speed=4)
+    for name, arm, base, cost in (
+        ("coins", "algorithm2", "bernoulli", "loads"),
+        ("every", "bernoulli", "bernoulli_every", "loads"),
+        ("evenly", "diffusion", "bernoulli", "loads"),
+        ("both_coins", "diffusion", "algorithm2", "loads"),
+        ("average_per_load", "diffusion", "diffusion_coins", "rounds"),
+    ):
+        results[name] = times("algorithm2_digits", arm, base, cost, speed=4)
+    pair = "algorithm2", "bernoulli"
+    for cost in ("loads", "rounds"):
+        more = times("algorithm2_shakespeare", *pair, cost, speed=4)
+        results[f"gpt_coins_{cost}"] = Effects(-more.values)
     return results
 
 
@@ -243,6 +255,12 @@ PHRASES = {
         "MobileNet {mobilenet_r2:i} over 12", "ResNet {resnet_r8:i} over 6",
         "needs {resnet_gn_r2:i} times fewer loads", "took {cosine:i} times the loads",
         "({digits_r4} times at e = 4)", "{shakespeare_r8_seconds} (Shakespeare)",
+    ),
+    "docs/results/algorithm2.md": (
+        "{coins:i} times fewer loads than with one coin", "({every:i}, with one coin for loads)",
+        "needs {evenly:i} times fewer loads", "Algorithm 2, {both_coins:i}, nothing",
+        "{average_per_load:i} times as many",
+        "{gpt_coins_loads:i} times the loads and {gpt_coins_rounds:i} times the averages",
     ),
     "docs/results/found_together.md": (
         "CD-GraB with echo is {modelled_constant_order_echo} times as fast",

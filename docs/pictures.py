@@ -362,6 +362,7 @@ COINS = (  # at e times the rates no echo is the same
 SLOWRUN = "rr+documents", "rr", "rr+shifted", "cd_grab", "cd_grab+shifted"
 PICTURES = {  # a function and its arguments after the path
     "algorithm2_digits.png": (curves, "algorithm2_digits", "digits", COUNTS, 4, COINS),
+    "algorithm2_shakespeare.png": (curves, "algorithm2_shakespeare", "GPT", COUNTS, 4),
     "alpha.png": (alpha,),
     "blocks_constant_rate.png": (blocks, "constant"),
     "blocks_constant_rate_averaged.png": (blocks, "constant", statistics.AVERAGED),

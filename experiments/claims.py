@@ -46,6 +46,7 @@ RUNS = {
     "echo_resnet_gn": "CIFAR-10, ResNet-8 with group normalisation",
     "echo_digits": "digits, perceptron of two layers of 512",
     "algorithm2_digits": "digits, perceptron of two layers of 512, coins for syncs",
+    "algorithm2_shakespeare": "GPT, coins for syncs",
     "echo_mobilenet": "CIFAR-10, MobileNet-V2",
     "echo_shakespeare": "GPT",
 }
@@ -119,8 +120,9 @@ PUBLISHED = (
     *(Claim(run, f"error diffusion, R = {speed}, loads to the target", "loads",
             f"linear: {speed} times less", ratio(1, speed), "diffusion", "none", speed=speed)
       for run, speeds in ECHOED.items() for speed in speeds),
-    *(Claim("algorithm2_digits", f"Algorithm 2, R = 4, {cost} to the target", cost, *published,
+    *(Claim(run, f"Algorithm 2, R = 4, {cost} to the target", cost, *published,
             "algorithm2", "none", speed=4)
+      for run in ("algorithm2_digits", "algorithm2_shakespeare")
       for cost, *published in (("loads", "linear: 4 times less", ratio(1, 4)),
                                ("rounds", "no more than one per load", 0.0))),
     Claim("echo_digits", "R = 4, a falling p (cosine) against a constant p, loads", "loads", "less",

@@ -96,7 +96,7 @@ def test_the_arms_of_slow_input(name):
         check(tables.table(comparison, tables.ECHO_COLUMNS, speed), whole)
 
 
-@pytest.mark.parametrize("task", ["digits"])
+@pytest.mark.parametrize("task", ["digits", "shakespeare"])
 def test_coins_for_loads_and_syncs(task):
     name, whole = f"algorithm2_{task}", page("algorithm2.md")
     check(tables.table(archive.load(name), tables.COUNT_COLUMNS, 4), whole)
