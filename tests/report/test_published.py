@@ -105,8 +105,9 @@ def test_coins_for_loads_and_syncs(task):
 
 def test_uses_of_one_plan():
     whole = page("one_plan.md")
-    check(one_plan.table(archive.load("one_plan_digits")), whole)
-    check_commands("one_plan_digits", whole)
+    for name in ("one_plan_digits", "one_plan_gpt"):
+        check(one_plan.table(archive.load(name)), whole)
+        check_commands(name, whole)
 
 
 def test_alpha_and_switches():
