@@ -174,24 +174,23 @@ def slow_drift(path: str) -> None:
 
 
 def lags(path: str) -> None:
-    """The loss of a quadratic under echoing over that of fresh batches, by steps; exact."""
+    """The mean |grad F|^2 of a quadratic under echoing over that of fresh batches; exact."""
     figure, axes = plots.panes(1, 3, (12, 4), sharey=True)
-    shares, workers = echo_theory.SHARES, (4, 64, 1024)
-    losses = echo_theory.quadratic(shares, workers, 2**14)[1]
-    steps = np.arange(1, len(losses) + 1)
+    shares, workers = echo_theory.SHARES, echo_theory.NOISY_WORKERS
+    times, means = echo_theory.mean_squares(shares, workers, 2**14)
     colours = plots.styles_of([f"p = {p:g}" for p in shares])
-    for axis, w, of in zip(axes.flat, workers, np.moveaxis(losses, 2, 0), strict=True):
+    for axis, w, of in zip(axes.flat, workers, np.moveaxis(means, 2, 0), strict=True):
         for k, (p, (label, style)) in enumerate(zip(shares, colours.items(), strict=True)):
-            axis.plot(steps, of[:, k] / of[:, 0], label=label, color=style["color"])
-            axis.axhline(2 / p - 1, color=style["color"], linewidth=1, linestyle=":")
+            axis.plot(times, of[:, k] / of[:, 0], label=label, color=style["color"])
+            axis.axhline((2 / p - 1) ** 0.5, color=style["color"], linewidth=1, linestyle=":")
         axis.set(xscale="log", yscale="log", title=f"W = {w}", xlabel="steps T")
         axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("loss over that of fresh batches")
+    axes[0][0].set_ylabel("mean |∇F|² over that of fresh batches")
     plots.legend(figure)
     plots.save(
         figure,
         path,
-        "Quadratic, exact, the best of 27 rates (hence the waves)\ndotted: 2 / p - 1, all noise",
+        "Quadratic, exact, the best of 27 rates (hence the waves)\ndotted: √(2 / p - 1), all noise",
     )
 
 

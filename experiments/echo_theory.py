@@ -1,13 +1,15 @@
-r"""Tests the theory of echoing: how many loads a level takes, over p, steps and workers.
+r"""Tests the theory of echoing over p, steps T and workers W.
 
     python -m experiments.echo_theory  # quadratics exactly, two convex problems with seeds: minutes
+    python -m experiments.echo_theory --problems=hmda --data_dir=DIR  # another
 
 A step loads a fresh batch with probability p and else uses the last one again; each worker's
-parameters are averaged with probability p^c. Every number is at the best of many constant rates.
-On quadratics with additive noise the second moments follow a linear recursion, so that nothing is
-drawn. Least squares without noise at the optimum and regularised softmax regression on digits are
-trained, under the plans of `ordering.echo` and `local_opt`. docs/results/echo_theory.md explains
-the tables.
+parameters are averaged with probability p^c. Two things are measured: how many loads a level of
+the loss takes, and the mean over steps of |grad F|^2, which the theorem bounds. Every number is at
+the best of many constant rates. On quadratics with additive noise the second moments follow a
+linear recursion, so that nothing is drawn. Least squares without noise at the optimum, regularised
+softmax regression on digits and logistic regression on HMDA are trained, under the plans of
+`ordering.echo` and `local_opt`. docs/results/echo_theory.md explains the tables.
 """
 
 import functools
@@ -23,41 +25,64 @@ from experiments import entry
 from experiments.compare import flags as dialect
 from experiments.data.base import COUNT, FACTOR
 
-RATES = 1.7 ** np.arange(-7.0, 7)  # of a problem's own rate
+RATES = 1.7 ** np.arange(-9.0, 7)  # of a problem's own rate
 LEVELS = 10.0 ** -np.arange(0.5, 4.01, 0.5)  # of the loss above the optimum at the start
 COINS = ("per load", "every step", "algorithm 2", "own coins, every step", "own coins")
 FINE_RATES = 0.25 * 1.4 ** np.arange(-20.0, 7)  # of the quadratic
 SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)
-EXACT_WORKERS = (1, 64, 4096)
-LAG = 1.5  # times the loss of fresh batches: a run that echoes lags
+NOISY_WORKERS = (1, 16, 256)  # of the quadratic's mean |grad F|^2
+BOUND = -0.5  # the theorem's exponent of T and W
+WITHIN = 0.1  # of BOUND: the exponent of a doubling that counts as the theorem's
+EQUAL_LOADS = 128  # where shares are compared
+EXACT_LOADS = (4, 16, 64, 256, 1024)  # on the quadratic
 CURVATURES = np.geomspace(1.0, 0.05, 16)  # of the quadratic
 
 
-def moments(p: np.ndarray, workers: np.ndarray, steps: int) -> Iterator[np.ndarray]:
-    """Losses float64[P, W] of a quadratic after 1, 2, ... steps at the best rate, exactly.
+def moments(
+    p: np.ndarray, workers: np.ndarray, steps: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(loss, |grad F|^2), each float64[P, W, rates], of a quadratic after 0, 1, ... steps, exactly.
 
-    x' = x - eta (lambda x + xi), where xi ~ N(0, 1 / W) is drawn anew with probability p.
+    x' = x - eta (lambda x + xi), where xi ~ N(0, 1 / W) is drawn anew with probability p. Both are
+    shares of what they are at the start.
     """
     p = np.reshape(p, (-1, 1, 1, 1))
     noise = 1 / np.reshape(workers, (1, -1, 1, 1))
     rate = FINE_RATES[:, None]
     kept = 1 - rate * CURVATURES
     square, product = np.ones(np.broadcast_shapes(p.shape, noise.shape, kept.shape)), 0.0
+    weights = np.stack([CURVATURES, CURVATURES**2], axis=1)
+    weights /= weights.sum(0)
     with np.errstate(over="ignore", invalid="ignore"):
-        for _ in range(steps):
-            square = kept**2 * square - 2 * rate * kept * product + rate**2 * noise
-            product = (1 - p) * (kept * product - rate * noise)
-            losses = np.sum(CURVATURES * square, axis=-1) / np.sum(CURVATURES)
-            yield np.min(np.where(np.isfinite(losses), losses, np.inf), axis=-1)
+        for t in range(steps + 1):
+            if t:
+                square = kept**2 * square - 2 * rate * kept * product + rate**2 * noise
+                product = (1 - p) * (kept * product - rate * noise)
+            means = square @ weights
+            means = np.where(np.isfinite(means), means, np.inf)
+            yield means[..., 0], means[..., 1]
 
 
-@functools.cache
-def quadratic(shares: tuple, workers: tuple, steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """(first step at each level float64[P, W, levels], inf if there is none, losses[T, P, W])."""
-    losses = np.array([*moments(np.array(shares), np.array(workers), steps)])
-    below = losses[..., None] <= LEVELS
-    first = np.where(below.any(0), 1.0 + below.argmax(0), np.inf)
-    return first, losses
+def mean_squares(shares: tuple, workers: tuple, steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """(T int[K], mean over T steps of |grad F|^2 at the best rate float64[K, P, W]), exactly."""
+    times = np.unique(np.rint(2 ** np.arange(0, np.log2(steps) + 0.1, 0.25)).astype(int))
+    total, means = 0.0, []
+    for t, (_, square) in enumerate(moments(np.array(shares), np.array(workers), steps), 1):
+        total = total + square
+        if t in times:
+            means.append(np.min(total, axis=-1) / t)
+    return times, np.array(means)
+
+
+def burn_in(times: np.ndarray, values: np.ndarray) -> float:
+    """From which T on every doubling has the theorem's exponent, within WITHIN.
+
+    inf if these are fewer than two doublings.
+    """
+    logs = np.interp(np.log(2 * times), np.log(times), np.log(values), right=np.nan)
+    off = np.abs((logs - np.log(values)) / np.log(2) - BOUND) > WITHIN  # false beyond the last
+    at = 1 + np.flatnonzero(off).max() if off.any() else 0
+    return float(times[at]) if 4 * times[min(at, len(times) - 1)] <= times[-1] else np.inf
 
 
 class Problem(NamedTuple):
@@ -87,24 +112,35 @@ def interpolated() -> Problem:
     return Problem({"a": a, "b": target}, np.zeros(size, np.float32), loss, 0.0, 4, 0.1)
 
 
-def softmax() -> Problem:
-    """Regularised softmax regression on digits, whose gradients keep their noise."""
+def regression(rate: float, *setting, **choices) -> Problem:
+    """A regression whose gradients keep their noise."""
     import jax
     import jax.numpy as jnp
     from jax.flatten_util import ravel_pytree
 
+    import models
     from experiments.compare import recipes
 
-    task, _ = recipes.load("digits")
+    task, _ = recipes.load(*setting, **choices)
     init, tree_of = ravel_pytree(task.model.init(jax.random.key(0)))
 
     def loss(x, batch):
         return jnp.mean(task.model.loss(tree_of(x), batch, None))
 
-    return Problem(task.train, np.asarray(init), loss, task.optimum(), 4, 0.5)
+    least = models.optimum(task.model, task.train)
+    return Problem(task.train, np.asarray(init), loss, least, 4, rate)
 
 
-PROBLEMS = {"interpolated": functools.cache(interpolated), "softmax": functools.cache(softmax)}
+PROBLEMS = {
+    "interpolated": lambda _: interpolated(),
+    "softmax": lambda _: regression(0.5, "digits"),
+    "hmda": lambda folder: regression(0.2, "hmda", folder, num_train=2**14),
+}
+
+
+@functools.cache
+def problem_of(name: str, data_dir: str | None = None) -> Problem:
+    return PROBLEMS[name](data_dir)
 
 
 def decisions(coins: str, p: float, workers: int, steps: int, seed: int):
@@ -134,15 +170,15 @@ def decisions(coins: str, p: float, workers: int, steps: int, seed: int):
 
 
 @functools.cache
-def programs(name: str, workers: int) -> tuple[Callable, Callable]:
-    """(`(x, t0, t1, rates, keys, batches, ends) -> x`, `x -> losses`) of all rates and seeds."""
+def programs(name: str, workers: int, data_dir: str | None = None) -> tuple[Callable, Callable]:
+    """(`(x, t0, t1, rates, keys, batches, ends) -> x`, `x -> (losses, squares)`) of all runs."""
     import jax
     import jax.numpy as jnp
     import optax
 
     import local_opt
 
-    problem = PROBLEMS[name]()
+    problem = problem_of(name, data_dir)
     examples = jax.tree.map(jnp.asarray, problem.examples)
     number = len(jax.tree.leaves(examples)[0])
     grad = jax.grad(problem.loss)
@@ -168,41 +204,73 @@ def programs(name: str, workers: int) -> tuple[Callable, Callable]:
         )
 
     @jax.jit
-    def losses(x):
+    def measures(x):
         mean = jnp.mean(x, axis=2)  # over workers
         flat = mean.reshape(-1, mean.shape[-1])
-        values = jax.lax.map(lambda x: problem.loss(x, examples), flat, batch_size=32)
-        return values.reshape(mean.shape[:2]) - problem.optimum
+        of = jax.value_and_grad(problem.loss)
+        losses, grads = jax.lax.map(lambda x: of(x, examples), flat, batch_size=32)
+        squares = jnp.sum(grads**2, axis=-1)
+        return tuple(v.reshape(mean.shape[:2]) for v in (losses - problem.optimum, squares))
 
-    return advance, losses
+    return advance, measures
+
+
+def times_of(steps: int) -> np.ndarray:
+    """Where runs are measured: 0, powers of 1.1, and powers of 2."""
+    powers = [1.1 ** np.arange(np.log(steps) / np.log(1.1) + 1), 2 ** np.arange(np.log2(steps) + 1)]
+    times = np.unique(np.rint(np.concatenate(powers)).astype(int))
+    return np.append(0, times[times <= steps])
 
 
 def trained_rows(
-    name: str, coins: str, p: float, workers: int, steps: int, seeds: int
+    name: str,
+    coins: str,
+    p: float,
+    workers: int,
+    steps: int,
+    seeds: int,
+    data_dir: str | None = None,
 ) -> list[dict]:
-    """Rows as of `quadratic_rows`, by seed; the best rate is that of the mean over seeds."""
+    """Rows of levels and of squares by seed; the best rate is that of the mean over seeds."""
     import jax
     import jax.numpy as jnp
 
-    problem = PROBLEMS[name]()
+    problem = problem_of(name, data_dir)
     made = [decisions(coins, p, workers, steps, seed) for seed in range(seeds)]
     batches, ends = (jnp.asarray(np.stack(of, 1)) for of in zip(*made, strict=True))
     keys = jax.random.split(jax.random.key(1), seeds)
     rates = jnp.asarray(problem.rate * RATES, jnp.float32)
-    advance, losses = programs(name, workers)
+    advance, measures = programs(name, workers, data_dir)
     x = jnp.broadcast_to(problem.init, (len(rates), seeds, workers, len(problem.init)))
-    times = np.unique(np.rint(1.1 ** np.arange(np.log(steps) / np.log(1.1) + 1)).astype(int))
-    times = np.append(0, times[times <= steps])
-    curve = [np.asarray(losses(x))]
+    times = times_of(steps)
+    curves = [measures(x)]
     for t0, t1 in itertools.pairwise(times):
         x = advance(x, t0, t1, rates, keys, batches, ends)
-        curve.append(np.asarray(losses(x)))
-    curve = np.array(curve, np.float64) / curve[0].mean()  # [times, rates, seeds]
+        curves.append(measures(x))
+    curve, squares = (np.array(of, np.float64) for of in zip(*curves, strict=True))
     loads = np.cumsum(np.diff(np.array(batches), axis=0, prepend=-1) > 0, 0)[..., 0]
     rounds = np.cumsum(np.array(ends), 0)
-    return _rows(
-        {"problem": name, "coins": coins, "p": p, "workers": workers}, times, curve, loads, rounds
-    )
+    common = {"problem": name, "coins": coins, "p": p, "workers": workers}
+    rows = _rows(common, times, curve / curve[0].mean(), loads, rounds)
+    return rows + _square_rows(common, times, squares)
+
+
+def _square_rows(common, times, squares) -> list[dict]:
+    """Rows of the mean over T steps of |grad F|^2, by the trapezoidal rule, for powers T of 2."""
+    squares, rows = np.where(np.isfinite(squares), squares, np.inf), []
+    widths = np.diff(times)[:, None, None]
+    with np.errstate(invalid="ignore"):
+        total = np.cumsum((squares[1:] + squares[:-1]) / 2 * widths, 0)
+    for k in range(3, int(np.log2(times[-1])) + 1):
+        at = total[np.flatnonzero(times == 2**k)[0] - 1] / 2**k
+        best = int(np.argmin(at.mean(1)))
+        rows += [
+            common
+            | {"T": 2**k, "seed": seed, "square": float(value), "rate": float(RATES[best])}
+            | {"edge": best in (0, len(RATES) - 1)}
+            for seed, value in enumerate(at[best])
+        ]
+    return rows
 
 
 def _rows(common, times, curve, loads, rounds) -> list[dict]:
@@ -235,10 +303,10 @@ def _crossing(times, curve, k: int, level: float) -> float:
     return max(1.0, float(times[k - 1] + part * (times[k] - times[k - 1])))
 
 
-def jobs(shares, workers, base: int) -> list[tuple]:
+def jobs(problems, shares, workers, base: int) -> list[tuple]:
     """(problem, coins, p, W) of all runs that are trained."""
-    over_p = itertools.product(PROBLEMS, COINS, shares, [base])
-    over_w = itertools.product(PROBLEMS, COINS[:1], shares[::2], workers)
+    over_p = itertools.product(problems, COINS, shares, [base])
+    over_w = itertools.product(problems, COINS[:3], shares[:: max(1, len(shares) - 1)], workers)
     return [*dict.fromkeys([*over_p, *over_w])]
 
 
@@ -252,32 +320,50 @@ def slopes(table, over: str, of: str) -> np.ndarray:
     return np.array(fits)
 
 
-def exact_tables(shares=SHARES, workers=EXACT_WORKERS, steps: int = 2**14) -> dict[str, str]:
+def exact_tables(shares=SHARES, steps: int = 2**14) -> dict[str, str]:
     """Exponents of the quadratic, of which nothing is drawn."""
     from experiments.report import tables
 
-    first, losses = quadratic(tuple(shares), tuple(workers), steps)
-    p, rows, lasting = np.array(shares), [], []
-    loads = 1 + p[:, None, None] * (first - 1)
-    for b, w in enumerate(workers):
-        row = {"workers": w}
-        for k, level in enumerate(LEVELS):
-            reached = np.isfinite(first[:, b, k])
-            slope = (
-                np.polyfit(np.log(p[reached]), np.log(loads[reached, b, k]), 1)[0]
-                if reached.all()
-                else None
-            )
-            row[f"{level:.2g}"] = "-" if slope is None else f"{slope:.2f}"
-        rows.append(row)
-        behind = losses[:, 1:, b] > LAG * losses[:, :1, b]
-        last = np.where(behind.any(0), behind.argmax(0), np.inf)
-        row = {"workers": w} | {
-            f"p = {share:g}": "-" if np.isinf(t) else f"{t:.0f}"
-            for share, t in zip(shares[1:], last, strict=True)
+    times, means = mean_squares(tuple(shares), NOISY_WORKERS, steps)
+    return {
+        "squares": tables.markdown(_exponents(shares, times, means)),
+        "loads": tables.markdown(_equal_loads(shares, times, means)),
+    }
+
+
+def _slope(x, y) -> str:
+    """The exponent of y over x, if all y are finite."""
+    return f"{np.polyfit(np.log(x), np.log(y), 1)[0]:.2f}" if np.isfinite(y).all() else "-"
+
+
+def _exponents(shares, times, means) -> list[dict]:
+    """Exponents of the mean |grad F|^2 over T and W, and where T's begins."""
+    half, rows = int(np.argmin(np.abs(times - times[-1] / 2))), []
+    of_workers = [*enumerate(NOISY_WORKERS)]
+    for a, p in enumerate(shares):
+        row = {"p": f"{p:g}"}
+        row |= {
+            f"T, W = {w}": _slope(times[[half, -1]], means[[half, -1], a, b]) for b, w in of_workers
         }
-        lasting.append(row)
-    return {"loads": tables.markdown(rows), "lasting": tables.markdown(lasting)}
+        row |= {f"from T, W = {w}": f"{burn_in(times, means[:, a, b]):.0f}" for b, w in of_workers}
+        row["W"] = _slope(NOISY_WORKERS, means[-1, a])
+        row["over p = 1, W = 16"] = f"{means[-1, a, 1] / means[-1, 0, 1]:.2f}"
+        rows.append(row | {"√(2 / p - 1)": f"{np.sqrt(2 / p - 1):.2f}"})
+    return rows
+
+
+def _equal_loads(shares, times, means) -> list[dict]:
+    """The exponent of the mean |grad F|^2 over p, where all shares have had as many loads."""
+    rows = []
+    for b, w in enumerate(NOISY_WORKERS):
+        row = {"workers": w}
+        for loads in EXACT_LOADS:
+            at = [np.flatnonzero(times == loads / p) for p in shares]
+            whole = all(map(len, at))
+            values = [means[k[0], a, b] for a, k in enumerate(at)] if whole else [np.inf]
+            row[f"{loads} loads"] = _slope(shares, values) if whole else "-"
+        rows.append(row)
+    return rows
 
 
 def trained_tables(rows: Iterable[dict]) -> dict[str, str]:
@@ -286,26 +372,44 @@ def trained_tables(rows: Iterable[dict]) -> dict[str, str]:
 
     from experiments.report import tables
 
-    levels, made, base = pd.DataFrame(rows), {"coins": [], "workers": []}, 4
+    table = pd.DataFrame(rows)
+    return {"trained": tables.markdown(trained_exponents(table, 4))}
 
-    def exponent(part, over, of):
+
+def trained_exponents(table, base: int) -> list[dict]:
+    """Exponents of the mean |grad F|^2 over T, W and p, and of loads to a level over p."""
+    from experiments.report import tables
+
+    levels, table = table[table.level.notna()], table[table.square.notna()]
+    made, most, ends = [], table["T"].max(), (1.0, table.p.min())
+
+    def exponent(part, over, of="square"):
         return tables.show(slopes(part, over, of), "{:+.2f}")
 
-    def of_levels(part, over, of):
-        return {f"{x:.2g}": exponent(part[np.isclose(part.level, x)], over, of) for x in LEVELS}
-
-    for (problem, coins), part in levels[levels.workers == base].groupby(["problem", "coins"]):
-        made["coins"].append({"problem": problem, "coins": coins} | of_levels(part, "p", "loads"))
-    of = levels[levels.coins == "per load"]
-    for (problem, p), part in of.groupby(["problem", "p"]):
-        if part.workers.nunique() > 2:
-            row = {"problem": problem, "p": f"{p:g}"} | of_levels(part, "workers", "steps")
-            made["workers"].append(row)
-    return {name: tables.markdown(rows) for name, rows in made.items() if rows}
+    for (problem, coins), of in table.groupby(["problem", "coins"]):
+        at, row = of[of.workers == base], {"problem": problem, "coins": coins}
+        for p in ends:
+            part = at[at.p == p]
+            row[f"T, p = {p:g}"] = exponent(part[most / 8 <= part["T"]], "T")
+            means = part.groupby("T").square.mean()
+            begin = burn_in(means.index.to_numpy(), means.to_numpy())
+            row[f"from T, p = {p:g}"] = f"{begin:.0f}" if np.isfinite(begin) else "-"
+        for p in ends:
+            row[f"W, p = {p:g}"] = exponent(of[(of.p == p) & (of["T"] == most)], "workers")
+        row["p, equal T"] = exponent(at[at["T"] == most], "p")
+        row["p, equal loads"] = exponent(at[np.isclose(at["T"] * at.p, EQUAL_LOADS)], "p")
+        part = levels[(levels.problem == problem) & (levels.coins == coins)]
+        part = part[(part.workers == base) & np.isclose(part.level, 0.1)]
+        made.append(row | {"p, loads to 0.1": exponent(part, "p", "loads")})
+    return made
 
 
 def define_flags(values: flags.FlagValues) -> None:
     with dialect.shown(values):
+        usual = ["interpolated", "softmax"]
+        each = flags.EnumParser([*PROBLEMS])
+        dialect.define_list(values, each, "problems", usual, "what is trained")
+        flags.DEFINE_string("data_dir", None, "where the data of hmda lie", values)
         dialect.define_list(values, FACTOR, "shares", [*SHARES], "shares of fresh batches, p")
         dialect.define_list(values, COUNT, "workers", [1, 2, 4, 8, 16], "numbers of workers, W")
         dialect.define_value(values, COUNT, "steps", 4096, "steps of every run")
@@ -321,8 +425,11 @@ def main(values: flags.FlagValues) -> None:
     with page.opened("echo_theory", values) as folder:
         path, rows = os.path.join(folder, records.METRICS), []
         base = 4 if 4 in values.workers else values.workers[-1]
-        for job in jobs(values.shares, values.workers, base)[values.part - 1 :: values.of]:
-            rows += trained_rows(*job, values.steps, values.seeds)
+        for name in values.problems:  # missing data are refused before the first run
+            problem_of(name, values.data_dir)
+        listed = jobs(values.problems, values.shares, values.workers, base)
+        for job in listed[values.part - 1 :: values.of]:
+            rows += trained_rows(*job, values.steps, values.seeds, values.data_dir)
             records.write_lines(path, rows)
             print(job, flush=True)
         texts = {f"table_{name}.md": text for name, text in trained_tables(rows).items()}

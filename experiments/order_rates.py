@@ -1,6 +1,6 @@
 r"""Measures the rates of CD-GraB's theorems: slopes over epochs T, workers m and examples n.
 
-    python -m experiments.order_rates  # two problems and static vectors, with seeds: minutes
+    python -m experiments.order_rates  # five problems and static vectors, with seeds: minutes
 
 One example per worker and step, m workers with n examples each, orders of `ordering`, and the best
 of many constant rates for every T. Cooper et al. 2023 bound two measures, as summaries say. For
@@ -11,7 +11,7 @@ T^(-2/3) n^(-1/3) and T^(-2) n^(-1). docs/results/order_rates.md has the tables.
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +27,8 @@ MEASURES = {"square": "mean square of the gradient", "above": "last loss above t
 THEORY = {"square": -2 / 3, "above": -2.0}  # the exponent of T
 SIZE = 16  # entries of the parameters of the problems that are drawn
 NOISE = 1.0  # of the targets of the regressions
+NEAR, FAR = 0.5, 2.0  # distances of the robust regression's start from a minimum
+WITHIN = {"square": 0.15, "above": 0.2}  # of THEORY, a doubling of T counts as the theorem's
 
 
 class Problem(NamedTuple):
@@ -85,6 +87,57 @@ def digits(seed: int, m: int, n: int) -> Problem:
     return Problem(examples, np.asarray(init), loss, optimum, 0.5)
 
 
+def robust(seed: int, m: int, n: int, distance: float = NEAR) -> Problem:
+    """Regression with the loss r^2 / (2 + 2 r^2), which is smooth and bounded: no PL condition.
+
+    It starts at a distance from the minimum that descent from the true parameters leads to.
+    """
+    draws = np.random.default_rng(seed)
+    a = draws.standard_normal((m, n, SIZE))
+    b = a @ np.ones(SIZE) + NOISE * draws.standard_normal((m, n))
+    x, rows, targets = np.ones(SIZE), a.reshape(-1, SIZE), b.reshape(-1)
+    for _ in range(4000):
+        residuals = rows @ x - targets
+        x = x - 0.5 * (residuals / (1 + residuals**2) ** 2) @ rows / len(rows)
+    away = draws.standard_normal(SIZE)
+    start = x + distance * away / np.linalg.norm(away)
+
+    def loss(x, e):
+        square = (e["a"] @ x - e["b"]) ** 2
+        return square / (2 + 2 * square)
+
+    examples = {"a": a.astype(np.float32), "b": b.astype(np.float32)}
+    return Problem(examples, start.astype(np.float32), loss, None, 0.5)
+
+
+def perceptron(seed: int, m: int, n: int, warm: int = 300) -> Problem:
+    """Eight tanh units on the first m n digits with a penalty, after steps of full gradients."""
+    import jax
+    import jax.numpy as jnp
+    from jax.flatten_util import ravel_pytree
+
+    task, _ = first_digits(m * n)
+    permuted = np.random.default_rng(seed).permutation(m * n)
+    flat = {k: np.asarray(v)[permuted].reshape(m * n, -1) for k, v in task.train.items()}
+    keys, size = jax.random.split(jax.random.key(0)), flat["x"].shape[1]
+    init, tree_of = ravel_pytree(
+        {
+            "into": jax.random.normal(keys[0], (size, 8)) / np.sqrt(size),
+            "out": jax.random.normal(keys[1], (8, 10)) / np.sqrt(8),
+        }
+    )
+
+    def loss(x, e):
+        tree = tree_of(x)
+        logits = jnp.tanh(e["x"].reshape(-1) @ tree["into"]) @ tree["out"]
+        return -jax.nn.log_softmax(logits)[e["y"].reshape(())] + 5e-3 * jnp.sum(x**2)
+
+    mean = jax.grad(lambda x: jnp.mean(jax.vmap(loss, (None, 0))(x, flat)))
+    start = jax.jit(lambda x: jax.lax.fori_loop(0, warm, lambda _, x: x - 0.5 * mean(x), x))(init)
+    examples = {k: v.reshape(m, n, *v.shape[1:]) for k, v in flat.items()}
+    return Problem(examples, np.asarray(start), loss, None, 0.5)
+
+
 def static(seed: int, m: int, n: int) -> Problem:
     """Vectors of norm 1, centred per worker, which no step changes: of the herding bound alone."""
     vectors = np.random.default_rng(seed).standard_normal((m, n, SIZE))
@@ -99,7 +152,14 @@ def static(seed: int, m: int, n: int) -> Problem:
     )
 
 
-PROBLEMS = {"regression": regression, "digits": digits, "static": static}
+PROBLEMS = {
+    "regression": regression,
+    "digits": digits,
+    "robust": robust,
+    "robust_far": functools.partial(robust, distance=FAR),
+    "perceptron": perceptron,
+    "static": static,
+}
 
 
 def order_of(name: str, n: int):
@@ -199,20 +259,22 @@ def rows_of(kind: str, name: str, m: int, n: int, epochs: int, seeds: int) -> li
     return rows
 
 
-def jobs(toy: bool) -> list[tuple]:
+def jobs(toy: bool, problems: Iterable[str] = tuple(PROBLEMS)) -> list[tuple]:
     """(problem, order, m, n, T), the base point first."""
     if toy:
-        return [(kind, name, 2, 4, 8) for kind in PROBLEMS for name in ORDERS]
-    sizes = {
-        "regression": [(8, 32, 128), *((m, 32, 32) for m in (2, 4, 16, 32))]
-        + [(8, n, 32) for n in (8, 16, 64)],
-        "static": [(m, 256, 10) for m in (2, 4, 8, 16, 32, 64)],
-        "digits": [(16, 24, 64), (4, 24, 16), (64, 24, 16)],
-    }
-    result = [
-        (kind, name, *of) for kind, listed in sizes.items() for of in listed for name in ORDERS
-    ]
-    return result
+        sizes = {kind: [(2, 4, 8)] for kind in PROBLEMS}
+    else:
+        sizes = {
+            "regression": [(8, 32, 128), *((m, 32, 32) for m in (2, 4, 16, 32))]
+            + [(8, n, 32) for n in (8, 16, 64)],
+            "static": [(m, 256, 10) for m in (2, 4, 8, 16, 32, 64)],
+            "digits": [(16, 24, 64), (4, 24, 16), (64, 24, 16)]
+            + [(16, n, 16) for n in (12, 48, 80)],
+            "robust": [(4, 16, 1024), (2, 16, 256), (8, 16, 256), (4, 8, 256), (4, 32, 256)],
+            "robust_far": [(4, 16, 1024)],
+            "perceptron": [(8, 32, 64), (4, 32, 16), (16, 32, 16), (8, 16, 16), (8, 64, 16)],
+        }
+    return [(kind, name, *of) for kind in problems for of in sizes[kind] for name in ORDERS]
 
 
 def slope(table, over: str, of: str = "value") -> list[float]:
@@ -221,10 +283,14 @@ def slope(table, over: str, of: str = "value") -> list[float]:
     return [np.polyfit(np.log(part[over]), np.log(part[of]), 1)[0] for part in parts]
 
 
-def begins(table, theory: float) -> str:
-    """From which T on every doubling of T has at least the exponent of the theory, within 0.2."""
+def begins(table, measure: str) -> str:
+    """From which T on every doubling of T has the exponent of the theory, within WITHIN.
+
+    The last loss may fall faster; the mean square does so where the order does not count yet.
+    """
     means = table.groupby("T")["value"].apply(lambda v: np.log(v).mean())
-    slow = np.diff(means) / np.log(2) > theory + 0.2
+    off = np.diff(means) / np.log(2) - THEORY[measure]
+    slow = (np.abs(off) if measure == "square" else off) > WITHIN[measure]
     at = 1 + np.flatnonzero(slow).max() if slow.any() else 0
     return f"{means.index[at]}" if at < len(slow) else "never"
 
@@ -250,10 +316,10 @@ def slope_tables(rows: list[dict]) -> dict[str, str]:
                     "problem": problem,
                     "what": MEASURES[measure],
                     "order": order,
-                    "T": show(slope(base[base["T"] >= 16], "T")),
+                    "T": show(slope(base[base["T"] >= max(16, base["T"].max() / 8)], "T")),
                     "m": show(slope(at[at.n == n], "m")),
                     "n": show(slope(at[at.m == m], "n")),
-                    "T's begins at": begins(base, THEORY[measure]),
+                    "T's begins at": begins(base, measure),
                 }
             )
     static = table[table.problem == "static"]
@@ -269,6 +335,8 @@ def define_flags(values: flags.FlagValues) -> None:
     with dialect.shown(values):
         text = "repetitions of every run, each of other examples or another dealing"
         dialect.define_value(values, COUNT, "seeds", 5, text)
+        each = flags.EnumParser([*PROBLEMS])
+        dialect.define_list(values, each, "problems", [*PROBLEMS], "what is measured")
         flags.DEFINE_bool("toy", False, "tiny sizes, to see that it runs", values)
         dialect.define_value(values, COUNT, "of", 1, "parts of the runs")
         dialect.define_value(values, COUNT, "part", 1, "which of them is run")
@@ -280,7 +348,8 @@ def main(values: flags.FlagValues) -> None:
 
     with page.opened("order_rates", values) as folder:
         path, rows = os.path.join(folder, records.METRICS), []
-        for kind, name, m, n, epochs in jobs(values.toy)[values.part - 1 :: values.of]:
+        listed = jobs(values.toy, values.problems)
+        for kind, name, m, n, epochs in listed[values.part - 1 :: values.of]:
             rows += rows_of(kind, name, m, n, epochs, values.seeds)
             records.write_lines(path, rows)
             print(kind, name, m, n, flush=True)

@@ -20,7 +20,7 @@ def test_moments_of_a_quadratic_equal_all_outcomes(p, monkeypatch):
     rate, curve = 0.3, 0.8
     monkeypatch.setattr(echo_theory, "FINE_RATES", np.array([rate]))
     monkeypatch.setattr(echo_theory, "CURVATURES", np.array([curve]))
-    *_, actual = echo_theory.moments(np.array([p]), np.array([4]), 3)
+    *_, (loss, square) = echo_theory.moments(np.array([p]), np.array([4]), 3)
     kept, expected = 1 - rate * curve, 0.0
     for loads in ([1, 1, 1], [1, 1, 0], [1, 0, 1], [1, 0, 0]):
         chance = np.prod([p if load else 1 - p for load in loads[1:]])
@@ -30,7 +30,11 @@ def test_moments_of_a_quadratic_equal_all_outcomes(p, monkeypatch):
             weights = kept * weights
             weights[batch[t]] -= rate
         expected += chance * (kept**6 + np.sum(weights**2) / 4)
-    np.testing.assert_allclose(actual, [[expected]], rtol=1e-12)
+    np.testing.assert_allclose([loss, square], np.full((2, 1, 1, 1), expected), rtol=1e-12)
+    times, means = echo_theory.mean_squares((p,), (4,), 4)  # of 0 to 3 steps
+    by_step = [square.min() for _, square in echo_theory.moments(np.array([p]), np.array([4]), 3)]
+    assert times[-1] == 4
+    np.testing.assert_allclose(means[-1], [[np.mean(by_step)]], rtol=1e-12)
 
 
 def test_coins_say_when_workers_load_and_synchronise():
@@ -52,11 +56,36 @@ def test_levels_are_found_between_two_evaluations():
     assert {row["loads"] for row in rows if row.get("level") == 0.01} == {12}
 
 
+def test_a_burn_in_ends_where_every_doubling_has_the_exponent_of_the_bound():
+    times = 2.0 ** np.arange(8)
+    assert echo_theory.burn_in(times, np.where(times < 8, 1 / times, 8**-0.5 / times**0.5)) == 8
+    assert echo_theory.burn_in(times, times**-0.5) == 1
+    assert np.isinf(echo_theory.burn_in(times, 1 / times))
+
+
+def test_the_mean_square_of_a_run_equals_its_loop(monkeypatch):
+    """Two workers, an average in every step, one rate; the gradient is written out."""
+    monkeypatch.setattr(echo_theory, "RATES", np.array([1.0]))
+    rows = echo_theory.trained_rows("interpolated", "every step", 0.5, 2, 8, 1)
+    (row,) = [row for row in rows if row.get("T") == 8]
+    problem = echo_theory.problem_of("interpolated")
+    a, b = (np.float64(problem.examples[k]) for k in "ab")
+    batches, _ = echo_theory.decisions("every step", 0.5, 2, 8, 0)
+    (key,), x, squares = jax.random.split(jax.random.key(1), 1), np.zeros(a.shape[1]), []
+    for t in range(9):
+        squares.append(np.sum(((a @ x - b) @ a / len(a)) ** 2))
+        if t < 8:
+            folded = [jax.random.fold_in(key, batches[t, 0]) for _ in range(2)]
+            keys = [jax.random.fold_in(k, w) for w, k in enumerate(folded)]
+            units = [np.asarray(jax.random.randint(k, (4,), 0, len(a))) for k in keys]
+            x = x - 0.1 * np.mean([(a[u] @ x - b[u]) @ a[u] / 4 for u in units], axis=0)
+    np.testing.assert_allclose(row["square"], np.trapezoid(squares) / 8, rtol=1e-4)
+
+
 def test_echoed_batches_of_a_quadratic_never_catch_up():
-    first, losses = echo_theory.quadratic((1.0, 0.25), (1, 16), 256)
-    lag = losses[:, 1] / losses[:, 0]
-    assert (lag[16:] > 1.5).all() and (np.diff(lag[[4, 32, 255]], axis=0) > 0).all()
-    assert (first[1] >= first[0]).all()
+    times, means = echo_theory.mean_squares((1.0, 0.25), (1, 16), 1024)
+    lag = means[:, 1] / means[:, 0]
+    assert (lag[times >= 128] > 2).all() and (lag < (2 / 0.25 - 1) ** 0.5).all()
 
 
 @pytest.mark.parametrize("order", order_rates.ORDERS)
@@ -85,8 +114,27 @@ def test_slopes_and_where_they_begin():
     values = np.where(epochs < 16, 1 / epochs, 16 / epochs**2.0)
     table = pd.DataFrame({"T": epochs, "value": values, "seed": 0})
     np.testing.assert_allclose(order_rates.slope(table[table["T"] >= 16], "T"), [-2])
-    assert order_rates.begins(table, -2.0) == "16"
-    assert order_rates.begins(table.assign(value=1.0), -2.0) == "never"
+    assert order_rates.begins(table, "above") == "16"
+    assert order_rates.begins(table.assign(value=1.0), "above") == "never"
+    values = np.where(epochs < 16, 16 / epochs, 16 ** (2 / 3) / epochs ** (2 / 3))
+    assert order_rates.begins(table.assign(value=values), "square") == "16"
+
+
+@pytest.mark.parametrize("distance", [order_rates.NEAR, order_rates.FAR])
+def test_the_robust_regression_begins_at_a_distance_from_a_minimum(distance):
+    problem = order_rates.robust(0, 2, 32, distance)
+    rows, targets = problem.examples["a"].reshape(64, -1), problem.examples["b"].reshape(64)
+    away = np.random.default_rng(0)
+    away.standard_normal(64 * 17)  # the examples
+    away = away.standard_normal(16)
+    minimum = jnp.asarray(problem.init - distance * away / np.linalg.norm(away), jnp.float32)
+
+    def mean(x):
+        of = jax.vmap(problem.loss, (None, 0))
+        return jnp.mean(of(x, {"a": rows, "b": targets}))
+
+    assert jnp.linalg.norm(jax.grad(mean)(minimum)) < 1e-4
+    assert jnp.linalg.eigvalsh(jax.hessian(mean)(minimum)).min() > 0
 
 
 def test_momentum_begins_anew_after_every_second_update():
@@ -177,7 +225,12 @@ def test_an_arm_may_be_the_words_of_a_rule():
 
 
 def test_commands_print_their_tables(tmp_path, capsys):
-    flags = ["--toy", "--seeds=2", "--of=3", f"--output_dir={tmp_path / 'orders'}"]
+    flags = [
+        "--toy",
+        "--seeds=2",
+        "--problems=regression,static",
+        f"--output_dir={tmp_path / 'orders'}",
+    ]
     order_rates.main(parsed(order_rates, *flags))
     assert "begins at" in capsys.readouterr().out
     flags = ["--task=digits_mlp", "--arms=parallel,seesaw", "--total_steps=20", "--seeds=2"]
