@@ -79,6 +79,8 @@ def burn_in(times: np.ndarray, values: np.ndarray) -> float:
 
     inf if these are fewer than two doublings.
     """
+    if len(times) < 3:
+        return np.inf
     logs = np.interp(np.log(2 * times), np.log(times), np.log(values), right=np.nan)
     off = np.abs((logs - np.log(values)) / np.log(2) - BOUND) > WITHIN  # false beyond the last
     at = 1 + np.flatnonzero(off).max() if off.any() else 0
@@ -310,6 +312,11 @@ def jobs(problems, shares, workers, base: int) -> list[tuple]:
     return [*dict.fromkeys([*over_p, *over_w])]
 
 
+def base_of(workers) -> int:
+    """The number of workers at which shares are compared."""
+    return 4 if 4 in workers else max(workers)
+
+
 def slopes(table, over: str, of: str) -> np.ndarray:
     """The exponents of `of` over `over`, fitted on logarithms, by seed; none of under 3 points."""
     fits = []
@@ -373,7 +380,7 @@ def trained_tables(rows: Iterable[dict]) -> dict[str, str]:
     from experiments.report import tables
 
     table = pd.DataFrame(rows)
-    return {"trained": tables.markdown(trained_exponents(table, 4))}
+    return {"trained": tables.markdown(trained_exponents(table, base_of({*table.workers})))}
 
 
 def trained_exponents(table, base: int) -> list[dict]:
@@ -424,7 +431,7 @@ def main(values: flags.FlagValues) -> None:
 
     with page.opened("echo_theory", values) as folder:
         path, rows = os.path.join(folder, records.METRICS), []
-        base = 4 if 4 in values.workers else values.workers[-1]
+        base = base_of(values.workers)
         for name in values.problems:  # missing data are refused before the first run
             problem_of(name, values.data_dir)
         listed = jobs(values.problems, values.shares, values.workers, base)

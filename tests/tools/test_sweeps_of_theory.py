@@ -233,6 +233,10 @@ def test_commands_print_their_tables(tmp_path, capsys):
     ]
     order_rates.main(parsed(order_rates, *flags))
     assert "begins at" in capsys.readouterr().out
+    flags = ["--problems=interpolated", "--shares=1,0.5,0.25", "--workers=1,2", "--steps=16"]
+    flags += ["--seeds=2", f"--output_dir={tmp_path / 'echo'}"]
+    echo_theory.main(parsed(echo_theory, *flags))
+    assert "equal loads" in capsys.readouterr().out
     flags = ["--task=digits_mlp", "--arms=parallel,seesaw", "--total_steps=20", "--seeds=2"]
     flags += ["--warmup_steps=2", "--learning_rates=0.1", f"--output_dir={tmp_path / 'plan'}"]
     one_plan.main(parsed(one_plan, *flags))
