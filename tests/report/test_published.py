@@ -104,8 +104,9 @@ def test_coins_for_loads_and_syncs(task):
 
 
 def test_uses_of_one_plan():
-    whole = page("one_plan.md")
-    for name in ("one_plan_digits", "one_plan_gpt"):
+    pages = {"one_plan_digits": "one_plan", "one_plan_gpt": "one_plan_networks"}
+    for name, of in pages.items():
+        whole = page(f"{of}.md")
         check(one_plan.table(archive.load(name)), whole)
         check_commands(name, whole)
 
