@@ -12,6 +12,7 @@ import pathlib
 
 import numpy as np
 
+from docs import shards
 from experiments import (
     advise,
     combined,
@@ -392,6 +393,7 @@ PICTURES = {  # a function and its arguments after the path
     "qsr_cifar10_vit.png": (curves, "qsr_cifar10_vit", "CIFAR-10, ViT, 4 workers", ROUNDS),
     "scored.png": (curricula,),
     "slow_sde.png": (slow_drift,),
+    "unequal_shards.png": (shards.picture,),
     "slowrun.png": (curves, "slowrun", "Slowrun", slowrun.STUDY.panels, None, SLOWRUN),
 }
 

@@ -7,6 +7,7 @@ import shlex
 
 import pytest
 
+from docs import shards
 from experiments import combined, echo_theory, one_plan, order_rates, scored, slowrun
 from experiments.compare import cost
 from experiments.compare.arms import arms_of
@@ -115,6 +116,15 @@ def test_alpha_and_switches():
     whole = page("alpha.md")
     check(one_plan.table(archive.load("alpha_digits")), whole)
     check_commands("alpha_digits", whole)
+
+
+@pytest.mark.parametrize("study", shards.STUDIES)
+def test_unequal_shards(study):
+    whole = page("unequal_shards.md")
+    check(shards.values_table(study), whole)
+    check(shards.effects_table(study), whole)
+    for kind in shards.KINDS:
+        check_commands(f"shards_{study}_{kind}", whole)
 
 
 @pytest.mark.parametrize("name", ["order_rates", "echo_theory"])

@@ -1,0 +1,114 @@
+"""The tables and the picture of docs/results/unequal_shards.md, from the recorded runs.
+
+python -m docs.shards
+"""
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+
+from experiments import combined
+from experiments.report import archive, plots, statistics, tables
+
+KINDS = {
+    "equal": "equal",
+    "by_class": "by class",
+    "sizes": "sizes",
+    "weighted": "sizes, weighted",
+}
+
+
+class Study(NamedTuple):
+    """What is shown of an arm, and of its difference from the first arm under equal seeds."""
+
+    column: str  # of `statistics.frame`
+    form: str
+    label: str
+    ratio: bool  # whether arms differ by factors
+    unit: float = 1.0
+    speed: float | None = None  # of the input
+
+
+STUDIES = {
+    "orders": Study("lowest", "{:.1e}", "train loss above the optimum", True),
+    "qsr": Study("test/accuracy", "{:.2f}", "test accuracy / %", False, 100),
+    "echo": Study("to loads", "{:.0f}", "loads to 95 %", True, speed=4),
+}
+load = functools.cache(lambda study, kind: archive.load(f"shards_{study}_{kind}"))
+
+
+def frame(study: str, kind: str):
+    return statistics.frame(load(study, kind), speed=STUDIES[study].speed)
+
+
+def arms_of(study: str) -> dict[str, str]:
+    return load(study, "equal").arms
+
+
+def values_table(study: str) -> str:
+    """Markdown: every arm at its own best rate, which is in brackets, by shards."""
+    of = STUDIES[study]
+
+    def cell(arm, kind):
+        chosen = load(study, kind).chosen.get((arm, of.speed))
+        if chosen is None:
+            return "-"
+        sample = of.unit * statistics.column(frame(study, kind), arm, of.column)
+        return f"{tables.show(sample, of.form, 'arrive')} ({chosen.rate:g})"
+
+    return _table(study, of.label, cell)
+
+
+def effects(study: str, kind: str) -> dict[str, np.ndarray]:
+    """{arm: by seed, less the first arm or the logarithm of how many times less}."""
+    of, values = STUDIES[study], frame(study, kind)
+    base, *others = load(study, kind).arms
+    paired = functools.partial(statistics.paired, values, base=base, scalar=of.column)
+    unit = 1.0 if of.ratio else of.unit
+    return {arm: unit * paired(arm, ratio=of.ratio).to_numpy() for arm in others}
+
+
+def effects_table(study: str) -> str:
+    """Markdown: every arm against the first, paired by seed, by shards."""
+    of, base = STUDIES[study], next(iter(arms_of(study).values()))
+
+    def cell(arm, kind):
+        sample = effects(study, kind).get(arm)
+        if sample is None or not np.isfinite(sample).all():
+            return "-"
+        return tables.times(sample) if of.ratio else tables.show(sample, "{:+.2f}")
+
+    head = f"times less than {base}" if of.ratio else f"less {base}"
+    return _table(study, head, cell, first=False)
+
+
+def _table(study, head, cell, *, first=True) -> str:
+    arms = [*arms_of(study).items()][not first :]
+    return tables.markdown(
+        [
+            {head: label} | {name: cell(arm, kind) for kind, name in KINDS.items()}
+            for arm, label in arms
+        ]
+    )
+
+
+def picture(path: str) -> None:
+    """A panel per study: the last arms of it against the first, under all shards."""
+    responses = []
+    for study, arm in SHOWN.items():
+        of, base = STUDIES[study], next(iter(arms_of(study).values()))
+        shown = {
+            name: statistics.interval((-1 if of.ratio else 1) * effects(study, kind)[arm])
+            for kind, name in KINDS.items()
+        }
+        text = f"{of.label}\n{arms_of(study)[arm]} against {base}"
+        responses.append(combined.Response(text, of.ratio, shown))
+    plots.effects(responses, path, "Unequal shards of digits", "paired by seed")
+
+
+SHOWN = {"orders": "cd_grab", "qsr": "rr+qsr", "echo": "rr+diffusion"}
+
+if __name__ == "__main__":
+    for name in STUDIES:
+        print(values_table(name), effects_table(name), sep="\n\n", end="\n\n")
