@@ -20,8 +20,9 @@ KINDS = {
 
 
 class Study(NamedTuple):
-    """What is shown of an arm, and of its difference from the first arm under equal seeds."""
+    """What is shown of an arm, and of its difference from another under equal seeds."""
 
+    base: str  # the arm of the same shards with which others are compared
     column: str  # of `statistics.frame`
     form: str
     label: str
@@ -31,9 +32,9 @@ class Study(NamedTuple):
 
 
 STUDIES = {
-    "orders": Study("lowest", "{:.1e}", "train loss above the optimum", True),
-    "qsr": Study("test/accuracy", "{:.2f}", "test accuracy / %", False, 100),
-    "echo": Study("to loads", "{:.0f}", "loads to 95 %", True, speed=4),
+    "orders": Study("rr", "lowest", "{:.1e}", "train loss above the optimum", True),
+    "qsr": Study("rr+parallel", "test/accuracy", "{:.2f}", "test accuracy / %", False, 100),
+    "echo": Study("rr+none", "to loads", "{:.0f}", "loads to 95 %", True, speed=4),
 }
 load = functools.cache(lambda study, kind: archive.load(f"shards_{study}_{kind}"))
 
@@ -43,7 +44,8 @@ def frame(study: str, kind: str):
 
 
 def arms_of(study: str) -> dict[str, str]:
-    return load(study, "equal").arms
+    """Those that shards change; the record of equal shards has others too."""
+    return load(study, "by_class").arms
 
 
 def values_table(study: str) -> str:
@@ -51,9 +53,7 @@ def values_table(study: str) -> str:
     of = STUDIES[study]
 
     def cell(arm, kind):
-        chosen = load(study, kind).chosen.get((arm, of.speed))
-        if chosen is None:
-            return "-"
+        chosen = load(study, kind).chosen[arm, of.speed]
         sample = of.unit * statistics.column(frame(study, kind), arm, of.column)
         return f"{tables.show(sample, of.form, 'arrive')} ({chosen.rate:g})"
 
@@ -61,48 +61,49 @@ def values_table(study: str) -> str:
 
 
 def effects(study: str, kind: str) -> dict[str, np.ndarray]:
-    """{arm: by seed, less the first arm or the logarithm of how many times less}."""
+    """{arm: by seed, less the base or the logarithm of how many times less}."""
     of, values = STUDIES[study], frame(study, kind)
-    base, *others = load(study, kind).arms
-    paired = functools.partial(statistics.paired, values, base=base, scalar=of.column)
+    paired = functools.partial(statistics.paired, values, base=of.base, scalar=of.column)
     unit = 1.0 if of.ratio else of.unit
+    others = [arm for arm in load(study, kind).arms if arm != of.base]
     return {arm: unit * paired(arm, ratio=of.ratio).to_numpy() for arm in others}
 
 
 def effects_table(study: str) -> str:
-    """Markdown: every arm against the first, paired by seed, by shards."""
-    of, base = STUDIES[study], next(iter(arms_of(study).values()))
+    """Markdown: every arm against the base, paired by seed, by shards."""
+    of = STUDIES[study]
+    base = arms_of(study)[of.base]
 
     def cell(arm, kind):
-        sample = effects(study, kind).get(arm)
-        if sample is None or not np.isfinite(sample).all():
+        sample = effects(study, kind)[arm]
+        if not np.isfinite(sample).all():
             return "-"
         return tables.times(sample) if of.ratio else tables.show(sample, "{:+.2f}")
 
-    head = f"times less than {base}" if of.ratio else f"less {base}"
-    return _table(study, head, cell, first=False)
+    head = f"times less than {base}" if of.ratio else f"points against {base}"
+    return _table(study, head, cell, without=of.base)
 
 
-def _table(study, head, cell, *, first=True) -> str:
-    arms = [*arms_of(study).items()][not first :]
+def _table(study, head, cell, *, without=None) -> str:
     return tables.markdown(
         [
             {head: label} | {name: cell(arm, kind) for kind, name in KINDS.items()}
-            for arm, label in arms
+            for arm, label in arms_of(study).items()
+            if arm != without
         ]
     )
 
 
 def picture(path: str) -> None:
-    """A panel per study: the last arms of it against the first, under all shards."""
+    """A panel per study: an arm of it against the base, under all shards."""
     responses = []
     for study, arm in SHOWN.items():
-        of, base = STUDIES[study], next(iter(arms_of(study).values()))
+        of, names = STUDIES[study], arms_of(study)
         shown = {
             name: statistics.interval((-1 if of.ratio else 1) * effects(study, kind)[arm])
             for kind, name in KINDS.items()
         }
-        text = f"{of.label}\n{arms_of(study)[arm]} against {base}"
+        text = f"{of.label}\n{names[arm]} against {names[of.base]}"
         responses.append(combined.Response(text, of.ratio, shown))
     plots.effects(responses, path, "Unequal shards of digits", "paired by seed")
 
