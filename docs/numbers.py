@@ -218,7 +218,7 @@ PHRASES = {
         "{mobilenet_r2} to {resnet_r2} times the loads at R = 2",
     ),
     "docs/results/index.md": (
-        "About {seeds_least} to {seeds_most} seeds would decide five of the undecided",
+        "About {seeds_least} to {seeds_most} seeds would decide six of the undecided",
         "{hmda} times fewer on HMDA, {digits} on digits, at least {sst2} on SST-2", _WAY,
         "at least {hmda_averaged}, {digits_averaged} and {sst2_averaged} times fewer.",
         "{gpt_times:.4} times fewer on a small GPT",

@@ -231,19 +231,21 @@ def exponents(path: str) -> None:
 NAMES = {"T": "epochs T", "m": "workers m", "n": "examples of a worker n"}
 
 
-def uses(path: str) -> None:
+def uses(path: str, runs: dict[str, str], title: str) -> None:
     """Test accuracies less those of parallel training, paired by seed, of the uses of a plan."""
-    compared = archive.load("one_plan_digits")
-    values = statistics.frame(compared)
-    effects = {
-        label: statistics.interval(
-            100 * statistics.paired(values, arm, "parallel", "test/accuracy")
-        )
-        for arm, label in compared.arms.items()
-        if arm not in ("parallel", "qsr_outer")  # which is 48 points below
-    }
-    responses = [combined.Response("accuracy / points", False, effects)]
-    plots.effects(responses, path, "Digits", "less parallel, paired by seed")
+    responses = []
+    for run, name in runs.items():
+        compared = archive.load(run)
+        values = statistics.frame(compared)
+        effects = {
+            label: statistics.interval(
+                100 * statistics.paired(values, arm, "parallel", "test/accuracy")
+            )
+            for arm, label in compared.arms.items()
+            if arm not in ("parallel", "qsr_outer")  # which is 48 points below
+        }
+        responses.append(combined.Response(f"accuracy{name} / points", False, effects))
+    plots.effects(responses, path, title, "less parallel, paired by seed")
 
 
 FAMILIES = {  # arms of the sweep of alpha by their first word
@@ -362,6 +364,7 @@ COINS = (  # at e times the rates no echo is the same
 SLOWRUN = "rr+documents", "rr", "rr+shifted", "cd_grab", "cd_grab+shifted"
 PICTURES = {  # a function and its arguments after the path
     "algorithm2_digits.png": (curves, "algorithm2_digits", "digits", COUNTS, 4, COINS),
+    "algorithm2_resnet.png": (curves, "algorithm2_resnet", "CIFAR-10, ResNet-8", COUNTS, 4),
     "algorithm2_shakespeare.png": (curves, "algorithm2_shakespeare", "GPT", COUNTS, 4),
     "alpha.png": (alpha,),
     "blocks_constant_rate.png": (blocks, "constant"),
@@ -379,7 +382,12 @@ PICTURES = {  # a function and its arguments after the path
     "echoing_shakespeare_R2.png": (curves, "echo_shakespeare", "Shakespeare", plots.ECHO_PANELS, 2),
     "load_and_step.png": (load_and_step,),
     "machine_map.png": (machine_map,),
-    "one_plan.png": (uses,),
+    "one_plan.png": (uses, {"one_plan_digits": ""}, "Digits"),
+    "one_plan_networks.png": (
+        uses,
+        {"one_plan_gpt": " of the GPT", "one_plan_vit": " of the ViT"},
+        "Networks under AdamW",
+    ),
     "order_rates.png": (exponents,),
     "orders_digits_w64.png": (curves, "digits_w64", "digits, 64 workers", EPOCHS),
     "outer.png": (differences, "matched", "", "Outer momentum and fragments, AdamW"),

@@ -36,6 +36,7 @@ RUNS = {
     "m4": "M4 Weekly, W = 4",
     "lstm": "WikiText-2, LSTM, W = 4",
     "gpt2": "GPT-2, W = 64",
+    "lenet_w4": "CIFAR-10, LeNet, W = 4",
     "lenet_w16": "CIFAR-10, LeNet, W = 16",
     "lenet_w64": "CIFAR-10, LeNet, W = 64",
     "qsr_cifar10_vit": "CIFAR-10, ViT, Local AdamW",
@@ -48,6 +49,7 @@ RUNS = {
     "echo_digits": "digits, perceptron of two layers of 512",
     "algorithm2_digits": "digits, perceptron of two layers of 512, coins for syncs",
     "algorithm2_shakespeare": "GPT, coins for syncs",
+    "algorithm2_resnet": "CIFAR-10, ResNet-8, coins for syncs",
     "echo_mobilenet": "CIFAR-10, MobileNet-V2",
     "echo_shakespeare": "GPT",
 }
@@ -106,6 +108,7 @@ PUBLISHED = (
     Claim("lstm", "test perplexity", "test/perplexity", "~224 against ~232", ratio(224, 232),
           rate=5.0),
     Claim("gpt2", "train loss", LOSS, "4.098 against 4.1045", ratio(4.098, 4.1045), rate=1e-3),
+    Claim("lenet_w4", "train loss", LOSS, *LENET, rate=5e-3),
     Claim("lenet_w16", "train loss", LOSS, *LENET, rate=5e-3),
     Claim("lenet_w64", "train loss", LOSS, *LENET, rate=1e-2),
     Claim("hmda", BEST, "epoch", "~4 times fewer", ratio(1, 4)),
@@ -124,7 +127,7 @@ PUBLISHED = (
       for run, speeds in ECHOED.items() for speed in speeds),
     *(Claim(run, f"Algorithm 2, R = 4, {cost} to the target", cost, *published,
             "algorithm2", "none", speed=4)
-      for run in ("algorithm2_digits", "algorithm2_shakespeare")
+      for run in ("algorithm2_digits", "algorithm2_shakespeare", "algorithm2_resnet")
       for cost, *published in (("loads", "linear: 4 times less", ratio(1, 4)),
                                ("rounds", "no more than one per load", 0.0))),
     Claim("echo_digits", "R = 4, a falling p (cosine) against a constant p, loads", "loads", "less",
@@ -299,7 +302,7 @@ def remaining(claim: Claim, effect: Effect) -> dict:
         "seeds": seeds,
         "spread": f"{spread:.2f} points" if points else f"{100 * spread:.3g} %",
         "would decide": "runs twice as long" if late else f"{enough(claim, effect):,} seeds",
-        "hours": f"{more * effect.seconds / 3600:.1f}",
+        "hours": "-" if np.isnan(effect.seconds) else f"{more * effect.seconds / 3600:.1f}",
     }
 
 

@@ -97,7 +97,7 @@ def test_the_arms_of_slow_input(name):
         check(tables.table(comparison, tables.ECHO_COLUMNS, speed), whole)
 
 
-@pytest.mark.parametrize("task", ["digits", "shakespeare"])
+@pytest.mark.parametrize("task", ["digits", "shakespeare", "resnet"])
 def test_coins_for_loads_and_syncs(task):
     name, whole = f"algorithm2_{task}", page("algorithm2.md")
     check(tables.table(archive.load(name), tables.COUNT_COLUMNS, 4), whole)
@@ -106,6 +106,7 @@ def test_coins_for_loads_and_syncs(task):
 
 def test_uses_of_one_plan():
     pages = {"one_plan_digits": "one_plan", "one_plan_gpt": "one_plan_networks"}
+    pages |= {"one_plan_vit": "one_plan_networks"}
     for name, of in pages.items():
         whole = page(f"{of}.md")
         check(one_plan.table(archive.load(name)), whole)
