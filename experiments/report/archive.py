@@ -58,6 +58,9 @@ def record(results: os.PathLike, target: os.PathLike) -> None:
             )
     for part in COPIED:
         files.write_whole(str(target / part), files.content(results / part))
+    settings = files.read_json(str(target / "settings.json"))
+    if settings.get("data_dir"):  # no path of one machine
+        files.write_json(str(target / "settings.json"), settings | {"data_dir": "DIR"})
     files.write_whole(str(target / COMMAND), "".join(f"{line}\n" for line in lines))
     files.write_whole(str(target / METRICS), pack(rows))
 

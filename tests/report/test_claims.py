@@ -74,7 +74,7 @@ def finished(folder, rows, command="python -m x"):
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "command.txt").write_text(f"{command}\n")
-    (folder / "settings.json").write_text("{}")
+    (folder / "settings.json").write_text('{"data_dir": "/my/data"}')
     described = {"criterion": LOWEST._asdict(), "plans": {}}
     described["arms"] = {k: LABELS[k] for k in dict.fromkeys(r["arm"] for r in rows)}
     (folder / "comparison.json").write_text(json.dumps(described))
@@ -328,6 +328,7 @@ def test_a_recorded_run_keeps_six_digits_and_never_loses_seeds(tmp_path, monkeyp
     assert archive.pack(recorded) == (target / "metrics.jsonl.gz").read_bytes()
     made = [f"python -m x --data_dir=DIR --seeds={count}" for count in (3, 5)]
     assert archive.commands(target) == made
+    assert json.loads((target / "settings.json").read_text()) == {"data_dir": "DIR"}
     before = {path.name: path.read_bytes() for path in target.iterdir()}
     with pytest.raises(ValueError, match="recorded with 5 seeds, and these are 4: pass --seeds=5"):
         record(4)
