@@ -401,8 +401,8 @@ PICTURES = {  # a function and its arguments after the path
     "qsr_cifar10_vit.png": (curves, "qsr_cifar10_vit", "CIFAR-10, ViT, 4 workers", ROUNDS),
     "scored.png": (curricula,),
     "slow_sde.png": (slow_drift,),
-    "unequal_shards.png": (shards.picture,),
     "slowrun.png": (curves, "slowrun", "Slowrun", slowrun.STUDY.panels, None, SLOWRUN),
+    "unequal_shards.png": (shards.picture,),
 }
 
 if __name__ == "__main__":

@@ -11,23 +11,24 @@ import numpy as np
 from experiments import combined
 from experiments.report import archive, plots, statistics, tables
 
-KINDS = {
+KINDS = {  # the end of a record's name, and what it is called
     "equal": "equal",
     "by_class": "by class",
     "sizes": "sizes",
     "weighted": "sizes, weighted",
 }
+SHOWN = {"orders": "cd_grab", "qsr": "rr+qsr", "echo": "rr+diffusion"}  # in the picture
 
 
 class Study(NamedTuple):
-    """What is shown of an arm, and of its difference from another under equal seeds."""
+    """What is shown of an arm, and of its difference from another, seed by seed."""
 
     base: str  # the arm of the same shards with which others are compared
     column: str  # of `statistics.frame`
     form: str
     label: str
     ratio: bool  # whether arms differ by factors
-    unit: float = 1.0
+    unit: float = 1.0  # in which it is shown
     speed: float | None = None  # of the input
 
 
@@ -64,9 +65,8 @@ def effects(study: str, kind: str) -> dict[str, np.ndarray]:
     """{arm: by seed, less the base or the logarithm of how many times less}."""
     of, values = STUDIES[study], frame(study, kind)
     paired = functools.partial(statistics.paired, values, base=of.base, scalar=of.column)
-    unit = 1.0 if of.ratio else of.unit
     others = [arm for arm in load(study, kind).arms if arm != of.base]
-    return {arm: unit * paired(arm, ratio=of.ratio).to_numpy() for arm in others}
+    return {arm: of.unit * paired(arm, ratio=of.ratio).to_numpy() for arm in others}
 
 
 def effects_table(study: str) -> str:
@@ -107,8 +107,6 @@ def picture(path: str) -> None:
         responses.append(combined.Response(text, of.ratio, shown))
     plots.effects(responses, path, "Unequal shards of digits", "paired by seed")
 
-
-SHOWN = {"orders": "cd_grab", "qsr": "rr+qsr", "echo": "rr+diffusion"}
 
 if __name__ == "__main__":
     for name in STUDIES:

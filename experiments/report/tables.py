@@ -288,7 +288,7 @@ ECHO_COLUMNS = (
     Column("ms per step", "{:.2f}", _milliseconds),
     Column("loads per step", _mean, _loads),
 )
-COUNT_COLUMNS = (  # of runs without a delay, whose seconds mean nothing
+COUNT_COLUMNS = (  # of runs without a delay: their seconds mean nothing
     arm("arm"),
     rate("lr"),
     LOADS,

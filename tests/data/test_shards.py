@@ -1,4 +1,4 @@
-"""Shards: whose examples are which, and weights that make means over workers those of examples."""
+"""Shards: the examples of each worker, and weights that make means over workers those of all."""
 
 import collections
 import functools
@@ -65,7 +65,7 @@ def test_batches_that_are_read_are_those_that_stay_on_devices(kind):
 
 @functools.cache
 def least_squares():
-    """32 examples of a line, whose means over the workers' shards differ."""
+    """32 examples of a line: the means of the workers' shards differ."""
     x = np.linspace(-1, 2, 32, dtype=np.float32)[:, None]
     data = {"x": x, "y": (x[:, 0] > 0.3).astype(np.int32)}
     model = models.softmax_regression(num_features=1, num_classes=2, l2=0.0)
