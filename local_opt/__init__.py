@@ -1,7 +1,7 @@
 """Local steps with any optax optimizer: workers synchronise where a plan says, not every step.
 
 `local_opt.presets` has published methods and `local_opt.corrections` reduces drift.
-`local_opt.streaming` synchronises fragments, `local_opt.elastic` processes that may end.
+`local_opt.streaming` synchronises fragments, and `local_opt.elastic` continues if a process ends.
 `local_opt.costs` counts what syncs cost.
 """
 

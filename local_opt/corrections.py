@@ -22,8 +22,8 @@ class Correction(NamedTuple):
       init: `params -> state`.
       gradient: `(grads, state, params, anchor) -> grads`, before the inner optimizer; the anchor
         is the parameters at the start of the round.
-      update: `(updates, state, **extra) -> (updates, state)`, after it, with the step's extra
-        arguments.
+      update: `(updates, state, **extra) -> (updates, state)`, after the inner optimizer, with the
+        step's extra arguments.
       counts: `state -> float32[k]`, whole numbers below 2^24 / W that a sync sums over the workers.
       sync: `(state, *, change, mean, totals, axis_name, relative_weight) -> state`. It gets this
         worker's change in the round, the mean change of all workers and the sums of the counts.
@@ -62,7 +62,7 @@ def scaffold() -> Correction:
     That takes a second collective, since only the first one shows whether rates differ. A worker
     that took no step keeps its c - c_w.
 
-    The update is corrected, not the gradient, which gives the right units for every inner
+    The update is corrected and not the gradient, because its units are right for every inner
     optimizer: c_w is the mean of a worker's updates divided by the rate. Keep the optimizer state
     local. Momentum that is averaged or reset at a sync builds up again in every round, and part of
     the bias stays.
@@ -137,10 +137,10 @@ def _new_variate(state, *, change, mean, totals, axis_name, relative_weight):
 def recentred(
     state: ControlState, is_new: jax.Array, axis_name: Any, weight: Any = None
 ) -> ControlState:
-    """Subtracts from c - c_w its mean over the workers of a sync, if these have changed.
+    """Subtracts from c - c_w its mean over the workers of a sync, after these have changed.
 
-    Its sum under the weights of this sync is then zero again. A worker that `is_new` has weight 0
-    and starts with zeros; its first rounds determine its c_w.
+    The weighted sum of c - c_w over the workers is then zero again. A worker that `is_new` has
+    weight 0 and starts with zeros; its first rounds determine its c_w.
     """
     begun = jax.tree.map(lambda c: jnp.where(is_new, 0, c), state.variate)
     mean, share, _ = averaged(begun, axis_name, weight)

@@ -24,7 +24,7 @@ KINDS = (
 
 
 def count_collectives(step: Callable, *args: Any) -> dict[str, int]:
-    """How many collectives of each kind a compiled step holds; it is not run.
+    """How many collectives of each kind a compiled step holds; the step is not run.
 
     Collectives inside conditionals count, too; those inside a loop count once. A step of
     `local_steps` with `sync=False` has none of its own: any that remain belong to the model, such
@@ -114,8 +114,8 @@ def sync_seconds(
     for both. On one public set of measurements the efficiency was 0.91, and no latency was seen.
 
     Args:
-      num_params, num_workers, compress: as of `sync_bytes`.
-      gigabits: of a worker's link in 10^9 bits per second, > 0.
+      num_params, num_workers, compress: as in `sync_bytes`.
+      gigabits: the speed of a worker's link in 10^9 bits per second, > 0.
       efficiency: the share of it that a sync reaches, in (0, 1].
       latency: seconds of a sync beside its bytes, >= 0.
 
@@ -165,8 +165,8 @@ def communication_time(volumes: Sequence[float], seconds: Sequence[float]) -> Ru
 
     Examples:
       >>> from syncopate import local_opt  # 10 s with a sync after every step, 7 s with H = 4
-      >>> found = local_opt.costs.communication_time([1, 1 / 4], [10, 7])
-      >>> round(found.computation, 9), round(found.communication, 9)
+      >>> time = local_opt.costs.communication_time([1, 1 / 4], [10, 7])
+      >>> round(time.computation, 9), round(time.communication, 9)
       (6.0, 4.0)
 
     References:

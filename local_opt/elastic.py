@@ -1,7 +1,7 @@
-"""Local steps that continue after a process has ended: a sync averages over those that are alive.
+"""Local steps that continue after a process has ended: syncs average over the living processes.
 
-Before a sync the processes agree on which are alive. Between syncs none waits for another, so the
-end of a process is noticed at the next sync.
+Before a sync the processes agree on which of them are alive. Between syncs none waits for another,
+so the end of a process is noticed at the next sync.
 """
 
 import concurrent.futures
@@ -34,7 +34,7 @@ __all__ = ["ElasticSync", "Members"]
 RECORDS = "local_opt/elastic"  # keys in the coordinator's store, one for each process
 RECOVERS = "jax_enable_recoverability"
 SPREAD = 1.0  # seconds; if processes arrive further apart, one may have died in between
-PAUSE = 2.0  # seconds; if its thread did not run for so long, process 0 was stopped
+PAUSE = 2.0  # seconds; process 0 was stopped if its thread did not run for so long
 ASKING = 10.0  # seconds to ask which processes are alive, once a sync has failed
 THEN = "look at their output, and give the command again, from the last checkpoint."
 
@@ -43,7 +43,7 @@ class Members(NamedTuple):
     """The processes that take part in a sync: equal on all of them.
 
     Attributes:
-      step: the steps taken by the processes that have been running; one that rejoins adopts it.
+      step: the steps taken by the processes that did not restart; one that rejoins adopts it.
       processes: the numbers of the processes that are alive.
       incarnations: a number from JAX's coordinator for each, which changes if a process restarts.
       rejoined: the processes that have come back since the last sync, which have weight 0.
@@ -81,7 +81,7 @@ class Membership:
         self.last, self.members = Record(), {}  # {process: incarnation}
         self.restarted = process in self.records()  # another incarnation has written there
         self.pause = 0.0  # seconds, the longest since the last barrier
-        if process == 0 and processes > 1:  # which holds the coordinator
+        if process == 0 and processes > 1:  # process 0 holds the coordinator
             threading.Thread(target=self._watch, daemon=True).start()
 
     def barrier(self, step: int) -> Members:
@@ -95,7 +95,7 @@ class Membership:
         while True:
             before, members = members, self.who_lives()
             if records and members == before:
-                break  # no process passes before this, so all have read the same records
+                break  # no process passes the barrier earlier, so all have read the same records
             changed = members != self.members
             records = self.records(None if changed else here.count)
             records = {n: records[n] for n in sorted(members)}
@@ -106,13 +106,13 @@ class Membership:
         if self.process == 0 and gone and pause > PAUSE:
             raise RuntimeError(
                 f"process 0 has stood still for {pause:.1f} s before step {step}, and now counts "
-                f"processes {sorted(gone)} as dead, which may live: {THEN}"
+                f"processes {sorted(gone)} as dead, which may be alive: {THEN}"
             )
         count = max(record.count for record in records.values())
         rejoined = tuple(n for n, record in records.items() if record.count < count)
         steps = {n: record.step for n, record in records.items() if n not in rejoined}
         if len({*steps.values()}) > 1:
-            raise ValueError(f"processes meet after different steps, {steps}: give all one plan.")
+            raise ValueError(f"processes sync after different steps, {steps}: give all one plan.")
         self.members, self.last = members, here._replace(count=count, step=[*steps.values()][0])
         return Members(self.last.step, tuple(records), tuple(members[n] for n in records), rejoined)
 
@@ -151,8 +151,8 @@ class ElasticSync:
 
     A process may restart under its number if the backend supports that (gloo does not). It must
     sync at once: it takes part with weight 0 and receives the mean, and the trees of the first
-    worker that was running, orders included. Its random keys, which includes any uint32[..., 2],
-    become different from those of that worker, and its residual becomes zero. When members change,
+    worker that was running, orders included. Its random keys, and any other uint32[..., 2], become
+    different from those of that worker, and its residual becomes zero. When members change,
     the control variates of `scaffold` are centred again, so that they add up to zero; those of a
     process that has come back are zero.
 
@@ -173,7 +173,8 @@ class ElasticSync:
       rejoined: whether an earlier incarnation of this process took part in the run.
 
     Raises:
-      ValueError: without `jax_enable_recoverability`, as all processes would end with the first.
+      ValueError: for values out of range, or without `jax_enable_recoverability`, because all
+        processes would then end with the first.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -254,8 +255,9 @@ class ElasticSync:
           weight: [n], as in `pmean`.
 
         Raises:
-          TimeoutError, ValueError, RuntimeError: as `barrier`; RuntimeError: if a process dies in
-          the middle. Other errors of the sync, such as of a callback, are raised unchanged.
+          TimeoutError, ValueError: as `barrier`; ValueError also for trees that do not fit.
+          RuntimeError: as `barrier`, or if a process dies in the middle. Other errors of the sync,
+            such as those of a callback, are raised unchanged.
         """
         count = jax.local_device_count()
         if (given := check_leading((trees, weight), "device")) != count and jax.tree.leaves(trees):
@@ -333,7 +335,7 @@ class Unfinished(Exception):
 
 
 class Waits:
-    """Calls functions that wait for other processes in a thread, as nothing can interrupt them."""
+    """Calls functions that wait for other processes, in a thread: nothing can interrupt them."""
 
     def __init__(self):
         self._calls = None
@@ -342,7 +344,7 @@ class Waits:
         """The result or the error of the call; raises Unfinished if it is still waiting."""
         if self._calls is None:
             self._calls = queue.SimpleQueue()
-            # A daemon, so that it does not keep the process.
+            # A daemon, so that it does not keep the process alive.
             threading.Thread(target=_work, args=(self._calls,), daemon=True).start()
         future = concurrent.futures.Future()
         self._calls.put((future, call))

@@ -15,7 +15,8 @@ from local_opt.workers import AxisName, check_kind
 from syncopate import mesh
 from syncopate.workers import AXIS
 
-# A group has GROUP numbers, or 1 / GROUPS of all if that is more: compressing takes a few copies.
+# A group has GROUP numbers, or 1 / GROUPS of all if that is more. To compress it takes a few copies
+# of the group.
 GROUP, GROUPS = 2**22, 16
 
 

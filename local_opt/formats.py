@@ -1,6 +1,7 @@
 """Compressors: formats in which changes are sent at a sync, and the feedback of what they lose.
 
-Rows have 128 numbers, the lanes of a TPU, which turns a gather of other slices into an all-reduce.
+Rows have 128 numbers, as many as a TPU has lanes: its compiler turns a gather of other slices into
+an all-reduce.
 """
 
 import functools
@@ -56,8 +57,8 @@ def quantize(dtype: DTypeLike, *, feedback: float | None = None) -> Compressor:
 
     Args:
       dtype: bfloat16, float16, int8 or int4, as a name or a type of `jnp`.
-      feedback: in [0, 1], the part of the rounding error that is kept for the next sync. None is 1
-        for int8 and int4, and 0, which keeps no state, for bfloat16 and float16.
+      feedback: in [0, 1], the part of the rounding error that is kept for the next sync. None
+        stands for 1 with int8 and int4, and for 0, which keeps no state, with the others.
 
     Returns:
       A `Compressor`, for `local_steps`, `local_rounds` and `sync_bytes`.
@@ -129,8 +130,8 @@ def top_k(
     """The largest changes of every block, and error feedback for the others.
 
     Q(x) = q(x) if |x| is among the k = density b largest of its block, else 0. With 16 bits, q
-    rounds to bfloat16. With 2 bits, a value has the code c(x) = clip(round((x - m) / 1.5 s + 2), 0,
-    3), and q(x) is the mean, in bfloat16, of the values with that code. m and s are the mean and
+    rounds to bfloat16. With 2 bits, a value has the code c(x) = clip(round((x - m) / (1.5 s) + 2),
+    0, 3), and q(x) is the mean, in bfloat16, of the values with that code. m and s are the mean and
     the standard deviation of the values in 64 blocks. A place in the block takes ceil(log2 b) bits.
     The leaves are concatenated and cut into blocks.
 

@@ -61,9 +61,9 @@ def map_workers(
     Args:
       function: a function of one worker. Its gradients with respect to a replicated argument are
         this worker's, not a sum over the workers.
-      workers: W >= 1, simulated on one device by `jax.vmap`; or a mesh, one worker per position on
-        that axis, by `jax.shard_map`; None for the mesh of `jax.set_mesh` where the result is
-        called. Other axes, automatic or explicit, are inside a worker.
+      workers: W >= 1, simulated on one device by `jax.vmap`; or a mesh, by `jax.shard_map`, with
+        one worker per position on its workers' axis; None for the mesh of `jax.set_mesh` where the
+        result is called. Other axes, automatic or explicit, are inside a worker.
       in_specs: one entry per positional argument, as ({"x": "worker", "step": "replicated"},
         "batch"), or one word for all of them. Keyword arguments are replicated.
       out_specs: one entry per result, as ("worker", "mean") for a tuple of two.
@@ -110,7 +110,7 @@ def map_workers(
     if in_turn and (fixed is None or fixed.mesh is not None):
         raise ValueError("in_turn is for simulated workers: pass their number, not a mesh.")
     if in_turn and "replicated" in words:
-        raise ValueError("in_turn proves no result to be 'replicated': say 'worker' in out_specs.")
+        raise ValueError("in_turn cannot prove a result 'replicated': say 'worker' in out_specs.")
 
     def run(inputs, over, arrays):
         graph = inputs.tree(arrays).objects
@@ -203,8 +203,8 @@ def _words(in_specs, args, kwargs) -> list[str]:
     """The words of all leaves of a call."""
     if type(in_specs) is tuple and len(in_specs) != len(args):
         raise ValueError(
-            f"{len(args)} arguments came by position and in_specs is {in_specs}: give one entry "
-            "for each. Arguments by keyword are replicated and have none."
+            f"the call has {len(args)} positional arguments and in_specs is {in_specs}: give one "
+            "entry for each. Keyword arguments are replicated and have none."
         )
     words = _broadcast("in_specs", in_specs, args)
     for (path, x), word in zip(jax.tree.leaves_with_path(args), words, strict=True):
@@ -223,7 +223,7 @@ def _broadcast(name, specs, tree) -> list[str]:
         return jax.tree.leaves(jax.tree.broadcast(specs, tree))
     except ValueError as error:
         why = " ".join(str(error).split()).replace("broadcast_prefix prefix_tree", name)
-        raise ValueError(f"{name} is {specs!r}, which is no prefix: {why}") from None
+        raise ValueError(f"{name} is {specs!r}, which is not a prefix tree: {why}") from None
 
 
 def _results(tree, out_specs, kinds, before, objects) -> tuple[_Skeleton, dict[str, list]]:
@@ -257,7 +257,7 @@ def _simulated(one, arrays, words, over):
 
 
 def _in_turn(one, arrays, words, over):
-    """One worker after another, since vmap makes grouped convolutions, slow on CPUs."""
+    """One worker after another: `jax.vmap` would group convolutions, which is slow on CPUs."""
     del words
     same = {"replicated": arrays["replicated"]}
     mapped = {word: leaves for word, leaves in arrays.items() if word not in same}
@@ -457,7 +457,7 @@ def _check_words(name, specs, allowed) -> list[str]:
 
 def _check_function(function, in_specs) -> None:
     if not callable(function):
-        raise ValueError(f"function is {function!r}: pass the step of one worker, not called.")
+        raise ValueError(f"function is {function!r}: pass the step of one worker, a function.")
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # written in C
@@ -469,5 +469,5 @@ def _check_function(function, in_specs) -> None:
     if type(in_specs) is tuple and len(in_specs) > most:
         raise ValueError(
             f"in_specs is {in_specs} and the function takes {signature}: give one entry for each "
-            "argument by position. Arguments by keyword are replicated."
+            "positional argument. Keyword arguments are replicated."
         )

@@ -1,4 +1,4 @@
-"""The mean over the workers of a tree, inside vmap or shard_map, and the weights of workers."""
+"""The mean of a tree over the workers, inside vmap or shard_map, and the weights of workers."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -33,7 +33,8 @@ def pmean(tree: PyTree, *, axis_name: AxisName = AXIS, weight: ArrayLike | None 
 
     Args:
       tree: this worker's arrays.
-      axis_name: the workers' axis or axes, of `jax.vmap` or `jax.shard_map`; None for the only one.
+      axis_name: the workers' axis or axes, of `jax.vmap` or `jax.shard_map`; None for the only
+        named axis in scope.
       weight: v_w, 0 or in [2^-40, 2^40]: one number for this worker, such as its count of tokens,
         or a bool; None for equal weights. The arrays of a worker with weight zero are not read, so
         they may be NaN. If all weights are zero, or one is out of range, the mean is NaN.
@@ -104,10 +105,11 @@ def averaged(
 
 
 def check_varying(tree: PyTree, axis_name: AxisName, *, all_of: bool = False) -> None:
-    """Raises ValueError for a floating leaf that is typed as equal on all workers, or if all are.
+    """Raises ValueError for a floating leaf that is typed as equal on all workers.
 
-    JAX has summed such a gradient over the workers, so it is W times their mean. Without such
-    types, as under `check_vma=False` and `jax.vmap`, nothing is refused.
+    JAX has summed such a gradient over the workers, so it is W times their mean. With `all_of`,
+    only trees whose floating leaves all have such types are refused. Under `check_vma=False` and
+    `jax.vmap` there are no such types.
     """
     typed = mesh.typed_axes(in_scope(axis_name))
     leaves = jax.tree_util.tree_leaves_with_path(tree)
@@ -125,7 +127,7 @@ def check_varying(tree: PyTree, axis_name: AxisName, *, all_of: bool = False) ->
 
 
 def _check_mixed(names):
-    """Raises ValueError for axes of both kinds, as types do not show axes of `jax.vmap`."""
+    """Raises ValueError for axes of `jax.vmap` beside those of `jax.shard_map`, if it has types."""
     inside = [x for x in names if x not in jax.sharding.get_abstract_mesh().manual_axes]
     if inside and (typed := mesh.typed_axes(names)):
         raise ValueError(
@@ -199,7 +201,7 @@ def checked_weight(weight: Any) -> Float[Array, ""]:
 def moved_from(anchor: PyTree, params: PyTree) -> PyTree:
     """x - a in float32 or wider, exactly 0 where a round that began at `a` has moved nothing.
 
-    If the anchor has a wider type, its value is the rounded one with which the round started.
+    An anchor of a wider type is rounded first, because the round started from its rounded value.
     """
 
     def change(a, x):

@@ -106,7 +106,7 @@ def put(tree: PyTree, objects: tuple) -> PyTree:
 
 
 def changes(before: Objects, objects: tuple) -> tuple[dict[str, Any], dict[str, str]]:
-    """The objects' arrays after a step, and their words; of replicated ones only those changed."""
+    """The objects' arrays after a step, and their words; replicated arrays only if they changed."""
     definition, state = sys.modules["flax.nnx"].split(objects)
     if (definition, jax.tree.structure(state)) != (before.graph.definition, before.graph.structure):
         raise ValueError(
@@ -167,7 +167,7 @@ def _is_object(x):
 
 
 def _is_node(x):
-    """A state is a tree of arrays, whose variables are not updated in place."""
+    """Whether this is an object, or a state, whose variables are not updated in place."""
     return _is_object(x) or isinstance(x, sys.modules["flax.nnx"].State)
 
 

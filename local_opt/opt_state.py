@@ -1,4 +1,4 @@
-"""A worker's optimizer: which ones are refused, what a sync does with their state, and types."""
+"""Optimizers of workers: which are refused, what a sync does with their states, and types."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -122,10 +122,11 @@ def checked_policies(sync_opt_state: str | Mapping[str, str]) -> dict[str, str]:
 def split_policies(
     sync_opt_state: str | Mapping[str, str | SyncPlan], plan: SyncPlan
 ) -> tuple[dict[str, str], list[tuple[SyncPlan, dict[str, str]]]]:
-    """(policies of the parameters' syncs, fields that are averaged by plans of their own).
+    """(policies of the parameters' syncs, the other plans with the policies of their syncs).
 
-    Fields come by plan, as {name: "mean"}, and all others as "local". If one has a plan, fields
-    with "mean" have `plan`: a mean of `mu` alone would be refused where `nu` has a plan.
+    At the syncs of another plan, its fields have the policy "mean" and all others "local". If any
+    field has a plan, fields with "mean" follow `plan`: a mean of `mu` alone would be refused where
+    `nu` has a plan.
     """
     given = sync_opt_state if isinstance(sync_opt_state, Mapping) else {"": sync_opt_state}
     has_plans = any(isinstance(policy, SyncPlan) for policy in given.values())
@@ -136,7 +137,7 @@ def split_policies(
             words[name] = of
             continue
         if not name:
-            raise ValueError(f"sync_opt_state has {of!r} for the empty name: name fields.")
+            raise ValueError(f"sync_opt_state has {of!r} for the empty name: name a field.")
         if of.total_steps != plan.total_steps:
             raise ValueError(
                 f"sync_opt_state has a plan of {of.total_steps} steps for {name!r}, and the "
@@ -144,7 +145,7 @@ def split_policies(
             )
         words[name] = LOCAL
         planned.setdefault(of.digest(), (of, {}))[1][name] = MEAN
-    # All names are everywhere, as the longest one that matches a field counts.
+    # Every dict has all names, because the longest one that matches a field counts.
     others = dict.fromkeys(given, LOCAL)
     return words, [(of, others | fields) for of, fields in planned.values()]
 
@@ -240,8 +241,8 @@ def check_moments(opt_state: optax.OptState, chosen: list[str]) -> None:
             wrong = [p for p in of_state if not of_nu <= needed[p]]
             if wrong:
                 raise ValueError(
-                    f"sync_opt_state leaves {name!r} {wrong[0]!r} and 'nu' {of_nu.pop()!r}, and an "
-                    f"update would divide by a second moment of other gradients than {name!r}: "
+                    f"sync_opt_state has {wrong[0]!r} for {name!r} and {of_nu.pop()!r} for 'nu', "
+                    f"so an update would divide {name!r} by a second moment of other gradients: "
                     f"name both, as {{{name!r}: 'mean', 'nu': 'mean'}}."
                 )
 

@@ -1,6 +1,6 @@
 """Plans of when workers synchronise, made before the run.
 
-A run has R rounds and T steps. A round is the steps between two syncs, which follow its last step.
+A run of T steps has R rounds. A round is one or more steps and then a sync.
 """
 
 import dataclasses
@@ -99,10 +99,10 @@ class SyncPlan(plans.Plan):
         axis_name: str | None = None,
         weight: ArrayLike | None = None,
     ) -> PyTree:
-        """All workers' tree after a step: their mean if the plan has a sync there, else the tree.
+        """The tree after a step: its mean over the workers if the plan syncs there, else the tree.
 
-        For loops without optax, between jitted steps. All syncs run one compiled program. On one
-        device the mean of equal numbers is that number; elsewhere it is as in `pmean`.
+        For loops without optax: call it between jitted steps. All syncs run one compiled program.
+        On one device the mean of equal numbers is that number; elsewhere it is as in `pmean`.
 
         Args:
           step: in 0 .. T - 1, the step that was taken.
@@ -139,14 +139,15 @@ class SyncPlan(plans.Plan):
         return joined(jax.tree.unflatten(treedef, _where_they_were(means, leaves)), rest)
 
     def aligned(self, *, every: float, fresh: np.ndarray | None = None) -> "SyncPlan":
-        """A plan whose rounds end at whole multiples of a number of loads, such as an epoch's.
+        """A plan whose rounds end after multiples of a number of loads, such as those of an epoch.
 
-        Marks are after floor(k every + 1/2) loads, k = 1, 2, .. A round that ends between two marks
+        Mark k = 1, 2, .. is after floor(k every + 1/2) loads. A round that ends between two marks
         is extended to the later one, or to the end of the run. Rounds that would then end together
-        are merged. None are if all take at least `every` loads and the run ends at a mark.
+        are merged. None is merged if each has at least `every` loads and the run ends at a mark.
 
         Args:
-          every: >= 1, loads between two marks, also fractional: n for epochs of n loads, or n / 2.
+          every: >= 1, the loads between two marks, such as n for epochs of n loads; may be
+            fractional.
           fresh: bool[T], the steps that load a batch, as `ordering.echo.EchoPlan.fresh`; a mark is
             then after the last use of a batch. None if every step loads.
 
@@ -205,8 +206,8 @@ def syncs_after_traced(plan: SyncPlan, step: jax.Array) -> jax.Array:
 def _mean_of_all(workers, axis_name, alone=False):
     """(arrays, weight) of all workers -> the mean arrays, compiled once.
 
-    If all are on one device (`alone`), differences from one worker's arrays are averaged, which
-    keeps equal numbers bitwise. Over several devices that would take a second collective.
+    If all are on one device (`alone`), differences from one worker's arrays are averaged, so that
+    equal numbers stay bitwise equal. Over several devices that would take a second collective.
     """
     mean = lambda tree, weight: pmean(tree, axis_name=axis_name, weight=weight)  # noqa: E731
     run = map_workers(mean, workers, in_specs="worker", out_specs="worker", axis_name=axis_name)
@@ -242,7 +243,7 @@ def _on_mesh(leaves, mesh, axis_name):
 def _where_they_were(arrays, leaves):
     """Moves the arrays to where the leaves were, the only place where `jax.pmap` accepts them.
 
-    Arrays that are already there are left alone: a copy would be committed, and compiled for again.
+    Arrays that are already there are not copied: steps would compile again for committed copies.
     """
     now, places = ([getattr(x, "sharding", None) for x in xs] for xs in (arrays, leaves))
     away = [i for i, place in enumerate(places) if place is not None and place != now[i]]
@@ -252,7 +253,7 @@ def _where_they_were(arrays, leaves):
 
 
 def from_function(period: Callable[[int], int], *, total_steps: int, rule: str = "") -> SyncPlan:
-    """A plan from any function of the round's first step.
+    """A plan whose round lengths are any function of a round's first step.
 
     H(t) = period(t), cut at the end of the run. Post-local SGD is `lambda t: 1 if t < t0 else H`,
     and SWAP is `lambda t: H if t < t0 else T`.
@@ -266,7 +267,7 @@ def from_function(period: Callable[[int], int], *, total_steps: int, rule: str =
       The plan.
 
     Raises:
-      ValueError: if a period is not a whole number >= 1, or a total out of range.
+      ValueError: if a period is not a whole number >= 1, or `total_steps` is out of range.
 
     Examples:
       >>> from syncopate import local_opt

@@ -43,14 +43,14 @@ def diloco(
     x_w <- x_w + inner(g_w) in a step; at a sync, with d = a - x_bar: v <- m v + d,
     a <- a - lr (d + m v), x_w <- a.
 
-    Outer momentum overshoots, and the oscillation decays at worst as m^(R / 2) over R rounds. Both
-    presets warn if more than a tenth of it may be left at the end. With Muon as the inner optimizer
+    Outer momentum overshoots, and the oscillation decays at worst as m^(R / 2) over R rounds. A
+    warning says if more than a tenth of it may be left at the end. With Muon as the inner optimizer
     this is MuLoCo. Its code has lr = 0.7 and m = 0.6 for one worker, 0.9 and 0.8 for two, and 1 and
     0.9 for 16.
 
     Args:
       inner: the workers' optimizer; `optax.adamw` in the paper.
-      plan: `constant(500, total_steps=T)` in the paper; a run of at least 44 rounds for m = 0.9.
+      plan: `constant(500, total_steps=T)` in the paper; take at least 44 rounds for m = 0.9.
       learning_rate, momentum: of the outer optimizer: lr > 0 and m in [0, 1).
       axis_name, sync_opt_state, compress, correction, specs, drift: see `local_steps`.
 

@@ -63,7 +63,7 @@ def replicate(
     """
     count, axis_name, mesh = count_of(workers, axis_name)
     if keys not in KEYS:
-        raise ValueError(f"keys is {keys!r}: pass 'fold', for a key of each worker, or 'copy'.")
+        raise ValueError(f"keys is {keys!r}: pass 'fold' for different keys, or 'copy' for equal.")
     arrays, rest = parted(_counters(tree))
     copies = _spread(arrays, count, mesh, axis_name)
     if mesh is not None and jax.process_count() > 1:
@@ -107,7 +107,7 @@ def _spread(tree, count, mesh, axis_name, *, folds=False):
 
     def place(x, *first):
         spec = spec_of(x)
-        # As many entries as axes, like the results of a step, so that its second call does not
+        # One entry per axis, as the results of a step have, so that the second step does not
         # compile again.
         spec += (None,) * (jnp.ndim(x) - len(spec)) if mesh.explicit_axes else ()
         return NamedSharding(mesh, PartitionSpec(*first, *spec))

@@ -78,25 +78,25 @@ def local_rounds(
     With an outer optimizer, a compressor or a correction, x_bar = a + 1/W sum_v (x_v - a). So
     parameters that no worker has moved stay bitwise equal. With an outer optimizer, the anchor of
     narrow parameters is float32, because outer steps may be smaller than their rounding. Plain
-    averaging has no anchor. It may add a rounding error where nothing moves, which stops growing at
-    about 1e-6 |x|.
+    averaging has no anchor. Where nothing moves, it may add a rounding error, which stops growing
+    at about 1e-6 |x|.
 
     `sync(params, state, weight=v_w)` weighs the workers, for example by tokens or steps, as in
     `pmean`; averaged optimizer state has the same weights. A worker with weight zero, such as one
     whose loss is not finite, gets the same mean as the others and keeps its local state. If all
-    weights are zero, or one is negative or not finite, all parameters become NaN. A compiled
-    program cannot raise an error, and skipping the sync would hide it.
+    weights are zero, or one is negative or not finite, all parameters become NaN: a compiled
+    program cannot raise an error, and skipping the sync would hide the wrong weights.
 
     Args:
       inner: the workers' optimizer.
       axis_name: the workers' axis, bound by `jax.vmap` or `jax.shard_map`; None for the only named
         axis in scope; () for one worker, under a plain `jax.jit`.
-      sync_opt_state: what a sync does with the optimizer state. For all floating leaves: "local"
-        (each worker keeps its own, as in the papers), "mean" or "reset" (to the initial value). Or
-        by the names of fields of optax' states, as {"mu": "mean", "0.nu": "mean"}: the longest
-        matching name counts, and other fields stay local. Names of parameters do not match, and
-        `mu` cannot be averaged without the `nu` that divides it. Integers, such as counts, are
-        reset only by name.
+      sync_opt_state: what a sync does with the optimizer state. One word is for all floating
+        leaves: "local" (each worker keeps its own, as in the papers), "mean" or "reset" (to the
+        initial value). A dict has words for fields of optax' states, as {"mu": "mean", "0.nu":
+        "mean"}: the longest matching name counts, and other fields stay local. Names of parameters
+        do not match, and `mu` cannot be averaged without the `nu` that divides it. Integers, such
+        as counts, are reset only by name.
       outer: an optax optimizer that takes a - x_bar as its gradient. Its extra argument `period`,
         float32[], is the number of steps in the round, a weighted mean over the workers. None is
         plain averaging.
@@ -460,13 +460,14 @@ def local_steps(
     x_w <- x_w + inner(g_w); after the last step of a round, x_w <- 1/W sum_v x_v.
 
     Put it last in an `optax.chain`, because transformations after it would change the mean. Do not
-    wrap it in one that skips or changes steps (docs/use/optax.md has a table). It cannot detect
-    such a wrapper; call `check_synced` after a step that ends a round to test a loop.
+    wrap it in a transformation that skips or changes steps (docs/use/optax.md has a table).
+    `local_steps` cannot detect such a wrapper. To test a loop, call `check_synced` after a step
+    that ends a round.
 
-    The update is x_bar - x_w, so workers are equal up to its rounding, which does not accumulate.
-    For bitwise equal workers, and no conditional in the step, use `local_rounds` and call its
-    `sync` if `plan.syncs_after(step)`. With H = 1 and SGD this is data-parallel training. With Adam
-    it is not, as each worker divides by the second moment of its own gradients.
+    The update at a sync is x_bar - x_w, so workers are equal up to its rounding, which does not
+    accumulate. For bitwise equal workers, and no conditional in the step, use `local_rounds` and
+    call its `sync` if `plan.syncs_after(step)`. With H = 1 and SGD this is data-parallel training.
+    With Adam it is not, because each worker divides by the second moment of its own gradients.
 
     Args:
       inner: any optax optimizer; it gets this worker's gradient.
@@ -475,18 +476,20 @@ def local_steps(
         if its number is concrete; a compiled step cannot refuse it and synchronises.
       axis_name: the workers' axis, bound by `jax.vmap` or `jax.shard_map`; None for the only named
         axis in scope; () for one worker, under a plain `jax.jit`.
-      sync_opt_state: see `local_rounds`. Here fields may have plans of their own, as {"mu": plan_u,
-        "nu": plan_v}, by which they are averaged (DES-LOC); "mean" then means `plan`.
+      sync_opt_state: see `local_rounds`. Here a field may have its own plan, as {"mu": plan_u,
+        "nu": plan_v}: it is averaged where that plan syncs (DES-LOC). "mean" then stands for
+        `plan`.
       outer, compress, correction, specs, drift: see `local_rounds`.
 
     Returns:
       A GradientTransformationExtraArgs. Its `update` needs `params` and takes these arguments.
       `sync` is None (the plan decides, by a conditional that holds the only collective), or a
       static bool (the host has decided, without a conditional). `step`, int32[], is the loop's
-      count of steps, used in place of the state's; as one number for all workers it keeps the
-      conditional under `jax.vmap`. `weight` is as in the sync of `local_rounds`. But an update is
-      added and cannot replace parameters that are NaN: pass `optax.apply_if_finite` as `inner` to
-      keep them finite. Other extra arguments go to `inner`, whose state is `state.rounds.inner`.
+      count of steps, in place of the state's: one number for all workers, so that `jax.vmap`
+      computes a sync only where one is due. `weight` is as in the sync of `local_rounds`. An update
+      is added, so it cannot replace parameters that are NaN: pass `optax.apply_if_finite` as
+      `inner` to keep them finite. Other extra arguments go to `inner`, whose state is
+      `state.rounds.inner`.
 
     Raises:
       ValueError: as `local_rounds`; if `plan` is not a plan; from `update`, without params or for
@@ -541,7 +544,7 @@ def local_steps(
             raise ValueError("sync and step are both given: pass step to let the plan decide.")
         if sync is not None and of_fields:
             raise ValueError(
-                f"sync is {sync}, but fields of the state have plans of their own: pass step."
+                f"sync is {sync}, but fields of the state have their own plans: pass step instead."
             )
         for name, value, kind in (("sync", sync, jnp.bool_), ("step", step, jnp.integer)):
             if value is not None:

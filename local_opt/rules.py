@@ -1,6 +1,6 @@
 """Rules for when to synchronise; each makes a plan, on the host and in float64.
 
-t is the first step of a round, T the number of steps, eta_t the learning rate at step t.
+t is the first step of a round, T is the number of steps, and eta_t is the learning rate at step t.
 """
 
 from array import array
@@ -51,13 +51,13 @@ def bernoulli(p: Callable | float | np.ndarray, *, total_steps: int, key: jax.Ar
     Args:
       p: a probability in (0, 1], a schedule of them, or float[T].
       total_steps: T in 1 .. 10^7.
-      key: the same on all workers.
+      key: a random key, the same on all workers.
 
     Returns:
       The plan.
 
     Raises:
-      ValueError: if a probability is outside (0, 1].
+      ValueError: if a probability is outside (0, 1], or for a total or key that does not fit.
 
     Examples:
       >>> import jax
@@ -83,23 +83,23 @@ def qsr(
 ) -> SyncPlan:
     """The Quadratic Synchronization Rule: rounds grow as the inverse square of the learning rate.
 
-    h(t) = min(max(H_base, floor((alpha / eta_t)^power)), h_max); a round that starts at t takes the
-    largest H with H <= h(s) for all of its steps s. While the rate falls that is h(t); of a rate
-    that never changes it is one number, max(H_base, floor((alpha / eta)^power)), as of `constant`.
+    h(t) = min(max(H_base, floor((alpha / eta_t)^power)), h_max); a round that starts at t has the
+    largest H with H <= h(s) for all of its steps s. While the rate falls, H = h(t). If the rate
+    never changes, neither does H, as in `constant`.
 
-    During the warmup, H is that of the round right after it. Section 2 of the paper recommends
-    this, as far as we remember (its text was not at hand); the authors' code has an argument for
-    it. Where the paper leaves a choice, ours are these. A later rise counts as a warmup, so its
-    steps have the H at its top. A round ends before a step for which h is shorter, as at a restart.
+    During the warmup, H is that of the round right after it. The authors' code has an argument for
+    this. As far as we remember, section 2 of the paper recommends it; its text was not at hand. Two
+    choices are ours. A later rise of the rate counts as a warmup, so its steps have the H at its
+    top. A round ends before a step whose h is shorter, as at a restart of the rate.
 
     Args:
       lr: eta, an optax schedule, a number, or float[T]; >= 0, finite.
       total_steps: T in 1 .. 10^7.
       alpha: growth coefficient > 0, in units of the learning rate.
       h_base: H_base >= 1, the minimal number of steps per round.
-      power: > 0; 2 is the rule of the paper, which compares it with 1 and 3.
-      warmup_steps: in 0 .. T, the steps before the rule starts. A warmup in which the rate rises in
-        every step is detected without it; a warmup in stairs is not.
+      power: > 0; 2 in the paper, which compares it with 1 and 3.
+      warmup_steps: in 0 .. T, the steps before the rule starts. A warmup whose rate rises in every
+        step is detected without it; a warmup in stairs is not.
       h_max: >= H_base, the maximal number of steps per round; None for no limit.
       offset: in 0 .. T - 1, the length of an additional first round; 0 for none.
 
@@ -132,7 +132,7 @@ def qsr(
     rates = evaluate_schedule(lr, total_steps, "lr")
     warmup = check_whole("warmup_steps", warmup_steps, 0, total_steps)
     offset = check_whole("offset", offset, 0, total_steps - 1)
-    # The last step of every rise, which includes every step of a fall.
+    # The last step of every rise; every step of a fall counts as one, too.
     tops = np.flatnonzero(np.append(np.diff(rates) <= 0, True))
     rates = rates[np.repeat(tops, np.diff(tops, prepend=-1))]
     if warmup < total_steps and rates[warmup] == 0:

@@ -93,13 +93,15 @@ def streaming_rounds(
     of a segment under one `jax.jit`.
 
     `weight` weighs the workers in the mean of every fragment that starts, as in `local_rounds`. At
-    a finish, a worker with weight zero takes a without mixing; its other fragments are unchanged.
+    a finish, a worker with weight zero takes the anchor a, without mixing; its other fragments do
+    not change.
 
     Args:
       inner: the workers' optimizer; its state stays local.
       axis_name: the workers' axis, bound by `jax.vmap` or `jax.shard_map`.
-      fragments: F, for neighbouring leaves in fragments of similar size; or a tree like the
-        parameters with the fragment of each leaf. The paper takes every F-th layer.
+      fragments: F >= 1, the number of fragments, which then hold neighbouring leaves and have
+        similar sizes; or a tree like the parameters with the number of each leaf's fragment. In
+        the paper a fragment holds every F-th layer.
       mixing: m in [0, 1), the weight of a worker's own parameters; 0.5 in the paper.
       outer: as in `local_rounds`, with one state per fragment, in which the leaves of other
         fragments are `optax.MaskedNode`.
@@ -196,7 +198,7 @@ def streaming_rounds(
         if mixing and not last:
 
             def mixed(x, common):
-                # As a difference from the common value, which keeps equal numbers bitwise.
+                # As a difference from the common value, so that equal numbers stay bitwise equal.
                 wide = common.astype(wide_type(x.dtype))
                 return (wide + mixing * (x.astype(wide.dtype) - wide)).astype(x.dtype)
 
@@ -341,7 +343,7 @@ def _ends_of(plan) -> list[int]:
 
 
 def check_turns(plans_of: Mapping[Any, SyncPlan], delay: int) -> int:
-    """The number of steps of all plans."""
+    """The number of steps, one for all plans; raises ValueError for plans that do not fit."""
     named = plans_of.values() if isinstance(plans_of, Mapping) else [None]
     if not named or any(not isinstance(plan, SyncPlan) for plan in named):
         raise ValueError(

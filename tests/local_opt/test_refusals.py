@@ -105,11 +105,11 @@ REFUSED = {  # the call, and what its message names: arguments, values, places i
     ),
     # The state of the inner optimizer.
     "a parameter of a field": (lambda: with_policy(ADAM, **{"nu.w": "mean"}), "['nu.w']"),
-    "mu alone": (lambda: with_policy(ADAM, mu="mean"), "'mu' 'mean'", "'nu' 'local'"),
-    "nu begun anew": (lambda: with_policy(ADAM, nu="reset"), "'mu' 'local'", "'nu' 'reset'"),
+    "mu alone": (lambda: with_policy(ADAM, mu="mean"), "'mean' for 'mu'", "'local' for 'nu'"),
+    "nu begun anew": (lambda: with_policy(ADAM, nu="reset"), "'local' for 'mu'", "'reset' for 'nu'"),
     "a variance": (
         lambda: with_policy(optax.rmsprop(0.1, centered=True), nu="mean"),
-        "'mu' 'local'", "'nu' 'mean'",
+        "'local' for 'mu'", "'mean' for 'nu'",
     ),
     "a count": (lambda: with_policy(ADAM, count="mean"), "0.count", "int32"),
     # Parameters that are no real numbers.
@@ -148,7 +148,7 @@ REFUSED = {  # the call, and what its message names: arguments, values, places i
     "an argument by keyword": (
         lambda: local_opt.map_workers(
             lambda a, b: a, 2, in_specs=("worker", "batch"), out_specs="worker")(X, b=X),
-        "1 arguments",
+        "1 positional",
     ),
     "of no parameter": (
         lambda: mapped(X, function=lambda x, *, y: x, in_specs=("worker", "batch")), "(x, *, y)"),

@@ -225,7 +225,7 @@ def test_fields_of_one_plan_share_a_collective():
         ({"mu": PLANS_OF["mu"], "nv": PLANS_OF["nu"]}, "names ['nv']"),
         ({"count": PLANS_OF["mu"]}, "averages '0.count', which is int32"),
         ({"mu": local_opt.constant(2, total_steps=5), "nu": "mean"}, "a plan of 5 steps for 'mu'"),
-        ({"": PLANS_OF["mu"]}, "for the empty name: name fields"),
+        ({"": PLANS_OF["mu"]}, "for the empty name: name a field"),
     ],
 )
 def test_plans_of_fields_that_have_none_are_refused(policies, match):
@@ -262,7 +262,7 @@ def test_plans_of_fields_need_a_count_of_steps():
         local_opt.local_rounds(optax.adam(0.1), sync_opt_state=plans)
     opt = local_opt.local_steps(optax.adam(0.1), PLANS_OF["params"], sync_opt_state=plans)
     params = {"w": jnp.ones(3)}
-    with pytest.raises(ValueError, match="fields of the state have plans of their own: pass step"):
+    with pytest.raises(ValueError, match="fields of the state have their own plans: pass step"):
         opt.update(params, opt.init(params), params, sync=True)
 
 
