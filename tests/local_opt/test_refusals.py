@@ -106,7 +106,7 @@ REFUSED = {  # the call, and what its message names: arguments, values, places i
     # The state of the inner optimizer.
     "a parameter of a field": (lambda: with_policy(ADAM, **{"nu.w": "mean"}), "['nu.w']"),
     "mu alone": (lambda: with_policy(ADAM, mu="mean"), "'mean' for 'mu'", "'local' for 'nu'"),
-    "nu begun anew": (lambda: with_policy(ADAM, nu="reset"), "'local' for 'mu'", "'reset' for 'nu'"),
+    "nu reset": (lambda: with_policy(ADAM, nu="reset"), "'local' for 'mu'", "'reset' for 'nu'"),
     "a variance": (
         lambda: with_policy(optax.rmsprop(0.1, centered=True), nu="mean"),
         "'local' for 'mu'", "'mean' for 'nu'",
