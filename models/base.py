@@ -132,7 +132,7 @@ def penalty(params: PyTree[Array], l2: float) -> Float[Array, ""] | float:
 
 
 def checked(model: Callable) -> Callable:
-    """Checks the sizes and the l2 of a model; integers may be those of arrays, as a maximum."""
+    """Makes a model check its sizes and its l2; sizes may also be integers of NumPy or JAX."""
     parameters = inspect.signature(model).parameters.values()
     sizes = [parameter.name for parameter in parameters if parameter.annotation is int]
 
@@ -214,7 +214,7 @@ def check_heads(width: int, heads: int) -> None:
 
 
 def check_dtype(dtype: str) -> jnp.dtype:
-    """The type that a model computes with; parameters are float32 with both."""
+    """The type that a model computes with; parameters are float32 with either."""
     check_choice(("float32", "bfloat16"), dtype=dtype)
     return jnp.dtype(dtype)
 

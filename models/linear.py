@@ -18,7 +18,7 @@ def softmax_regression(*, num_features: int, num_classes: int, l2: float = 0.0) 
     Args:
       num_features: D_in >= 1.
       num_classes: C >= 2.
-      l2: >= 0.
+      l2: weight of l2/2 |W, b|^2, >= 0.
 
     Returns:
       A `Model` for batches {"x": float[n, D_in] (or images, which are flattened), "y": int[n]};
@@ -48,7 +48,7 @@ def logistic_regression(*, num_features: int, l2: float = 0.0) -> Model:
 
     Args:
       num_features: D >= 1, including a constant feature for the bias.
-      l2: >= 0.
+      l2: weight of l2/2 |w|^2, >= 0.
 
     Returns:
       A `Model` for batches {"x": float[n, D], "y": int[n] in {0, 1}}; its parameters are
@@ -89,9 +89,10 @@ def optimum(model: Model, batch: PyTree[Array], *, tolerance: float = 1e-10) -> 
     Args:
       model: softmax or logistic regression.
       batch: the whole training set.
-      tolerance: largest absolute entry of the gradient at the minimum.
+      tolerance: largest absolute entry of the gradient at the minimum, > 0.
 
     Raises:
+      ValueError: for a model, batch or tolerance that does not fit.
       RuntimeError: if the tolerance is not reached.
 
     Examples:

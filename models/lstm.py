@@ -23,8 +23,8 @@ def lstm(
       c_t = sigmoid(f) c_(t-1) + sigmoid(i) tanh(g)
       h_t = sigmoid(o) tanh(c_t)
 
-    and logits = h tokens^T of the last layer, without a bias. Both biases of a layer are kept, as
-    in the usual counts of parameters. Embeddings are initialised uniformly in [-0.1, 0.1], all
+    and logits = h tokens^T of the last layer, without a bias. A layer has two biases, b and b', as
+    the usual counts of parameters do. Embeddings are initialised uniformly in [-0.1, 0.1], all
     other parameters uniformly in [-1, 1] / sqrt(width).
 
     Args:

@@ -84,8 +84,8 @@ def mobilenet_v2(
 
     A block with expansion t expands c channels to t c by a 1x1 convolution (left out for t = 1),
     filters each with a 3x3 kernel, and projects them by a 1x1 convolution without a rectifier. It
-    adds its input if the shapes agree. A 3x3 stem precedes the blocks; a 1x1 head, the mean over
-    pixels and a dense layer follow. There is no dropout.
+    adds its input to the result if their shapes are equal. A 3x3 stem precedes the blocks; a 1x1
+    head, the mean over pixels and a dense layer follow. There is no dropout.
 
     The defaults give a small network for images of CIFAR's size. The published one has images of
     (224, 224, 3), 1000 classes, `models.mobilenet.IMAGENET_STAGES`, stem_channels 32, stem_stride

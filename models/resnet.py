@@ -122,7 +122,7 @@ class _ResNet(nnx.Module):
     def __call__(self, x, given):
         x = nnx.relu(self.norm(self.stem(x.astype(self.dtype)), given))
         if self.pools:
-            edges = ((1, 1), (1, 1))  # pairs are accepted, too
+            edges = ((1, 1), (1, 1))  # Flax takes pairs, too, but does not annotate them
             x = nnx.max_pool(x, (3, 3), (2, 2), edges)  # pyright: ignore[reportArgumentType]
         for name in self.names:
             x = getattr(self, name)(x, given)
@@ -154,7 +154,7 @@ def resnet(
     pixel and pad the new channels with zeros. Use stem "cifar" and width 16.
 
     Args:
-      depth: number of layers, one of these.
+      depth: number of layers, one of those above.
       image_shape: (height, width, channels), at least 2 x 2 where the last stage begins.
       num_classes: C >= 2.
       norm: "batch", or "group": 32 groups of channels, or one per channel if there are fewer;

@@ -93,10 +93,10 @@ def vit(
     Args:
       image_shape: (height, width, channels); height and width multiples of `patch`.
       num_classes: C >= 2.
-      patch: side of the square patches, in pixels.
+      patch: side of the square patches in pixels, >= 1.
       width: features of a token, a multiple of `heads`.
       depth: transformer blocks, >= 1.
-      heads: attention heads.
+      heads: attention heads, >= 1.
       mlp_ratio: hidden units of a block's perceptron / `width`, >= 1.
       pool: "mean", of all tokens, or "class", for a class token.
       gelu: "tanh", the approximation, or "exact", with the error function.

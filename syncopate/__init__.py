@@ -8,7 +8,7 @@ import importlib.util
 from typing import Any
 
 __version__ = "0.1.0"
-DISTRIBUTION = "syncopate-jax"  # what pip installs: "syncopate" is another project there
+DISTRIBUTION = "syncopate-jax"  # its name for pip, since "syncopate" is another project on PyPI
 PUBLIC = {"ordering": "Ordering", "local_opt": "local_steps"}  # with a name that each must have
 
 
@@ -32,7 +32,7 @@ def install(*extras: str) -> str:
 
 def _home(name: str) -> str:
     """The end of a message: which public module has a name that is not here; "" if none has."""
-    # Modules of this package are imported as such, perhaps while the public ones are being made.
+    # Python asks for modules of this package, too, perhaps while it imports the public packages.
     if name.startswith("_") or importlib.util.find_spec(f"{__name__}.{name}"):
         return ""
     for package in PUBLIC:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 import syncopate
 
-# The extras of setup.cfg: what all experiments need, and what installs these modules.
+# The extra of setup.cfg that all experiments need, and the modules of its extra "data".
 EXTRA = "experiments"
 OF_DATA = (
     "array_record",
@@ -28,14 +28,14 @@ INCLUDED = "--flagfile=experiments/presets/"  # the first line of a preset that 
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs the experiment that the first argument names; exits with the known names, or extras."""
+    """Runs the experiment that the first argument names, or exits and lists what there is."""
     argv = sys.argv[1:] if argv is None else argv
     name, *flags = argv or ["--help"]
     if name not in (names := experiments()):
         rows = "\n".join(f"  {name:14}{purpose}" for name, purpose in names.items())
         usage = (
             "syncopate NAME [--flag=value ...]; --help after a name. Times: two cores.\n"
-            f"They need more than the library: {syncopate.install(EXTRA)}\n{rows}"
+            f"Experiments need more than the library: {syncopate.install(EXTRA)}\n{rows}"
         )
         if name in ("-h", "--help", "--version"):
             print(usage if name != "--version" else f"syncopate {syncopate.__version__}")
@@ -77,7 +77,7 @@ def experiments() -> dict[str, str]:
 
 
 def meant(word: str, names: Iterable[str], start: str = "") -> str:
-    """As " Did you mean --learning_rate?" of "lr" and "learning_rat"; "" if nothing is near."""
+    """A question as " Did you mean --learning_rate?", for "lr" or "learning_rat"; "" for none."""
     initials = {"".join(part[:1] for part in name.split("_")): name for name in names}
     near = [initials[word]] if word in initials else difflib.get_close_matches(word, names)
     return f" Did you mean {' or '.join(start + name for name in near)}?" if near else ""

@@ -47,7 +47,7 @@ def axis_size(axis_name) -> int:
 
 
 def beside(axis_name: Any, *, manual_only: bool = False) -> list[str]:
-    """The axes of the mesh in scope other than the workers', all or only the manual ones."""
+    """The axes of several devices beside the workers' in the mesh in scope; all or only manual."""
     mesh = jax.sharding.get_abstract_mesh()
     names = mesh.manual_axes if manual_only else mesh.axis_names
     return [a for a in names if mesh.shape[a] > 1 and a not in names_of(axis_name)]
@@ -78,8 +78,8 @@ def over_shards(
             )
         if len(left) < len(axes):
             raise ValueError(
-                f"of the axes {list(axes)} in specs only {sorted(left)} are automatic: make all of "
-                "a worker's axes manual, or none."
+                f"specs names the axes {list(axes)}, of which only {sorted(left)} are automatic: "
+                "make all of a worker's axes manual, or none."
             )
         if left.issubset(jax.sharding.get_abstract_mesh().explicit_axes):
             args = jax.tree.map(jax.reshard, args, like(in_specs, args))
@@ -146,7 +146,7 @@ def varying_axes(x: Any) -> frozenset[str]:
 
 
 def typed_axes(axis_name: Any) -> frozenset[str]:
-    """Those axes over which types say what varies: of a shard_map with check_vma=True."""
+    """The axes whose types say what varies over them, those of shard_map with check_vma=True."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     indices = [
         jax.eval_shape(functools.partial(jax.lax.axis_index, name))

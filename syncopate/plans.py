@@ -41,7 +41,7 @@ def is_number(value: Any) -> bool:
 
 
 def check_whole(name: str, value: Any, least: int, most: int | None = None) -> int:
-    """The value, an int; raises ValueError unless it is a whole number in the range."""
+    """The value as an int; raises ValueError unless it is a whole number in the range."""
     whole = operator.index(value) if is_whole(value) else least - 1
     if whole < least or (most is not None and whole > most):
         bounds = f"of at least {least}" if most is None else f"in {least} .. {most}"
@@ -50,7 +50,7 @@ def check_whole(name: str, value: Any, least: int, most: int | None = None) -> i
 
 
 def check_number(name: str, value: Any, interval: str) -> float:
-    """The value, a float; raises ValueError unless it is a number in an interval, as "(0, 1]"."""
+    """The value as a float; raises ValueError unless it is in the interval, such as "(0, 1]"."""
     number = float(value) if is_number(value) else np.nan
     if not inside(number, interval):
         raise ValueError(
@@ -67,7 +67,7 @@ def if_traced(value: Any) -> str:
 
 @jax.transfer_guard("allow")
 def as_array(value: Any) -> tuple[np.ndarray, str]:
-    """A value as an array, and how messages call it: "int64[3]", or "a list" if it is no array."""
+    """A value as an array, and its name in messages: "int64[3]", or "a list" if it is no array."""
     try:
         array = np.asarray(value)
     except (TypeError, ValueError):  # keys, and lists of unequal lengths
@@ -77,7 +77,7 @@ def as_array(value: Any) -> tuple[np.ndarray, str]:
 
 
 def check_total_steps(total_steps: Any) -> int:
-    """T, an int; raises ValueError unless it is a whole number from 1 to 10^7."""
+    """T as an int; raises ValueError unless it is a whole number from 1 to 10^7."""
     return check_whole("total_steps", total_steps, 1, MOST_STEPS)
 
 
@@ -140,7 +140,7 @@ class Plan:
     Two plans of one class are equal if their hashes are.
 
     Args:
-      marked: int64[n], the marked steps: from 0 on, strictly increasing, below T.
+      marked: int64[n], the marked steps: 0 first, strictly increasing, below T.
       total_steps: T in 1 .. 10^7.
       rule: a description of how the plan was made.
     """
@@ -174,7 +174,7 @@ class Plan:
 
     @property
     def total_steps(self) -> int:
-        """T."""
+        """T, the number of steps of the run."""
         return int(self._bounds[-1])
 
     @property
@@ -192,7 +192,7 @@ class Plan:
         return hashlib.sha256(self._bounds.astype("<i8").tobytes()).hexdigest()
 
     def check_same(self) -> None:
-        """Raises ValueError if a process has another plan: all would wait for ever."""
+        """Raises ValueError if processes have different plans, since all would wait for ever."""
         local = np.frombuffer(bytes.fromhex(self.digest()), np.uint8)
         digests = np.reshape(multihost_utils.process_allgather(local), (-1, local.size))
         other = np.flatnonzero((digests != digests[0]).any(axis=1))
@@ -224,7 +224,7 @@ class Plan:
         raise NotImplementedError
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes plan and hash as JSON, by way of a new temporary file: no file is ever partial.
+        """Writes the plan and its hash as JSON, to a temporary file first: no file is ever partial.
 
         A symbolic link at the path is replaced, not followed.
         """
@@ -247,7 +247,7 @@ class Plan:
 
     @classmethod
     def _of_content(cls, content: dict[str, Any]) -> Self:
-        """The plan that has this content; raises an error for another."""
+        """The plan that has this content; raises an error for other content."""
         marked = content[cls._marks]
         if not isinstance(marked, list) or {*map(type, marked)} != {int}:
             raise TypeError(f"its {cls._marks} must be a list of whole numbers")

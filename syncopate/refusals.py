@@ -1,8 +1,8 @@
-"""What a user can mend."""
+"""The error of commands for what a user can correct, and intervals of numbers."""
 
 
 class UserError(ValueError):
-    """A mistake of the user's words: commands tell it in one line, without a traceback."""
+    """A mistake in what the user wrote: commands print it in one line, without a traceback."""
 
 
 def inside(number: float, interval: str) -> bool:

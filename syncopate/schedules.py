@@ -13,16 +13,16 @@ from jaxtyping import Array, Key
 
 from syncopate import mesh, plans
 
-SLOW = 10.0  # seconds: a schedule that takes longer is warned of
+SLOW = 10.0  # seconds; a slower schedule gives a warning
 
 
 @jax.transfer_guard("allow")
 def evaluate_schedule(schedule: Callable | ArrayLike, total_steps: int, name: str) -> np.ndarray:
     """float64[T], the values of a schedule, a number or an array at the steps 0 .. T - 1.
 
-    A schedule of JAX operations is called once for all steps, in float64; any
-    other is called step by step. Raises ValueError, with the `name` of the values, if one is
-    negative, not finite or complex, or if an array has another length than T.
+    A schedule of JAX operations is called once for all steps, in float64; any other is called step
+    by step. Raises ValueError, with the `name` of the values, if one is negative, not finite or
+    complex, or if an array has another length than T.
     """
     plans.check_total_steps(total_steps)
     steps = np.arange(total_steps)
@@ -59,7 +59,7 @@ def _check_all(good, values, name, rule, steps):
 
 
 def bernoulli_draws(p: Callable | ArrayLike, total_steps: int, key: Key[Array, ""]) -> np.ndarray:
-    """bool[T], true with probability p(t); with JAX's default keys the same everywhere."""
+    """bool[T], true with probability p(t); equal on all machines with JAX's default keys."""
     chances = probabilities(p, total_steps, "p")
     with mesh.at_once(), jax.transfer_guard("allow"):
         key = plans.check_key(key)
@@ -89,7 +89,7 @@ def _evaluated(schedule, steps, name):
 
 
 def _step_by_step(schedule, steps, name):
-    """The values of a schedule that is no function of arrays; warns if this takes long."""
+    """The values of a schedule that takes one step at a time; warns if this takes long."""
     values, begin = [], 0.0
     for i, step in enumerate(steps.tolist()):
         if i == 10:  # the first calls compile

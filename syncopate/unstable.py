@@ -1,4 +1,4 @@
-"""The only door to what JAX does not promise to keep, with what takes its place in JAX 0.12."""
+"""Everything used of JAX that it may remove, each with what replaces it in JAX 0.12."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def axis_names() -> list[str]:
 
 
 def coordination_client() -> Any:
-    """The coordinator's store, with timeouts; None in one process. Nothing takes its place yet."""
+    """The coordinator's store, with timeouts; None in one process. Nothing replaces it yet."""
     from jax._src.distributed import global_state
 
     return global_state.client

@@ -1,4 +1,4 @@
-"""How many workers there are, and on which mesh, as all functions of `workers` take it."""
+"""The number of workers and their mesh, from the argument `workers` of all functions."""
 
 import contextlib
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class Workers(NamedTuple):
 
 
 def count_of(workers: int | Mesh | AbstractMesh | None, axis_name: Any) -> Workers:
-    """W, the name of the workers' axis, and their mesh: see `map_workers`."""
+    """W, the name of the workers' axis, and their mesh; see `map_workers` for the arguments."""
     workers = mesh_in_scope() if workers is None else workers
     if isinstance(workers, Mesh | AbstractMesh):
         axis_name = axis_of(axis_name, workers.axis_names)
@@ -55,5 +55,5 @@ def mesh_in_scope() -> Mesh | AbstractMesh:
 def axis_of(axis_name: Any, names: Sequence[str], *, alone: bool = False) -> Any:
     """The workers' axis: the one given, and for None the only one, or "worker" unless `alone`."""
     if alone and axis_name is None and len(names) > 1:  # a wrong axis would go unnoticed
-        raise ValueError(f"axis_name is None and there are the axes {list(names)}: pass the one.")
+        raise ValueError(f"axis_name is None and there are the axes {list(names)}: pass one.")
     return axis_name if axis_name is not None else names[0] if len(names) == 1 else AXIS
