@@ -21,8 +21,7 @@ import numpy as np
 import ordering
 from benchmarks.timing import compared, print_rows
 from experiments.timing import medians
-from ordering.kernel import balance_blocks
-from ordering.signs import greedy
+from ordering.signs import balance_blocks, greedy
 from ordering.sketches.linear import SIZE
 from ordering.trees import split_pairs, subtract
 

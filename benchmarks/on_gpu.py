@@ -29,7 +29,7 @@ import models
 import ordering
 from benchmarks import host_loops, local_timing, single_examples, timing
 from models.gpt2 import SIZES as GPT2
-from ordering import kernel as sign_kernel
+from ordering import signs as sign_kernel
 from ordering.signs import greedy
 
 RULES = {

@@ -8,7 +8,6 @@ from jaxtyping import Array, Int, PyTree
 
 from ordering import base, signs, trees
 from ordering.base import Ordering
-from ordering.kernel import add_weighted, balance_blocks
 from syncopate import mesh
 
 
@@ -82,7 +81,7 @@ def grab(
         size = base.check_gradients(gradients, num_units, units_per_step)
         base.check_shapes(gradients, state.mean)
         valid = state.position + jnp.arange(size) < num_units
-        rule_state, running_sum, sign, taken = balance_blocks(
+        rule_state, running_sum, sign, taken = signs.balance_blocks(
             rule,
             state.rule,
             state.running_sum,
@@ -97,7 +96,7 @@ def grab(
             left=left,
             taken=state.taken + jnp.sum(taken, dtype=jnp.int32),
             running_sum=running_sum,
-            total=add_weighted(state.total, gradients, jnp.ones(size), taken),
+            total=signs.add_weighted(state.total, gradients, jnp.ones(size), taken),
             rule=rule_state,
         )
 

@@ -18,7 +18,6 @@ from jaxtyping import Array, Float32, Int, PyTree
 
 from ordering import base, signs, trees
 from ordering.base import equal_once, shared_key, simulated
-from ordering.kernel import balance_blocks
 from syncopate import mesh, plans
 
 WHEN = ("step", "sync")
@@ -121,7 +120,7 @@ def gathered_pairs(
 
         def of_team(everyone, rule_state, running_sum, is_valid):
             stream = everyone.swapaxes(0, 1).reshape(count * size, -1)
-            *new, sign, _ = balance_blocks(
+            *new, sign, _ = signs.balance_blocks(
                 rule, rule_state, running_sum, stream, valid=jnp.repeat(is_valid, size)
             )
             return *new, sign.reshape(count, size)

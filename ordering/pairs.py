@@ -15,8 +15,6 @@ from jaxtyping import Array, Int, PyTree
 from ordering import base, signs, trees
 from ordering.base import LANES, Ordering, equal_once, shared_key, simulated
 from ordering.gathered import gathered_pairs
-from ordering.kernel import balance_blocks
-from ordering.signs import SignRule
 from syncopate import mesh
 
 
@@ -40,7 +38,7 @@ class PairBalanceState(NamedTuple):
 
 @base.made_once
 def pair_balance(
-    num_units: int, *, units_per_step: int = 1, rule: SignRule | None = None
+    num_units: int, *, units_per_step: int = 1, rule: signs.SignRule | None = None
 ) -> Ordering:
     """PairBalance for one worker: GraB on differences of gradients, which need no mean.
 
@@ -88,7 +86,7 @@ def cd_grab(
     *,
     units_per_step: int = 1,
     axis_name: str | None = "worker",
-    rule: SignRule | None = None,
+    rule: signs.SignRule | None = None,
     gathers: str | None = None,
     team_size: int | None = None,
 ) -> Ordering:
@@ -215,7 +213,7 @@ def _pair_balance(num_units, units_per_step, rule, axis_name, *, coordinated) ->
         pair = state.left + jnp.arange(num_pairs)
         valid = (pair < num_units // 2) & (2 * pair + 1 < end)
         pending, vectors = complete_pairs(state, gradients, num_pairs, workers)
-        rule_state, running_sum, sign, _ = balance_blocks(
+        rule_state, running_sum, sign, _ = signs.balance_blocks(
             rule,
             state.rule,
             state.running_sum,

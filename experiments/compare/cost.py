@@ -28,8 +28,8 @@ from experiments.report.tables import markdown, show_bytes
 from experiments.trainer.config import UNITS, Sizes, num_params, size_of, sizes_of
 from experiments.trainer.program import mapped, state_shapes, steps_of
 from experiments.trainer.step import TrainState, epoch_end_of, sync_of, worker_of
-from ordering.kernel import BLOCK
 from ordering.pairs import slice_size
+from ordering.signs import BLOCK
 from syncopate.mesh import is_key
 
 TERA, HOUR = 1e12, 3600.0

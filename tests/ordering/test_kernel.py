@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import ordering
-from ordering.kernel import BLOCK, balance_blocks, block_size_of
-from ordering.signs import greedy
+from ordering.signs import BLOCK, balance_blocks, block_size_of, greedy
 from ordering.trees import split_pairs, subtract
 from tests import reference, tables
 

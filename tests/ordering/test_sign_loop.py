@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 
 import ordering
 from benchmarks.topologies import CUDA, LIBTPU, slice_of, uncached
-from ordering import kernel as sign_kernel
+from ordering import signs as sign_kernel
 from ordering.signs import greedy
 from syncopate import mesh
 from tests import tables

@@ -150,14 +150,14 @@ def test_blocks_of_pairs_are_those_of_the_target_chip():
     results = []
 
     def worker(x):
-        results.append(ordering.kernel.block_size_of())
+        results.append(ordering.signs.block_size_of())
         return x
 
     mesh, _ = slice_of(FOUR["v5e"], WORKERS)
     run = local_opt.map_workers(worker, mesh, in_specs="worker", out_specs="worker")
     jax.eval_shape(run, jax.ShapeDtypeStruct((WORKERS, 2), np.float32))
-    assert results == [ordering.kernel.BLOCK]
-    assert ordering.kernel.block_size_of() == 1, "JAX uses the CPU"
+    assert results == [ordering.signs.BLOCK]
+    assert ordering.signs.block_size_of() == 1, "JAX uses the CPU"
 
 
 def printed(of_task, topology, **arms):
