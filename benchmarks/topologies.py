@@ -28,7 +28,7 @@ from jax.sharding import Mesh
 
 import syncopate
 from benchmarks.hlo import Collective, collectives_of
-from experiments.compare import commands, cost
+from experiments.compare import commands, cost, runs
 from experiments.compare.study import Study, define_flags
 from experiments.data.base import Recipe, Task
 from experiments.report.tables import markdown, show_bytes
@@ -302,7 +302,7 @@ def planned(name: str, arguments: list[str]) -> tuple[Task, Recipe, Study, flags
     if is_study:
         task, recipe, _, study = commands.resolved_study(module.STUDY, values)
     else:
-        task, recipe, study = commands.resolved_run(module.ALONE, values)
+        task, recipe, study = runs.resolved_run(module.ALONE, values)
     return task, recipe, study, values
 
 

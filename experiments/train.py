@@ -40,10 +40,10 @@ def define_flags(values: absl_flags.FlagValues) -> None:
 
 
 def run(values: absl_flags.FlagValues) -> None:
-    """Trains with parsed flags, as `commands.run_alone` does."""
-    from experiments.compare import commands
+    """Trains with parsed flags, as `runs.run_alone` does."""
+    from experiments.compare import runs
 
-    commands.run_alone(ALONE, values)
+    runs.run_alone(ALONE, values)
 
 
 if __name__ == "__main__":

@@ -1,25 +1,34 @@
-"""The runs of arms: their programs, plans and checkpoints, for a study or for one run alone."""
+"""The runs of arms: their programs, plans and checkpoints, in a study, and one run alone.
+
+A command ends with `SystemExit`: 128 + n if signal n stopped it, after which the same flags go on,
+and `lock.BUSY` if another run has the folder.
+"""
 
 import collections
 import concurrent.futures
 import functools
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
+from absl import flags as absl_flags
 
-from experiments import files
-from experiments.compare.arms import config_of, plans_of
-from experiments.compare.cost import traffic
+from experiments import files, fingerprints, lock, progress
+from experiments.compare import flags
+from experiments.compare.arms import arm_from_flags, config_of, left_out, plans_of
+from experiments.compare.cost import dry_run, traffic
 from experiments.data.base import Recipe, Task
-from experiments.distributed import devices, processes
-from experiments.report import statistics
+from experiments.distributed import agreement, devices, processes
+from experiments.report import page, records, statistics
 from experiments.report.records import Run, run_of
 from experiments.report.statistics import Criterion
 from experiments.trainer import checkpoint, config, measure, pipeline, program
 from experiments.trainer.train import Hooks, Outcome, compile_and_train
+from ordering.echo import EchoPlan
 from syncopate.mesh import platform
 
 EVERY = 20  # steps between two readings of the clock, of `step_seconds`
@@ -212,3 +221,126 @@ def step_seconds(study, task: Task, recipe: Recipe, folder: str, done: Sequence[
         timed = processes.of_first(timed)
         files.write_json(path, timed)
     return timed["step_seconds"]
+
+
+# What commands begin and end with.
+
+
+def begun(values: absl_flags.FlagValues, task: Task, recipe: Recipe, study) -> dict | None:
+    """The settings of the folder; None after a dry run, which prints what the runs would cost.
+
+    Processes that differ in flags, code or data end here.
+    """
+    data = "" if values.dry_run else fingerprints.data_hash(task)
+    agreement.check(fingerprints.facts(values, data))
+    if values.dry_run:
+        return processes.say(dry_run(task, recipe, study, values))
+    for text in left_out(study.arms.values(), task, recipe):  # before there is a folder
+        processes.say(text)
+    return {**flags.settings(values, recipe), "data": data}
+
+
+def trainer_of(study, task, recipe, folder, values, **more) -> Trainer:
+    reads = None if values.input == "device" else values.input
+    mesh, every = devices.mesh_of(recipe.run, recipe.workers), values.checkpoint_every
+    given = {"folder": folder, "reads": reads, "mesh": mesh, "checkpoint_every": every}
+    return Trainer(study, task, recipe, **given, **more)
+
+
+def stop(values: absl_flags.FlagValues, signal: int, where: str = "") -> None:
+    again = ", without --overwrite," if values.overwrite else ""
+    processes.say(f"Stopped and saved{where}: the same command{again} continues.")
+    sys.exit(128 + signal)
+
+
+# One run alone.
+
+
+def run_alone(study, values: absl_flags.FlagValues) -> None:
+    """Trains with the parsed flags of `experiments.train`, from the last checkpoint on.
+
+    Raises:
+      SystemExit: with the reason, too, if the run diverged.
+    """
+    processes.start(values)
+    task, recipe, study = resolved_run(study, values)
+    if (settings := begun(values, task, recipe, study)) is None:
+        return
+    this = Run("run", None, recipe.learning_rates[0], values.seed, "run")
+    settings |= {**study.arms["run"].words, "seed": this.seed, "learning_rate": this.learning_rate}
+    folder = flags.folder_of(values, study.name)
+    with lock.held(folder):
+        checkpoint.check_export(folder)
+        done = [] if values.overwrite else records.read_folder(folder)
+        trainer = trainer_of(study, task, recipe, folder, values, alone=True)
+        trainer.program_of(this.arm, this.speed)  # what is refused leaves no settings
+        trainer.plans(*this[:4])
+        records.open_folder(folder, settings, overwrite=values.overwrite)
+        _finish(_train(trainer, this, folder, done, values), trainer, this, folder, values)
+
+
+def resolved_run(study, values) -> tuple[Task, Recipe, Any]:
+    """(task, recipe, the Study with the run as its one arm)."""
+    task, recipe = flags.setting_from_flags(values)
+    rates = recipe.learning_rates
+    rate = rates[len(rates) // 2] if values.learning_rate is None else values.learning_rate
+    recipe, arm = recipe._replace(learning_rates=(rate,)), arm_from_flags(values, "run")
+    flags.check_used(values, recipe, [arm])
+    return task, recipe, study._replace(arms={"run": arm})
+
+
+def _label(trainer: Trainer) -> str:
+    return " + ".join(row.label for row in trainer.study.arms["run"].rows)
+
+
+def _train(trainer: Trainer, this: Run, folder, done, values):
+    """How the run has ended, a `train.Outcome`."""
+    step, total = checkpoint.newest(checkpoints(folder)), trainer.plans(*this[:4]).total_steps
+    kept = [r for r in done if r["step"] <= step] if step else []
+    if left := total - step:
+        text = f"{left:,} steps of {trainer.recipe.workers} workers"
+        processes.say(f"Compiling {_label(trainer)}: {text}", file=sys.stderr)
+    else:
+        processes.say(f"The run in {folder} had come to its end, step {step:,}.")
+    with (
+        progress.bar(total=total, initial=step, unit="step") as bar,
+        records.writing(folder, trackers=values.track, keep=kept, console=bar.write) as write,
+    ):
+
+        def on_record(record):
+            write(record)
+            progress.note(bar, record, examples=trainer.examples)
+
+        return trainer.train(this, kept, on_record, lambda step: bar.update(step - bar.n))
+
+
+def _finish(outcome, trainer: Trainer, this: Run, folder, values) -> None:
+    """Writes the model and report of a run that has ended; raises SystemExit otherwise."""
+    (built, _), plans = trainer.program_of(this.arm, this.speed), trainer.plans(*this[:4])
+    # What was decided online is a plan too, as far as the run has come.
+    echo = EchoPlan(list(outcome.at.decided), "measured") if plans.echo.online else plans.echo
+    for name, plan in {"sync_plan": plans.sync, "echo_plan": echo}.items():
+        if plan is not None and processes.is_first():
+            plan.save(os.path.join(folder, f"{name}.json"))
+    if not outcome.ended:
+        stop(values, outcome.stopped, f" at step {outcome.at.step} of {plans.total_steps}")
+    if outcome.diverged:
+        sys.exit(outcome.diverged)
+    checkpoint.export(folder, pipeline.on_host(measure.model_of(built, outcome.state.params)))
+    rows = records.read_folder(folder)
+    if processes.is_first():
+        title = f"{values.task}, {built.sizes.workers} workers"
+        print(page.write_run(rows, _label(trainer), folder, title))
+        print(_sent(rows[-1]))
+    processes.say(f"This took {progress.duration(outcome.seconds)}.")
+    processes.say(f"Written to {folder}: report.html, metrics, plans, checkpoints, model")
+
+
+def _sent(record) -> str:
+    """What a worker has sent: sketches and compressed syncs are parts of an all-reduce."""
+    rounds, sent = record["rounds"], record["allreduces"]
+    order = " and for the order" * (sent > rounds)
+    return (
+        f"A worker has sent as much as {sent:,.0f} all-reduces of the parameters: in {rounds:,} "
+        f"syncs{order}."
+    )

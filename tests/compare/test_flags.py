@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments import cd_grab, combined, echoing, qsr, train
-from experiments.compare import commands, flags, recipes
+from experiments.compare import commands, flags, recipes, runs
 from experiments.compare.arms import arm_from_flags, options_of, plans_of
 from experiments.compare.rows import TABLES
 from experiments.data import TASKS, Recipe, base
@@ -262,7 +262,7 @@ def test_any_flags_give_plans_or_an_error_that_names_one_of_them(chosen):
 
 @pytest.fixture(autouse=True)
 def _nothing_is_forecast(monkeypatch):
-    monkeypatch.setattr(commands, "dry_run", lambda *args: "")
+    monkeypatch.setattr(runs, "dry_run", lambda *args: "")
 
 
 def run(name, *arguments):
