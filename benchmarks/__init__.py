@@ -1,1 +1,1 @@
-"""A package of this name that opacus installs would else be found first."""
+"""Without this file Python would import a package of this name that opacus installs."""

@@ -4,7 +4,7 @@ r"""Measures costs: microseconds and ratios. Every row is printed as it is measu
     python -m benchmarks.bench --part=balance --rows=all       # with a GPT, a ViT and an LSTM
     python -m benchmarks.bench --part=scaled                   # scaled sketches against sketches
     python -m benchmarks.bench --part=local_steps              # one worker, then a mesh of four
-    python -m benchmarks.bench --part=loops                    # a minute: the loop's own share
+    python -m benchmarks.bench --part=loops                    # a minute: the training loop
     python -m benchmarks.bench --part=epochs --data_dir=DIR   # minutes, half of them compilation
     python -m benchmarks.bench --part=peers --repositories=DIR --data_dir=DIR    # docs/peers.md
 
@@ -52,7 +52,7 @@ ARMS = ("so", "rr", "id_pair", "cd_grab", "cd_grab+sketch1024")
 
 
 def step_rows(task_name: str, repeats: int) -> Iterator[dict]:
-    """A training step with an order against the same in one fixed order, which draws nothing."""
+    """A training step with an order, relative to one in a fixed order, which draws nothing."""
     task = timing.step_task(task_name)
     for unit, (*sizes, epochs) in UNITS[task_name].items():
         recipe = Recipe(*sizes, (1e-3,), epochs=epochs)
@@ -84,7 +84,7 @@ SCALED = ("cd_grab+sketch1024", "cd_grab+sketch1024+scaled")
 
 
 def scaled_rows(task_name: str, repeats: int) -> Iterator[dict]:
-    """A step of AdamW with a scaled sketched order. Aim: at most 1.02 of one without the scale."""
+    """A step of AdamW with a scaled sketched order. Aim: 1.02 times one without scale, or less."""
     task = timing.step_task(task_name)
     for unit, (*sizes, epochs) in UNITS[task_name].items():
         recipe = Recipe(*sizes, (1e-3,), epochs=epochs, optimizer="adamw")
@@ -106,7 +106,7 @@ def scaled_rows(task_name: str, repeats: int) -> Iterator[dict]:
 
 
 def loop_rows(repeats: int) -> Iterator[dict]:
-    """A step of the training loop on digits with the published units: what the host does shows."""
+    """A step of the training loop on digits with the published units, mostly time of the host."""
     task = TASKS["digits"](None)
     recipe = task.recipe._replace(epochs=20, schedule="cosine", floor=1e-3)
     calls, steps = training_calls(task, recipe, {arm: arm for arm in LOOPS})
@@ -121,8 +121,8 @@ def loop_rows(repeats: int) -> Iterator[dict]:
         }
 
 
-# (task, folder of its data, choices, examples, what differs from its recipe); all but HMDA's are of
-# a part of the set, so that an epoch takes less than a second. LeNet has batches of 64 for every W.
+# (task, folder of its data, choices, examples, what differs from its recipe). All but HMDA take a
+# part of the set, so that an epoch takes less than a second. LeNet has batches of 64 for every W.
 EPOCHS = {
     "hmda": ("hmda", "hmda", {"model": "logistic"}, None, {}),
     "m4": ("m4_weekly", "m4", {"model": "mlp"}, 40_000, {}),
@@ -141,9 +141,9 @@ EPOCHS = {
 
 
 def epoch_rows(name: str, repeats: int, data_dir: str) -> Iterator[dict]:
-    """Seconds per epoch, with the drawing or finishing of the next order, order by order.
+    """Seconds per epoch of every order, including the making of the next order.
 
-    times_rr is against D-RR, times_so against one fixed order, of the same turn.
+    times_rr is relative to D-RR, and times_so to one fixed order, both in the same turn.
     """
     task_name, folder, choices, first, fields = EPOCHS[name]
     try:
@@ -169,7 +169,7 @@ def epoch_rows(name: str, repeats: int, data_dir: str) -> Iterator[dict]:
 
 
 def peer_rows(repeats: int | None, *folders: str | None) -> Iterator[dict]:
-    """Runs what times other packages, which prints its rows itself."""
+    """Runs the programs that time other packages; they print their rows."""
     peers.run(dict(zip(FOLDERS["peers"], folders, strict=True)) | {"repeats": repeats})
     yield from ()
 
@@ -189,13 +189,13 @@ FIRST = {"balance": ["digits", "hmda", "lenet"]}  # rows by default, where these
 def define_flags(values: flags.FlagValues) -> None:
     with shown(values):
         flags.DEFINE_enum("part", "balance", list(PARTS), "what to measure", values)
-        text = "some rows of a part's table, or all; of balance digits,hmda,lenet if unset"
+        text = "rows of the part, or all; if unset, all, but digits,hmda,lenet of balance"
         flags.DEFINE_list("rows", None, text, values)
         text = "timed calls of every row; the part's own if unset"
         define_value(values, COUNT, "repeats", None, text)
-        text = "has the folders hmda, m4, wikitext2, tfds (the prepared cifar10), or some"
+        text = "folder with the folders hmda, m4, wikitext2, tfds (prepared cifar10), or some"
         flags.DEFINE_string("data_dir", None, text, values)
-        text = "has clones of what PyPI lacks, CD-GraB and init2winit"
+        text = "folder with clones of CD-GraB and init2winit, which PyPI lacks"
         flags.DEFINE_string("repositories", None, text, values)
 
 
@@ -209,7 +209,7 @@ def main(values: flags.FlagValues) -> None:
     taken = FOLDERS.get(values.part, ())
     given = [values[flag].value for flag in taken]
     if values.part == "epochs" and given == [None]:
-        raise ValueError("pass --data_dir=DIR, where the folders of the sets' data are.")
+        raise ValueError("pass --data_dir=DIR, the folder with the folders of the data sets.")
     for flag in {*FOLDERS["peers"]} - {*taken}:
         if values[flag].value:
             of = " or ".join(part for part in FOLDERS if flag in FOLDERS[part])

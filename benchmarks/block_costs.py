@@ -15,7 +15,7 @@ of the files is dropped. Columns, all cold unless they say otherwise:
 - `thousand examples/s`, and `of a plain read`: of the bytes/s of the faster plain read;
 - `requests` for 1,000 examples: system calls that read, and page faults that waited for the disk;
 - `bytes`: bytes from the disk over those of the examples that were delivered, with read-ahead;
-- `first s`, `resumed s`: to the first batch, of the paths of the files, and of a saved position;
+- `first s`, `resumed s`: to the first batch, from the paths of the files or a saved position;
 - `memory`, MB: the largest resident memory, less what was there before the reader was opened. The
   pages of a mapped file count.
 
@@ -74,7 +74,7 @@ CASES = (
 
 
 def measured(case: Case, folder: pathlib.Path, seconds: float) -> dict:
-    """What the case's process has counted; "left out" says why if it could not."""
+    """What the process of a case has counted; "left out" says why if a package is missing."""
     task = {"folder": str(folder / case.files), "way": case.way, "sizes": case[2:]}
     task |= {"array": str(folder / "array" / "records.npy"), "seconds": seconds}
     with tempfile.TemporaryFile("w+") as errors:
@@ -146,6 +146,6 @@ def main(argv):
 if __name__ == "__main__":
     flags.DEFINE_string("folder", None, "where the set stays; None writes it anew, for one run")
     flags.DEFINE_float("gigabytes", 4, "of the set in each of the six formats", lower_bound=0.5)
-    flags.DEFINE_float("seconds", 2, "that a reader reads, cold and again warm", lower_bound=0.1)
-    flags.DEFINE_integer("turns", 1, "of all cases", lower_bound=1)
+    flags.DEFINE_float("seconds", 2, "how long a reader reads, cold and warm", lower_bound=0.1)
+    flags.DEFINE_integer("turns", 1, "how often all cases run", lower_bound=1)
     app.run(main)

@@ -1,4 +1,4 @@
-"""A set of records on a disk in several formats, and the cache that the system keeps of it."""
+"""A set of records on a disk in several formats, and the system's cache of its files."""
 
 import concurrent.futures
 import functools
@@ -14,7 +14,7 @@ import numpy as np
 BATCH, PIXELS, FILES = 256, 3072, 16
 RECORD = PIXELS + 8  # bytes: random ones, and the record's number
 BYTES = 2**23  # of a piece of a plain read
-PIECE, ROW_GROUP, MANY = 4096, 1024, 64  # records at a time, of a row group, of ArrayRecord's group
+PIECE, ROW_GROUP, MANY = 4096, 1024, 64  # records: written at a time, of a row group, of a group
 
 
 def records_in(gigabytes: float) -> int:
@@ -31,7 +31,7 @@ def pieces(first: int, stop: int) -> Iterator[np.ndarray]:
 
 
 def _records(first: int) -> np.ndarray:
-    """uint8[256, 3080]: random bytes that follow from the first number, and each its number."""
+    """uint8[256, 3080]: random bytes, seeded by the first number, then the record's number."""
     words = np.random.SFC64(first).random_raw(BATCH * PIXELS // 8)
     numbers = np.arange(first, first + BATCH, dtype="<i8")
     parts = (words.view(np.uint8).reshape(BATCH, -1), numbers.view(np.uint8).reshape(BATCH, -1))
@@ -106,7 +106,7 @@ FORMATS = {  # {name: writer of a folder}; files of tokens are the bytes of the 
 
 
 def write(folder: pathlib.Path, count: int) -> list[str]:
-    """Writes what is not there yet; the formats whose packages are installed."""
+    """Writes the formats that are missing; returns those whose packages are installed."""
     names = []
     folder.mkdir(parents=True, exist_ok=True)
     missing = sum(not (folder / f"{count}" / f"{name}.done").exists() for name in FORMATS)
@@ -135,7 +135,7 @@ def files_of(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def drop(folder: pathlib.Path) -> None:
-    """Makes the system forget what it keeps of these files in memory."""
+    """Drops these files from the system's cache."""
     for path in files_of(folder):
         file = os.open(path, os.O_RDONLY)
         os.fsync(file)

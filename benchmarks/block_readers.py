@@ -227,7 +227,7 @@ WAYS = {
 
 
 def counters() -> dict[str, int]:
-    """Calls that read, of which those of mapped memory are faults, and bytes from the disk."""
+    """System calls that read plus page faults of mapped memory, and bytes from the disk."""
     with open("/proc/self/io") as file:
         counts = {name: int(value) for name, value in (line.split(":") for line in file)}
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
@@ -269,7 +269,7 @@ def timed(read: Callable, place: Place, saved, seconds: float, most=np.inf) -> t
 
 
 def measure(name: str, place: Place, array: pathlib.Path, seconds: float) -> dict:
-    """What a case costs: cold, warm for the same examples, and beside the faster plain read."""
+    """What a case costs cold, and warm for the same examples; the rate of the faster plain read."""
     read, whole = WAYS[name], np.load(array, mmap_mode="r")
     half = len(whole) // 2  # at most, to resume within the epoch
     _, reader = timed(read, place, None, 0)  # imports and compiles

@@ -4,9 +4,9 @@
     python -m benchmarks.dattri_projections --models=lenet,vit
 
 dattri's way: gradients of examples by `torch.func`, projected to 1,024 numbers by `random_project`.
-On a CPU it draws the whole matrix anew in every call, in blocks of 100 columns. Their mean, which a
-step needs too, is taken of the formed gradients. benchmarks/torch_models.py says how they are
-compared, and what the columns are.
+On a CPU it draws the whole matrix anew in every call, in blocks of 100 columns. The mean gradient,
+which a step needs too, is computed from the gradients of examples. benchmarks/torch_models.py says
+how the ways are compared, and what the columns are.
 """
 
 import functools

@@ -8,9 +8,9 @@ A load takes a declared delay of R steps (`slow_batches`), and every way uses it
 tf.data by `flat_map` and `repeat`, of batches, or of examples that are then shuffled and batched;
 init2winit by the generator of its trainer; ours by a plan. The others take whole numbers, so at
 R = 2.5 they use a load three times. `adaptive` decides by what is ready. All read one load ahead on
-a thread. Before they are timed, ways that are told a whole R must use every example of every load R
-times. Each turn begins with steps that wait for no load; `times the step` compares with these, and
-`interval` is its 95 % interval over the turns. The clock starts at the first batch.
+a thread. Before the timing, ways with a whole R must use every example of every load R times. Each
+turn begins with steps that wait for no load; `times the step` is relative to these, and `interval`
+is its 95 % interval over the turns. The clock starts at the first batch.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ FEATURES, BATCH = 784, 64
 
 
 def slow_step() -> Callable:
-    """`batch -> state`: a step of some milliseconds on one batch, which is waited for."""
+    """`batch -> state`: waits for a step of some milliseconds on one batch."""
     # One thread leaves a core to the loader, as if the step ran on an accelerator.
     options = {"xla_cpu_multi_thread_eigen": False} if jax.default_backend() == "cpu" else None
     model = models.mlp(num_features=FEATURES, hidden=(128,), num_classes=10)
@@ -142,7 +142,7 @@ def ways_of(ratio: float, steps: int, folder: pathlib.Path | None) -> dict[str, 
 
 
 def check(ways: dict[str, Callable], factor: int, loads: int = 8, size: int = 16) -> None:
-    """Raises AssertionError for a way that uses an example more or less often than it is told."""
+    """Raises AssertionError for a way that uses an example more or less often than it should."""
     for name, run in ways.items():
         if name != "measured":
             source = numbered({"y": np.arange(size, dtype=np.int32)} for _ in range(loads))

@@ -1,14 +1,14 @@
-"""Processes are killed while they train with local steps: do the others go on, and as they should?
+"""Kills processes that train with local steps, and checks what the others compute afterwards.
 
     python -m benchmarks.elastic --processes=3 --deaths=1           # twelve runs: two minutes
     python -m benchmarks.elastic --processes=4 --deaths=2
     python -m benchmarks.elastic --processes=3 --deaths=1 --inside  # in the middle of a sync
     python -m benchmarks.elastic --processes=3 --cost               # milliseconds of a sync
 
-Between two syncs SIGKILL comes at a random moment. All numbers of the others are compared with a
-loop in NumPy that drops the dead from the sync on in which they were missed. Inside a sync, made
-long on purpose, it ends the run; given again, the command goes on from the last checkpoint, of all
-processes or of those that are left, in turns.
+SIGKILL comes at a random moment between two syncs. The parameters of the others are compared with a
+loop in NumPy that leaves out the dead from the first sync without them. With --inside it comes in
+the middle of a sync, which is made long on purpose, and ends the run. The command is then repeated
+from the last checkpoint, in turns with all processes and with those that are left.
 """
 
 import argparse
@@ -135,7 +135,7 @@ def cost(process, count, address, size, turns=40):
 
 
 def simulated(members: dict[int, tuple[int, ...]]) -> dict[int, np.ndarray]:
-    """{step of a sync: parameters}, in NumPy. Args: living: {step of a sync: who took part}."""
+    """{step of a sync: parameters}, in NumPy, for {step of a sync: who took part}."""
     everyone = sorted(max(members.values(), key=len))
     data = {n: [z.astype(np.float64) for z in data_of(n)] for n in everyone}
     w, speed = ({n: np.zeros(SIZE) for n in everyone} for _ in range(2))
@@ -203,7 +203,7 @@ def wait_for(path, step):
 
 
 def killed(count, deaths, draw):
-    """One run with kills between two syncs; False if one came inside a sync, which ends it."""
+    """One run with kills between two syncs; False if a kill came inside a sync, which ends it."""
     left = range(count - deaths)
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
@@ -223,7 +223,7 @@ def killed(count, deaths, draw):
 
 
 def killed_inside(count, deaths, draw, fewer):
-    """A run with a kill inside a sync, which ends, and another that goes on from its checkpoint.
+    """A run that a kill inside a sync ends, and another that goes on from its checkpoint.
 
     False if the kill came before the sync or after it.
     """

@@ -6,13 +6,13 @@
 
 The same problems as those of `published_cd_grab`, with all examples on one worker. The package's
 sorters are called as its `GraBSampler` calls them, which PyTorch 2.13 refuses to construct.
-Examples are taken from tensors, which is faster than by the DataLoader that it is made for.
+Examples are taken from tensors, which is faster than the DataLoader that it is made for.
 
-They compute what `ordering.grab` and `ordering.pair_balance` do, but take a product of zero for a
-minus; ours are timed with a sign rule that does so, too. First, orders of three epochs must be the
-same, on whole numbers that make every sum exact: of pairs, for as many units and (up to 1,000)
-parameters as are timed; of gradients less their mean, for 16 units, as rounding decides in longer
-sums.
+The sorters compute what `ordering.grab` and `ordering.pair_balance` do, but a product of zero gives
+a minus; ours are timed with a sign rule that does so, too. First, the orders of three epochs must
+be equal on whole numbers, whose sums are exact. Pairs are compared for as many units and (up to
+1,000) parameters as are timed. Gradients less their mean are compared for 16 units, because
+rounding decides in longer sums.
 """
 
 import functools
@@ -25,7 +25,7 @@ from benchmarks import order_epochs, timing, torch_tasks
 from benchmarks.order_epochs import Way
 from benchmarks.torch_tasks import Problem
 
-SAME = {"mean": "grab", "pair": "pair_balance"}  # by its names, and by ours
+SAME = {"mean": "grab", "pair": "pair_balance"}  # {its name: ours}
 
 
 def sorted_by(problem: Problem, kind: str) -> Callable:
@@ -88,5 +88,5 @@ def main(argv):
 
 if __name__ == "__main__":
     flags.DEFINE_string("data_dir", None, "has the folders hmda and tfds")
-    flags.DEFINE_list("problems", list(torch_tasks.EPOCHS), "of these")
+    flags.DEFINE_list("problems", list(torch_tasks.EPOCHS), "what is trained")
     app.run(main)

@@ -5,7 +5,7 @@
     python -m benchmarks.growth --part=workers                                # W = 1 .. 1,024
     python -m benchmarks.growth --part=plans                                  # T = 10^4 .. 10^7
 
-What a row of units is: `benchmarks.growth_units`.
+`benchmarks.growth_units` measures a row of units.
 """
 
 import json
@@ -83,7 +83,7 @@ def worker_rows(counts: list[int], repeats: int) -> Iterator[dict]:
             begin = time.perf_counter()
             program = lowered.compile()
             compile_seconds = time.perf_counter() - begin
-            # The order's own state, which the steps do not donate.
+            # A copy of the orders' states, which the steps do not donate.
             orders = jax.tree.map(jnp.copy, run[2])
             one, end = carry_on(program, run), mapped(order, workers, GRADIENT)[2]
             end = carry_on(end, orders)

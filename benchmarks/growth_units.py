@@ -27,7 +27,7 @@ from experiments.trainer.timeline import Progress
 from ordering import echo
 
 GRADIENT, PER_STEP, SKETCH = 64, 64, 8  # entries, units per worker and step, numbers of a sketch
-STEPS = 50  # between two looks at the clock
+STEPS = 50  # of a timed call
 GLOBAL = ordering.global_orders.GlobalState | ordering.global_orders.GlobalShuffleState
 
 

@@ -26,7 +26,7 @@ def collectives_of(text: str) -> list[Collective]:
     asynchronous = set(re.findall(r" async-start\([^\n]*calls=%?([\w.\-]+)", text))
     collectives = []
     for name, lines in computations(text):
-        # libtpu spreads one over fusions: a start, those beside it, all of this name, and a done.
+        # libtpu splits a collective into fusions of this name, between a start and a done.
         ends = any('"AsyncCollectiveDone"' in line for line in lines)
         starts = any('"AsyncCollectiveStart"' in line for line in lines)
         if (starts or "async_collective" in name) and not ends:
@@ -53,7 +53,7 @@ def result_bytes(result: str) -> int:
 
 
 def computations(text: str) -> Iterator[tuple[str, list[str]]]:
-    """(name, lines) of each."""
+    """(name, lines) of each computation."""
     for part in re.split(r"\n(?=\S)", text):
         head, *lines = part.split("\n")
         if start := re.match(r"(?:ENTRY )?%?([\w.\-]+) .*\{\s*$", head):

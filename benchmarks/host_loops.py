@@ -7,8 +7,8 @@ sum the gradients, the fastest of three ways, which is the limit of the memory. 
 library's kernel, and "sketches" reads every gradient once and signs 1,024 numbers. The published
 way is a Python loop with one sync per pair, on NumPy arrays, JAX arrays and, if installed, PyTorch.
 
-Then microseconds per pair for sketches of 1,024 numbers that are there already: with the block size
-that the library chooses, in blocks of 16 and 64, and by a loop on NumPy arrays.
+Then it prints microseconds per pair for sketches of 1,024 numbers that exist already: with the
+block size that the library chooses, in blocks of 16 and 64, and by a loop on NumPy arrays.
 """
 
 import functools

@@ -33,7 +33,7 @@ READERS, AFTER, KILL_AT, TIMEOUT = 2, (2, 1, 4), 25, 240
 
 
 def run(way: str, data: pathlib.Path, logs: pathlib.Path, readers: int, saved: list, kill_at: int):
-    """Runs the readers to their end, or until they are killed; the message of one that refused."""
+    """Runs the readers to their end, or until they are killed; returns a refusal or ""."""
     hosts = readers if peer_readers.WAYS[way][0] == "hosts" else 1
     with socket.socket() as free:
         free.bind(("localhost", 0))

@@ -6,11 +6,11 @@
 Examples are 3,072 bytes and a label, in memory (mapped files), as an ArrayRecord file or as MDS. A
 call opens a loader and reads an epoch in batches of 256: on the host, but for `read_epochs`, whose
 batches are on the device. The order is that of CD-GraB with four workers after an epoch; in another
-package's loader it is read by the adapter that the row names. Before they are timed, all must
-deliver every example once and unchanged, and those in sequence or in an order just that. All take
-turns. `times shuffled` compares with the shuffle of the same loader and storage, `times ours` with
-`read_epochs` in the order. With --processes=N the loaders of Grain, torchdata and mosaicml start N
-processes in every epoch.
+package's loader it is read by the adapter that the row names. Before the timing, all must deliver
+every example once and unchanged, and in the right place unless they shuffle. All take turns. `times
+shuffled` is relative to the shuffle of the same loader and storage, `times ours` to `read_epochs`
+in the order. With --processes=N the loaders of Grain, torchdata and mosaicml start N processes in
+every epoch.
 """
 
 import functools
@@ -64,7 +64,7 @@ def cd_grab_orders(units: int) -> np.ndarray:
 
 
 def _orders(data: Data, how: str) -> np.ndarray:
-    """Orders for the readers of ours."""
+    """Orders for our readers."""
     if how == SEQUENCE:
         return np.arange(data.orders.size)[None]
     if how == SHUFFLED:

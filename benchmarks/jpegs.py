@@ -4,8 +4,8 @@
     python -m benchmarks.jpegs --folder=DIR --seconds=3
 
 prints how many images per second this process decodes with one thread. Files are made in DIR if it
-has none: shapes of random colours under noise, 500 x 375 pixels and about 100 kB, as photographs of
-ImageNet. Decoding and augmentation are the real ones; what the pictures show is not.
+has none: shapes of random colours under noise, 500 x 375 pixels and about 100 kB, like photographs
+of ImageNet. Only what the pictures show is synthetic; decoding and augmentation are real.
 """
 
 import collections
@@ -74,7 +74,7 @@ def decode(paths: Sequence[pathlib.Path], seed: object, out: np.ndarray) -> None
     for path, place in zip(paths, out, strict=True):
         pixels = cv2.imdecode(np.fromfile(path, np.uint8), cv2.IMREAD_COLOR)
         if pixels is None:
-            raise ValueError(f"{path} is no image that OpenCV reads: empty the folder.")
+            raise ValueError(f"{path} is not an image that OpenCV reads: empty the folder.")
         left, top, wide, high = random_box(*pixels.shape[1::-1], generator)
         crop = cv2.resize(pixels[top : top + high, left : left + wide], place.shape[1::-1])
         if generator.random() < 0.5:
@@ -143,7 +143,7 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("folder", None, "of the files", required=True)
+    flags.DEFINE_string("folder", None, "folder of the files", required=True)
     flags.DEFINE_integer("files", 1024, "number of files")
     flags.DEFINE_integer("side", 224, "pixels of a side of what is cropped")
     flags.DEFINE_float("seconds", 3.0, "how long to decode")

@@ -5,7 +5,7 @@
 
 R is the time of a load in steps: above 1 the accelerator waits. A load is a batch of files of 500 x
 375 pixels and about 100 kB, which are read from the page cache, decoded by threads, and copied to
-the device. benchmarks/jpegs.py makes them: synthetic content, real decoding and random crops. A
+the device. benchmarks/jpegs.py makes the files: synthetic content, real decoding and crops. A
 step is SGD with momentum on uint8 images of 224 x 224 in bfloat16. First come the images per second
 of every number of threads, and of as many processes, which share nothing. Then come the step's time
 and R for every model and batch size. For the first --loops_of of them, whole loops then take turns:
@@ -73,7 +73,7 @@ class Sizes(NamedTuple):
     files: int
     threads: Sequence[int]  # that decode
     loops: Sequence[int]  # threads of the whole loops
-    loops_of: int  # of so many of the models
+    loops_of: int  # how many models are timed in whole loops
     steps: int  # of a loop
     seconds: float  # of loads, for every number of threads and turn
     repeats: int
@@ -174,8 +174,7 @@ def plan_of(way: str, ratio: float, steps: int):
 
 
 def one_loop(step: Step, way: str, ratio: float, paths: Sequence, threads: int, steps: int):
-    """(seconds, loads, seconds of asking for a batch) of a step; the first batch, which all wait
-    for, aside."""
+    """(seconds, loads, seconds of asking for a batch) per step, after the first batch."""
     if way == NO_LOAD:
         return step.turn(steps), 0.0, 0.0
     fresh, asking = [], []
@@ -224,7 +223,7 @@ def loop_rows(step: Step, ratio: float, paths, threads: int, sizes: Sizes) -> It
 
 
 def rate_rows(folder: pathlib.Path, paths: Sequence, size: int, sizes: Sizes) -> Iterator[dict]:
-    """Of loads, by the number of threads."""
+    """Rows of loads, by the number of threads."""
     kilobytes = statistics.mean(path.stat().st_size for path in paths) / 1e3
     for threads in sorted({*sizes.threads, *sizes.loops}):
         results = load_rates(paths, threads, size, sizes)
@@ -293,10 +292,10 @@ if __name__ == "__main__":
         ["vit_small:128", "resnet50:128", "vit_small:256", "resnet50:256"],
         f"model:batch, of {', '.join(MODELS)}",
     )
-    flags.DEFINE_list("threads", ["1", "2", "4", "8", "16"], "that decode")
+    flags.DEFINE_list("threads", ["1", "2", "4", "8", "16"], "numbers of threads that decode")
     flags.DEFINE_list("loops", ["4", "16", "8"], "threads of the whole loops")
     flags.DEFINE_integer("loops_of", 2, "how many of the steps are put into whole loops")
     flags.DEFINE_integer("steps_per_loop", 60, "steps of a loop")
-    flags.DEFINE_float("seconds", 1.5, "of loads, for every number of threads and turn")
+    flags.DEFINE_float("seconds", 1.5, "how long to load, for every number of threads and turn")
     flags.DEFINE_integer("repeats", 3, "turns")
     app.run(main)

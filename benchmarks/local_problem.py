@@ -1,6 +1,6 @@
-"""One problem for all packages in which workers meet seldom, and how a process of one is measured.
+"""One problem for all packages with local steps, and how a process of a package is measured.
 
-Two workers train a perceptron by SGD with momentum, and meet after every `H` steps. NumPy makes the
+Two workers train a perceptron by SGD with momentum, and sync after every `H` steps. NumPy makes the
 start and the batches, and simulates both workers. `python -m benchmarks.local_steps` compares.
 """
 
@@ -46,10 +46,11 @@ class Job(NamedTuple):
 class Worker(NamedTuple):
     """What a package does for the workers of one process.
 
-    A round is H times `step` and `rest`. A sync is what `rest` takes longer after the last step.
+    A round is H times `step` and `rest`. The time of a sync is how much longer `rest` takes after
+    the last step.
     """
 
-    place: Callable  # (x [w, B, F], y [w, B]) of the own workers -> what the others take
+    place: Callable  # (x [w, B, F], y [w, B]) of this process -> the batch of `plain` and `step`
     plain: Callable  # batch: a step of the framework's own optimizer, on another copy
     step: Callable  # batch: a local step, or its gradient where its update may sync
     rest: Callable  # whether it is the round's last step
@@ -124,7 +125,7 @@ def flat(params: list[np.ndarray]) -> np.ndarray:
 
 
 def work(ways: dict[str, Callable[[Job], Worker]]) -> None:
-    """A whole process: reads its `Job` from the command line, and writes what it found."""
+    """A whole process: reads its `Job` from the command line, and writes its result."""
     given = Job(*json.loads(sys.argv[1]))
     job = given._replace(widths=tuple(given.widths))
     cores = sorted(os.sched_getaffinity(0))
@@ -138,7 +139,7 @@ def work(ways: dict[str, Callable[[Job], Worker]]) -> None:
 
 
 def _barrier(job: Job) -> Callable:
-    """A barrier of both processes that no framework has a part in."""
+    """A barrier of both processes, by a socket and without a framework."""
     if job.processes == 1:
         return lambda: None
     other = socket.socket(fileno=job.pipe)
@@ -185,7 +186,7 @@ def timed(job: Job, worker: Worker, barrier: Callable) -> dict[str, list[float]]
 def checked(job: Job, worker: Worker, barrier: Callable) -> dict:
     """Saves the parameters after each sync; returns what the syncs sent and added to memory."""
     size = sum(x.size for x in start(job.widths))
-    file = pathlib.Path(job.out).with_suffix(".npy")  # of a job that has a place to write to
+    file = pathlib.Path(job.out).with_suffix(".npy")
     saved = np.lib.format.open_memmap(file, "w+", np.float32, (SYNCS, size))
     sent, grown = [], []
     for step, (x, y) in enumerate(batches(job, SYNCS * H)):

@@ -5,9 +5,9 @@
     python -m benchmarks.local_steps --parity
 
 Two workers train the perceptron of `local_problem` from the same start on the same batches, and
-meet after every 4 steps: two processes over gloo, or, beside drjax, one process. Every process of
-two is bound to a core of its own, and frameworks have one thread for their operations. First come
-20 syncs: parameters that are not those of a simulation in NumPy, up to rounding, end the program.
+sync after every 4 steps: two processes over gloo, or, beside drjax, one process. Each of two
+processes is bound to one core, and frameworks have one thread for their operations. First come 20
+syncs: parameters that differ from those of a simulation in NumPy, beyond rounding, end the program.
 Then the ways of a table are started in turns.
 
     ms of a step   a local step, gradient and update; `times plain`: relative to a step of the
@@ -43,7 +43,7 @@ from benchmarks import local_problem, timing
 from benchmarks.local_problem import Job
 from benchmarks.timing import median_interval
 
-ULPS = 32  # of the largest parameter: the most that 80 steps in another order of sums may differ
+ULPS = 32  # of the largest parameter: the allowed difference after 80 steps
 
 
 class Table(NamedTuple):
@@ -79,7 +79,7 @@ TABLES = (
 
 
 def run(module: str, job: Job, folder: str) -> list[dict]:
-    """What each process of a way has found."""
+    """The results of all processes of a way."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -137,7 +137,7 @@ def distance(params: np.ndarray, expected: np.ndarray) -> np.ndarray:
 
 
 def check(module: str, job: Job, folder: str, expected: np.ndarray) -> dict:
-    """What a way's syncs take beside time; raises ValueError if its parameters are others."""
+    """What the syncs of a way take beside time; raises ValueError if its parameters are wrong."""
     taken, params = after_syncs(module, job, folder)
     off, most = distance(params, expected), np.abs(expected).max(axis=1)
     if wrong := np.flatnonzero(~(off <= ULPS * np.finfo(np.float32).eps * most)).tolist():
@@ -173,7 +173,7 @@ def parity(tables: list[Table], size: str, folder: str) -> Iterator[dict]:
 
 
 def timed(module: str, job: Job, folder: str) -> dict[str, float]:
-    """Medians over the rounds of one start: of steps the workers' mean, of syncs the slower's."""
+    """Medians over the rounds of one start: mean steps of the workers, syncs of the slower one."""
     results = run(module, job, folder)
     times = {
         name: np.array([process_times[name] for process_times in results]) for name in results[0]

@@ -73,10 +73,11 @@ def _stepper(model, init: Callable, update: Callable, batch, steps: int) -> Call
 
 
 def local_rows(repeats: int, names: Iterable[str] | None = None) -> Iterator[dict]:
-    """A hot step of `local_rounds`, of `local_steps`, and one that decides in the graph, against
-    loss, gradient, `inner.update` and `apply_updates`, jitted and donated.
+    """Steps of `local_rounds` and `local_steps`, relative to a plain step.
 
-    On one worker, where a sync moves no bytes. Aim: a hot step takes at most 1.02 plain ones.
+    A plain step is loss, gradient, `inner.update` and `apply_updates`, jitted and donated. There
+    is one worker, so that a sync moves no bytes. Aim: a step without a sync takes at most 1.02
+    plain ones.
     """
     for model_name in names or MODELS:
         make, shape, size, steps = MODELS[model_name]
@@ -105,8 +106,8 @@ def local_rows(repeats: int, names: Iterable[str] | None = None) -> Iterator[dic
 def sync_rows(repeats: int, numbers: int = 10**7) -> Iterator[dict]:
     """One sync of four workers with so many parameters in 2 or 200 leaves.
 
-    On a CPU devices share the cores and collectives are copies in memory: it forecasts nothing.
-    Where there are fewer devices than workers, one simulates all of them.
+    On a CPU devices share the cores and collectives are copies in memory, so this predicts no
+    cluster. If there are fewer devices than workers, one device simulates all of them.
     """
     mesh = worker_mesh(WORKERS) if jax.device_count() >= WORKERS else None
     rounds, over = local_opt.local_rounds(optax.identity(), axis_name=AXIS), mesh or WORKERS

@@ -1,4 +1,4 @@
-"""Local steps by torchft's LocalSGD and DiLoCo, each worker a replica group of its own, over gloo.
+"""Local steps by torchft's LocalSGD and DiLoCo over gloo; each worker is one replica group.
 
 `python -m benchmarks.local_torchft` is the process of one worker, which `local_steps` starts.
 """

@@ -1,9 +1,9 @@
-"""One of four workers is lost at a third of a run: the losses beside those of four and of three.
+"""Compares the losses if one of four workers is lost after a third of a run, or none, or earlier.
 
     python -m benchmarks.lost_worker  # digits and a small GPT, five seeds: two minutes
 
-Each worker owns a quarter of the data. From the loss on, the fourth has weight 0 in every sync,
-as `local_opt.elastic.ElasticSync` computes it over the three that live. Rates are not tuned.
+Each worker has a quarter of the data. Once it is lost, the fourth worker has weight 0 in every
+sync, which is then the sync of `local_opt.elastic.ElasticSync` over three. Rates are not tuned.
 """
 
 from pydoc_data import topics

@@ -5,8 +5,8 @@
 The file has one run per line: algorithm, H, workers, requested bits per second, tokens, and seconds
 of computation and of waiting (docs/results/measured_syncs.md says where it is from). A cell is an
 algorithm, an H and a link: the median of its runs. `utilisation` is the share of a run's time that
-computes. Computed are syncs by `local_opt.costs.sync_seconds`: on a perfect network, and with
-an efficiency and a latency that are fitted to some of the cells and compared with all others.
+computes. `local_opt.costs.sync_seconds` computes the syncs: for a perfect network, and with an
+efficiency and a latency that are fitted to some of the cells and compared with all others.
 """
 
 import os
@@ -21,8 +21,8 @@ from benchmarks import timing
 from local_opt.costs import sync_seconds
 
 PARAMETERS, CELL = 30_800_000, ["algorithm", "H", "requested_bps"]
-# Which cells are fitted, said before the comparison: runs that synchronise in every step, over all
-# links, and over two of one algorithm.
+# Which cells are fitted, fixed before the comparison: runs that synchronise in every step over all
+# links, and two runs of one algorithm.
 FITS = {
     "the eight cells of H = 1": lambda c: c.H == 1,
     "two: DiLoCo, H = 1, 0.2 and 5 Gb/s": lambda c: (
@@ -68,7 +68,7 @@ def spread(ratios) -> str:
 
 
 def rows(cells: pd.DataFrame) -> Iterator[dict]:
-    """How many times what was measured each forecast is: median, least and largest of cells."""
+    """Each forecast divided by what was measured: median, least and largest of the cells."""
 
     def row(name, of, sync, used, text=""):
         ratio = (utilisation(cells, sync) if used is None else used) / cells.utilisation_measured
@@ -93,7 +93,7 @@ def rows(cells: pd.DataFrame) -> Iterator[dict]:
 def table(cells: pd.DataFrame) -> pd.DataFrame:
     """Utilisation of DiLoCo: measured, and by `sync_seconds` as it is and with H = 1 fitted.
 
-    `beyond` are seconds of a whole run that are waited beyond syncs as long as those of H = 1.
+    `beyond` is how many seconds longer a run waits than if all its syncs took as long as for H = 1.
     """
     network = fitted(cells[cells.H == 1])
     cells = cells[cells.algorithm == "diloco"].sort_values(["requested_bps", "H"])

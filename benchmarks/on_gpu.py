@@ -1,4 +1,4 @@
-"""Times on one GPU what the documentation knows from compilers and CPUs alone.
+"""Times on one GPU what was otherwise measured on CPUs and by compilers alone.
 
     pip install -e ".[experiments]" "jax[cuda12]"
     python -m benchmarks.on_gpu
@@ -133,7 +133,7 @@ def gpt2_rows(shape: dict, windows: int, repeats: int) -> Iterator[dict]:
 
 
 def gradient_rows(names: Iterable[str], repeats: int) -> Iterator[dict]:
-    """In whole float32: by default a GPU rounds products more than the comparison allows."""
+    """Rows in full float32: by default a GPU rounds products more than the comparison allows."""
     with jax.default_matmul_precision("highest"):
         for name in names:
             yield from single_examples.rows_of(name, repeats)

@@ -3,10 +3,10 @@
     pip install torch opacus
     python -m benchmarks.opacus_norms --models=lenet,vit
 
-Every way returns the mean gradient of 16 examples; opacus further their norms, which are not enough
-for an order: with ghost clipping, where gradients of examples are not formed in linear layers, and
-from formed gradients. benchmarks/torch_models.py says how they are compared, and what the columns
-are.
+Every way returns the mean gradient of 16 examples. opacus also returns the norms of their
+gradients, which are not enough for an order: with ghost clipping, which forms no gradients of
+examples in linear layers, and from formed gradients. benchmarks/torch_models.py says how the ways
+are compared, and what the columns are.
 """
 
 import copy

@@ -31,7 +31,7 @@ STRICT = greedy()._replace(  # the rule of grab-sampler: a product of zero is a 
 
 
 def _mean_alone(loss: Callable) -> Callable:
-    """As `ordering.per_example_grads`, without rows."""
+    """Like `ordering.per_example_grads`, without rows."""
     mean = jax.value_and_grad(lambda *given: jnp.mean(loss(*given)))
     return lambda params, batch, *, key: (*mean(params, batch, key), None)
 
@@ -135,8 +135,8 @@ def _growth(make: Callable, problem: Problem) -> float:
 def megabytes(make: Callable, problem: Problem) -> float:
     """The peak of resident memory in an epoch, over what is held between epochs.
 
-    In a process of its own, in its second epoch. Libraries, compiled code, data, parameters and the
-    order's state are held; gradients, activations and copies are not.
+    It is measured in a new process, in the second epoch. Libraries, compiled code, data, parameters
+    and the order's state are held; gradients, activations and copies are not.
     """
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn) as pool:
@@ -144,7 +144,7 @@ def megabytes(make: Callable, problem: Problem) -> float:
 
 
 def rows_of(problem: Problem, ways: dict[str, Way]) -> Iterator[dict]:
-    """Rows of the ways, and on data that are not random with the target and memory."""
+    """Rows of the ways; if the data are not random, with the target and the memory."""
     history, epochs = {name: [] for name in ways}, torch_tasks.EPOCHS[problem.name]
 
     def kept(name):

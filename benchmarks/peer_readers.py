@@ -58,7 +58,7 @@ class Examples:
 
 
 def write_examples(folder: pathlib.Path, count: int) -> None:
-    """Random images and, as their labels, their numbers; also as ArrayRecord and as MDS."""
+    """Writes random images, with their numbers as labels; also as ArrayRecord and as MDS."""
     pixels = np.random.default_rng(0).integers(0, 256, (count, PIXELS), np.uint8)
     np.save(folder / "pixels.npy", pixels)
     try:
@@ -283,7 +283,7 @@ WAYS = {  # {name: (what readers are, function)}
 
 
 def read(way: str, place: Place, log: pathlib.Path, saved: str, kill_at: int) -> None:
-    """Reads an epoch; the log gets the labels of every batch, and the positions.
+    """Reads an epoch; writes the labels of every batch into the log, and positions beside it.
 
     The process kills itself by SIGKILL after `kill_at` batches, unless that is 0.
     """

@@ -2,10 +2,10 @@
 
     python -m benchmarks.bench --part=peers --repositories=DIR --data_dir=DATA
 
-Each is a program of its own, which can be called alone: its docstring says what it compares and
-installs. It compares results before it times anything, prints rows as they are measured, and leaves
-out, in a line, what is not installed. DIR has clones of what PyPI lacks (CD-GraB, init2winit), DATA
-the folders hmda and tfds. The last one writes 24 GB into the current folder, and removes them.
+Each program can be called alone: its docstring says what it compares and what to install. It
+compares results before it times anything, prints rows as they are measured, and says which packages
+are not installed. DIR has clones of what PyPI lacks (CD-GraB, init2winit), and DATA has the folders
+hmda and tfds. The last program writes 24 GB into the current folder, and removes them.
 """
 
 import subprocess
@@ -34,4 +34,4 @@ def run(flags: Mapping) -> None:
         print(f"\n{name}", flush=True)
         done = subprocess.run([sys.executable, *command])
         if done.returncode:
-            print(f"{name} ended with {done.returncode}: what it printed is all.", flush=True)
+            print(f"{name} ended with {done.returncode}: its rows are incomplete.", flush=True)

@@ -1,18 +1,16 @@
-"""Compares permutations that are computed: whether they are permutations, how random, how fast.
+"""Compares computed permutations: are they permutations, how random are they, and how fast?
 
     python -m benchmarks.permutations --part=quality
     python -m benchmarks.permutations --part=speed
 
-*quality* counts for how many sizes up to 4,096, and for 65,537 and 262,145, a way is no
-permutation. Then it counts where units land, the pairs of two neighbours, those of one place in two
-epochs, and triples of neighbours, in as many cells as fit. A cell's count is compared with its
-expectation: the numbers are (chi2 - df) / sqrt(2 df), whose expectation is 0 and whose standard
-deviation is 1. Above 4 a way is not random. Of small sizes a cell is a unit, of larger ones the
-unit's high or its low bits. Seeds are fixed.
+*quality* counts for how many sizes up to 4,096, and for 65,537 and 262,145, a way is not a
+permutation. Then it counts in cells where units land, pairs of neighbours, pairs of one place in
+two epochs, and triples of neighbours. For small sizes a cell is a unit; for larger ones it is the
+unit's high or its low bits. The numbers are (chi2 - df) / sqrt(2 df), with expectation 0 and
+standard deviation 1. Above 4 a way is not random. Seeds are fixed.
 
-*speed* reads a first batch of 10^10 units, or of fewer where a way takes no more, and then a
-million indices. Memory is the peak of resident memory of a process of its own, less what it had
-after its imports.
+*speed* reads a first batch of 10^10 units, or of fewer if a way has a limit, and then a million
+indices. Memory is the peak of resident memory of a new process, less what it had after its imports.
 """
 
 import functools
@@ -96,7 +94,7 @@ WAYS: dict[str, Way] = {
 
 
 def deviation(cells: np.ndarray, count: int) -> float:
-    """(chi2 - df) / sqrt(2 df) of numbers of cells, of which all are expected equally often."""
+    """(chi2 - df) / sqrt(2 df) of numbers of cells, all with the same expectation."""
     expected = cells.size / count
     chi2 = np.square(np.bincount(cells, minlength=count) - expected).sum() / expected
     return round(float((chi2 - count + 1) / np.sqrt(2 * (count - 1))), 1)
@@ -139,7 +137,7 @@ def drawn(way: Way, size: int, count: int, over: str) -> np.ndarray:
 
 
 def quality_rows(draws: int) -> Iterator[dict]:
-    """One row per way and size; deviations are the larger ones of over epochs and over keys."""
+    """One row per way and size; a deviation is the larger one over epochs or over keys."""
     for name, way in WAYS.items():
         sizes = [*range(2, 4097), 65_537, 262_145]
         wrong = [m for m in sizes if (np.bincount(way(m, 0, 0, np.arange(m))) != 1).any()]
@@ -152,7 +150,7 @@ def quality_rows(draws: int) -> Iterator[dict]:
             stored.cache_clear()
             row = {"way": name, "no permutation": len(wrong), "units": f"{size:,}"}
             if (way is grain and size > 2**31) or (way is numpy_permutation and size > 2**20):
-                continue  # the limits of the one, and of memory
+                continue  # Grain's limit, and the memory's
             both = [deviations(drawn(way, size, count, over), size) for over in ("epochs", "keys")]
             yield row | {key: max((x[key] for x in both), key=abs) for key in both[0]}
 
@@ -173,7 +171,7 @@ def of_large_sizes(number: int = 1000) -> dict:
 
 
 class Numbers:
-    """As many examples as one likes: an example is its number modulo 1,000."""
+    """Any number of examples: an example is its number modulo 1,000."""
 
     def __init__(self, size: int):
         self.size = size

@@ -4,11 +4,12 @@
     pip install torch
     python -m benchmarks.published_cd_grab --repositories=DIR --data_dir=DATA
 
-All workers in one process: gradients of single examples, their order by `CD_GraB`, and SGD on their
-mean, in a loop as in the script that came with it; ours are the public functions in a scan.
-First, on whole numbers, orders of three epochs must be the same, for as many workers, units and (up
-to 1,000) parameters as are timed. Then epochs take turns. On HMDA's logistic regression and on
-LeNet there are also the epochs and seconds to the training loss that a random order ends with.
+All workers are in one process. An epoch computes gradients of single examples, orders them by
+`CD_GraB`, and takes steps of SGD on their mean, in a loop like that of the published script. Ours
+are the public functions in a scan. First, on whole numbers, the orders of three epochs must be
+equal, for as many workers, units and (up to 1,000) parameters as are timed. Then epochs take turns.
+On HMDA's logistic regression and on LeNet there are also the epochs and seconds to the training
+loss that a random order ends with.
 """
 
 import functools
@@ -91,5 +92,5 @@ def main(argv):
 if __name__ == "__main__":
     flags.DEFINE_string("repositories", None, "has the clone CD-GraB")
     flags.DEFINE_string("data_dir", None, "has the folders hmda and tfds")
-    flags.DEFINE_list("problems", list(torch_tasks.EPOCHS), "of these")
+    flags.DEFINE_list("problems", list(torch_tasks.EPOCHS), "what is trained")
     app.run(main)

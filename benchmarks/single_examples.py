@@ -1,12 +1,12 @@
-"""Times what gives an order a row for every example, beside what other packages offer for it.
+"""Times what an order observes, a row for every example, beside what other packages offer.
 
     pip install -e ".[experiments]" jax-privacy
     python -m benchmarks.single_examples --models=gpt,vit,lenet
 
 Every way returns the mean gradient of 16 examples and a sketch of 1,024 numbers of every example's
-gradient, but for jax-privacy, which returns norms alone. Before it is timed, its mean gradient is
-compared with the plain one, and its rows or norms with those of `jax.vmap(jax.grad(...))`; those of
-`ordering.sketched_grads` are made by another projection and compared by their inner products. The
+gradient, but for jax-privacy, which returns norms alone. Before the timing, mean gradients are
+compared with the plain one, and rows or norms with those of `jax.vmap(jax.grad(...))`. The rows of
+`ordering.sketched_grads` come from another projection and are compared by their inner products. The
 ways take turns. `megabytes` are arguments, outputs and temporaries of the compiled call. A package
 that is not installed is left out.
 """

@@ -2,11 +2,11 @@
 
     python -m benchmarks.sketch_errors --size=1024 --keys=24
 
-Every row is of the gradients of 16 random examples under one model, at its initial parameters; in
-the last, words are as frequent as in a text, and the model has begun to learn how frequent. The
-error of a squared norm is relative to it, that of an inner product to the product of the norms;
-both are root mean squares over all examples or pairs, and over keys. sqrt(2 / size) is what a
-Gaussian projection has for squared norms, sqrt(1 / size) for orthogonal vectors.
+Every row has the gradients of 16 random examples under one model, at its initial parameters. In the
+last row words are as frequent as in a text, and the model has begun to learn how frequent. The
+error of a squared norm is relative to the squared norm, that of an inner product to the product of
+the norms. Both are root mean squares over all examples or pairs, and over keys. A Gaussian
+projection has sqrt(2 / size) for squared norms, and sqrt(1 / size) for orthogonal vectors.
 """
 
 import jax

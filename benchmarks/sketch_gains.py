@@ -1,19 +1,19 @@
-"""How much of what exact gradients gain is kept by orders on sketches, at fixed parameters.
+"""How much of the gain of exact gradients orders on sketches keep, at fixed parameters.
 
     python -m benchmarks.sketch_gains --data_dir=DIR
 
 A language model of `--task=wikitext2_small` is trained for some epochs. Then its parameters stay,
 and CD-GraB orders the windows of 64 workers for five epochs, by exact gradients g_i or by sketches
-of them. With D what Adam multiplies with (`second_moment_scale`), everything else follows from the
+of them. Let D be the scale of Adam (`second_moment_scale`). Everything else follows from the
 centred Gram matrices G of g_i . g_j, A of g_i . D g_j, and S of D g_i . D g_j, over all units.
 
-First, parameters: the share of the squared norm; the effective rank tr(G_l)^2 / tr(G_l^2); and the
-share of the inner products of different units, tr(G_l G) / tr(G^2). A parameter with much of the
-first and little of the last is mostly noise for a sketch.
+The first table is of parameters: the share of the squared norm; the effective rank tr(G_l)^2 /
+tr(G_l^2); and the share of the inner products of different units, tr(G_l G) / tr(G^2). A parameter
+with much of the first and little of the last is mostly noise for a sketch.
 
-Then orders: the mean of |v_t|^2 over the prefix sums v_t of an epoch, relative to random orders, by
-G, by A, and by v^T A^2 v, in which the loss moves; and in brackets which part of the fall by exact
-gradients is kept.
+The second table is of orders: the mean of |v_t|^2 over the prefix sums v_t of an epoch, relative to
+random orders, by G, by A, and by v^T A^2 v, in which the loss moves. In brackets is the part of
+exact gradients' reduction that is kept.
 """
 
 import functools
@@ -85,14 +85,14 @@ def gram(rows):
 
 
 def sketches(model, params, data, units, size, scale):
-    """float32[N, k] of all units, out of the backward pass."""
+    """float32[N, k], the sketches of all units, from the backward pass."""
     gradients = ordering.sketched_grads(model.loss, jax.random.key(0), size=size)
     one = jax.jit(lambda b: gradients(params, b, key=jax.random.key(0), scale=scale)[2])
     return np.concatenate([np.asarray(one(batch)) for batch in batches(data, units)])
 
 
 def scales(model, params, state, data, size):
-    """{how: scale}: none, that of `second_moment_scale`, and one for every row of the table."""
+    """{how: scale}: none, that of `second_moment_scale`, and one with a number per table row."""
     batch = next(batches(data, 1))
     leaves = ordering.sketch_plan(model.loss, params, batch, key=jax.random.key(0), size=size)
     plain = [leaf._replace(table=False) for leaf in leaves]

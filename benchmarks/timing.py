@@ -42,7 +42,7 @@ def compared_with_first(calls: dict[str, Callable], repeats: int) -> Iterator[tu
 
 
 def print_rows(rows: Iterable[dict], head: Sequence[str] = ()) -> tuple[str, ...]:
-    """Prints each row as it comes, below its columns unless these are the head; returns those."""
+    """Prints each row as it comes, and its columns unless they are `head`; returns the columns."""
     for row in rows:
         if tuple(row) != tuple(head):
             head = tuple(row)

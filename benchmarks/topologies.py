@@ -5,9 +5,9 @@ r"""Compiles a run for TPUs or GPUs that are not there: memory, collectives, and
 
 prints what `--dry_run` does, and every program of the run compiled at its full size for a slice of
 TPUs or GPUs, a device for each worker: see docs/use/accelerators.md. Both compilers come from PyPI
-and ask for no device. libtpu knows its chips by name; XLA's CUDA compiler is told what a GPU is.
-Counts are the compilers' own, of one device and of a call with one step: every loop's body counts
-once.
+and need no device. libtpu knows its chips by name; XLA's CUDA compiler gets a description of the
+GPU. Counts are those of the compilers, for one device and a call with one step: the body of a loop
+counts once.
 """
 
 import contextlib
@@ -55,13 +55,13 @@ class Compiler(NamedTuple):
     extra: str  # of this package, which installs one
     topology: Callable  # (name of the chip, shape, chip) -> arguments of get_topology_desc
     options: Mapping  # of every compilation
-    plans: bool  # refuses what does not fit, and knows the peak; else all buffers are there at once
+    plans: bool  # refuses what does not fit, and knows the peak; else all buffers are added up
 
 
 class Chip(NamedTuple):
     memory: int  # bytes of one device, as published
     compiler: Compiler
-    details: str = ""  # what the compiler does not know by the name, as text of a protobuf
+    details: str = ""  # what the name does not tell the compiler, as text of a protobuf
 
 
 def _of_tpus(name: str, shape: str, chip: Chip) -> dict:
@@ -120,7 +120,7 @@ CHIPS = {  # those up to v4 are two devices each
 
 
 def stay_on_cpu() -> None:
-    """Keeps JAX from looking for accelerators, before it looks for any; and libtpu quiet."""
+    """Keeps JAX from looking for accelerators, and libtpu quiet; call it before JAX starts."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     jax.config.update("jax_platforms", "cpu")
@@ -131,8 +131,8 @@ def slice_of(name: str, workers: int) -> tuple[Mesh, Chip]:
     parts = re.fullmatch(r"(\w+):(\d+(?:x\d+){0,2})", name)
     if parts is None or parts[1] not in CHIPS:
         raise UserError(
-            f"--topology is {name}: a slice is CHIP:SHAPE, and chips are {', '.join(CHIPS)}, for "
-            "which alone programs are compiled. Pass one such as v5e:4x4 or h100:8."
+            f"--topology is {name}: pass CHIP:SHAPE, such as v5e:4x4 or h100:8. Programs are "
+            f"compiled for the chips {', '.join(CHIPS)} alone."
         )
     chip = CHIPS[parts[1]]
     compiler = chip.compiler
@@ -160,8 +160,8 @@ def slice_of(name: str, workers: int) -> tuple[Mesh, Chip]:
 class Compiled(NamedTuple):
     """A program of one device."""
 
-    # Bytes; what is donated is argument and output. The peak is that of the device's memory alone,
-    # temporaries also those that never leave the core.
+    # Bytes. Donated arrays count as arguments and as outputs. The peak is that of the device's
+    # memory alone, and temporaries include those that never leave the core.
     memory: dict[str, int]
     counted: dict[str, float | None]  # flops and bytes accessed, where XLA counts them
     collectives: list[Collective]
@@ -169,7 +169,7 @@ class Compiled(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """A program that the memory does not hold."""
+    """A program that does not fit into the memory."""
 
     why: str
 
@@ -204,7 +204,7 @@ def uncached():
     """Compiles anew: JAX cannot read programs for absent devices back from its cache on disk."""
     before = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # else it goes by what it found when it was first asked
+    compilation_cache.reset_cache()  # else JAX keeps its first answer to whether there is a cache
     try:
         yield
     finally:
@@ -262,7 +262,7 @@ def _taken(shapes, chip) -> str:
     state = [f"{who} {show_bytes(shapes.bytes_of(field))}" for who, field in fields.items()]
     larger = [name for name, other in CHIPS.items() if other.memory > chip.memory]
     return (
-        f"Of the state {', '.join(state)}; the rest is data and what the program computes. Take a "
+        f"The state has {', '.join(state)}; the rest is data and what the program computes. Take a "
         "sketch for an exact order, --input=thread, a smaller --unit_size, --units_per_step or "
         f"model, or another chip: {', '.join(larger) or 'none is larger'}."
     )

@@ -1,9 +1,9 @@
-"""Our LeNet and ViT in PyTorch, with our parameters, and what times PyTorch's packages beside us.
+"""Our LeNet and ViT in PyTorch, with our parameters, and the timing of PyTorch's packages.
 
-`rows_of` compares first: the mean gradient of every way with ours, its norms or projections with
+`rows_of` first compares the mean gradient of every way with ours, and its norms or projections with
 the exact gradients of examples. Then all ways take turns in one process, PyTorch with as many
-threads as XLA has. `megabytes` is by how much the process grows at most in a call, as Linux counts
-memory: one measure for both frameworks.
+threads as XLA has. `megabytes` is by how much the memory of the process grows at most in a call, as
+Linux counts it: one measure for both frameworks.
 """
 
 import ctypes
@@ -66,8 +66,8 @@ def _lenet(params):
             self.dense3 = nn.Linear(84, 10)
 
         def forward(self, x):
-            # Of one channel. Permuted, PyTorch's activations would have their channels last in
-            # memory, and opacus 1.6's gradients of examples of the second convolution be wrong.
+            # Reshaped, not permuted: channels would else be last in memory, for which opacus 1.6
+            # computes wrong gradients of examples in the second convolution.
             x = x.reshape(len(x), 1, *x.shape[1:3])
             for conv in (self.conv1, self.conv2):
                 x = max_pool2d(relu(conv(x)), 2)
@@ -159,7 +159,7 @@ def _resident(field: str) -> int:
 
 
 def check(way: str, result: tuple, plain: dict, exact: np.ndarray) -> None:
-    """Raises AssertionError for a wrong mean gradient, wrong norms, or products of projections."""
+    """Raises AssertionError if mean gradient, norms or products of projections are wrong."""
     mean, rows = result
     scale = max(np.abs(array).max() for array in plain.values())
     for name, array in (mean or {}).items():

@@ -1,7 +1,8 @@
-"""What the peers of orders train on, and an epoch of it in PyTorch.
+"""What other packages with orders train on, and an epoch of it in PyTorch.
 
-SGD with momentum 0.9 on the mean gradient of a step's examples, which lie in memory. Gradients of
-single examples are by `torch.func`, as in the peers' own scripts, and those of batches by autograd.
+An epoch is SGD with momentum 0.9 on the mean gradient of a step's examples, which lie in memory.
+`torch.func` computes gradients of single examples, as in the packages' scripts, and autograd those
+of batches.
 """
 
 import os
@@ -63,8 +64,8 @@ def whole_numbers(shape: tuple[int, int, int], step: int) -> Problem:
 def load(name: str, data_dir: str | None) -> Problem:
     """A row of `bench.EPOCHS` with four workers, in batches of as many single examples.
 
-    Of HMDA the first 32,768 alone, so that an epoch of the peers takes seconds. LeNet's rate is ten
-    times its recipe's, which has 50 times as many steps in an epoch.
+    HMDA has only its first 32,768 examples, so that an epoch of the other packages takes seconds.
+    LeNet's rate is ten times its recipe's, which has 50 times as many steps in an epoch.
     """
     row, first, batch, times = {
         "hmda": ("hmda", 32_768, 16, 1),
@@ -80,7 +81,7 @@ def load(name: str, data_dir: str | None) -> Problem:
 
 
 def problems(names: Iterable[str], data_dir: str | None) -> Iterator[Problem]:
-    """Those of the names of `EPOCHS`; one without its data is left out."""
+    """The problems of these names; one without its data is left out."""
     for name in names:
         if name == "softmax":
             yield from (softmax(*sizes) for sizes in SIZES)

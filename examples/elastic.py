@@ -2,8 +2,8 @@
 
     python examples/elastic.py         # on one machine: a quarter of a minute
 
-Each process holds a third of the data and steps alone; QSR says after which steps those that live
-average. On a cluster start this loop once per process, with the address of process 0.
+Each process holds a third of the data and steps alone. QSR says after which steps the living
+processes average. On a cluster, start this loop once per process, with the address of process 0.
 """
 
 import os
@@ -37,7 +37,7 @@ def train(process, address):
         PROCESSES,
         process,
         heartbeat_timeout_seconds=HEARTBEAT,
-        coordinator_bind_address=address,  # by default it listens at all addresses
+        coordinator_bind_address=address,  # by default the coordinator listens at all addresses
     )
     rate = optax.cosine_decay_schedule(0.02, STEPS)
     plan = local_opt.qsr(rate, total_steps=STEPS, alpha=0.06, h_base=20)

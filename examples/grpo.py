@@ -3,10 +3,10 @@
     python examples/grpo.py                        # about half a minute on one core
 
 A policy learns to add two digits: it writes the two digits of the sum, and its reward is the share
-of digits that are right. A rollout has 16 answers to each of 32 questions; an advantage is a reward
-less its group's mean, over its deviation. A use of a rollout is four updates, one per minibatch.
-Five seeds train side by side, so that the rows are axis 1. It prints the rollouts until the chance
-of a right answer, computed over all hundred questions, is 0.7: mean and 95 % interval.
+of digits that are right. A rollout has 16 answers to each of 32 questions. An advantage is a reward
+less its group's mean, divided by the group's deviation. A use of a rollout is four updates, one per
+minibatch. Five seeds train side by side, so rows are on axis 1. The program prints how many
+rollouts it takes until the chance of a right answer, over all hundred questions, is 0.7.
 """
 
 import jax
@@ -23,7 +23,7 @@ ADAM = optax.inject_hyperparams(optax.adam)(learning_rate=0.0)  # one program fo
 
 
 def log_softmax(params, pairs, digits):
-    """Of both digits, [n, 2, 10]; the second depends on the first."""
+    """Log-probabilities of both digits, [n, 2, 10]; the second depends on the first."""
     hidden = params["a"][pairs[:, 0]] + params["b"][pairs[:, 1]]
     both = jnp.stack([hidden, hidden + params["first"][digits[:, 0]]], 1)
     return jax.nn.log_softmax(jnp.einsum("nkh,khd->nkd", jnp.tanh(both), params["out"]))
@@ -85,11 +85,11 @@ def chance(params):
 
 
 def train(uses, rate, rollouts=ROLLOUTS):
-    """For every seed the rollouts until its chance is TARGET; one more than all if it never is."""
+    """How many rollouts each seed needs until its chance is TARGET; one more than all if never."""
     params, state = init(jax.random.split(jax.random.key(0), SEEDS))
     state.hyperparams["learning_rate"] = jnp.full(SEEDS, rate)
     keys, needed = jax.random.split(jax.random.key(1), (rollouts, SEEDS)), rollouts + 1
-    made = (rollout(params, key) for key in keys)  # each by the parameters of its time
+    made = (rollout(params, key) for key in keys)  # each by the latest parameters
     options = {"minibatches": MINIBATCHES, "key": jax.random.key(2), "axis": 1}
     batches = ordering.echo.repeat(made, ordering.echo.fixed(uses), **options)
     for minibatch in batches:

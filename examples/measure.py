@@ -1,9 +1,9 @@
-"""What the files of an example reach: every one at its own best learning rate, over seeds.
+"""What the files of an example reach over seeds, each at its best learning rate.
 
     python examples/measure.py gpt --scalar=valid --learning_rates=1e-3,3e-3,1e-2 --seeds=3
 
-Mean and 95 % interval (Student's t) of all that `main` of a file returns. The rate is chosen by the
-mean of --scalar, the lower the better.
+prints means and 95 % intervals (Student's t) of all numbers that `main` of a file returns. The rate
+with the lowest mean of --scalar is chosen.
 """
 
 import importlib.util
@@ -17,9 +17,9 @@ from tqdm import tqdm
 
 FOLDER = pathlib.Path(__file__).parent
 FLAGS = flags.FLAGS
-flags.DEFINE_string("scalar", "valid", "of what `main` returns, by which a rate is chosen")
-flags.DEFINE_list("learning_rates", ["1e-3"], "that every file is run at")
-flags.DEFINE_integer("seeds", 3, "of every file and rate", lower_bound=2)
+flags.DEFINE_string("scalar", "valid", "the number of `main` that chooses the rate")
+flags.DEFINE_list("learning_rates", ["1e-3"], "rates for every file")
+flags.DEFINE_integer("seeds", 3, "seeds of every file and rate", lower_bound=2)
 
 
 def has_main(path: pathlib.Path) -> bool:
@@ -27,7 +27,7 @@ def has_main(path: pathlib.Path) -> bool:
 
 
 def main_of(path: pathlib.Path):
-    """The `main` of a file, which finds its neighbours as a script does."""
+    """The `main` of a file, which may import files beside it, as a script may."""
     sys.path.insert(0, str(path.parent))
     try:
         spec = importlib.util.spec_from_file_location(f"example_{path.stem}", path)
@@ -63,7 +63,7 @@ def best(runs, scalar):
 
 
 def interval(values) -> tuple[float, float]:
-    """Mean, and half width of Student's t interval at 95 %: nan of one value."""
+    """Mean, and half width of Student's t interval at 95 %, which is nan for one value."""
     values = np.asarray([*values], float)
     if (count := len(values)) < 2:
         return float(values.mean()), float("nan")
@@ -88,7 +88,7 @@ def main(argv) -> None:
 
 
 def report(mains) -> dict:
-    """Prints the table of {file: its `main`}; {file: (its best rate, its results)}."""
+    """Prints the table of {file: its `main`}; returns {file: (its best rate, its results)}."""
     runs = measured(mains, [float(r) for r in FLAGS.learning_rates], FLAGS.seeds)
     rows, chosen = [], {name: best(of, FLAGS.scalar) for name, of in runs.items()}
     for name, (rate, results) in chosen.items():

@@ -2,9 +2,9 @@
 
     python examples/single_file.py
 
-Four workers, simulated on one device, read Python's own manual byte by byte. A coordinated order
-says which windows come next, an echo plan when they are used again, QSR when the workers average.
-Each decision is one line, with the plain choice in the line behind it.
+Four workers, simulated on one device, read Python's manual byte by byte. A coordinated order says
+which windows come next, an echo plan says when they are used again, and QSR says when the workers
+average. Each decision is one line, with the plain choice as a comment below it.
 """
 
 from pydoc_data import topics
@@ -29,7 +29,7 @@ LOADS = ordering.echo.fixed(2, total_steps=STEPS)
 
 
 def windows(count):
-    """uint8[count, CONTEXT + 1], of the texts of `help("topics")`."""
+    """uint8[count, CONTEXT + 1], cut from the texts of `help("topics")`."""
     text = "".join(topics.topics[name] for name in sorted(topics.topics)).encode()
     return np.frombuffer(text, np.uint8)[: count * (CONTEXT + 1)].reshape(count, -1)
 
@@ -65,7 +65,7 @@ GRADIENTS = ordering.sketched_grads(losses, jax.random.key(7), size=SKETCH)  # a
 
 
 def fresh(params, state, batch, key):
-    """One worker's step on new windows: the order sees a sketch of each one's gradient."""
+    """One worker's step on new windows, and a sketch of the gradient of each for the order."""
     loss, grads, sketches = GRADIENTS(params, batch, key=key)
     updates, state = ROUNDS.update(grads, state, params)
     return optax.apply_updates(params, updates), state, sketches, loss.mean()
@@ -99,7 +99,7 @@ def main():
             params, state = repeat(params, state, batch, key)
         if SYNCS.syncs_after(batches.step):
             params, state = sync(params, state)
-            batches.sync()  # what the orders have gathered is exchanged, too
+            batches.sync()  # the orders exchange their sketches
         if (done := batches.step + 1) % 64 == 0:
             test = losses(local_opt.mean_over_workers(params), held_out, key).mean()
             print(f"step {done}: train {loss.mean():.3f}, held out {test:.3f}", flush=True)

@@ -1,6 +1,6 @@
 """A small decoder whose two workers are four devices each, on the mesh that `jax.make_mesh` makes.
 
-QSR says when workers average their weights, pair balance in which order each visits its units.
+QSR says when workers average their weights. Pair balance orders the units of each worker.
 
 XLA_FLAGS=--xla_force_host_platform_device_count=8 python examples/two_axes.py
 """
@@ -42,7 +42,7 @@ def loss(w, ids, key):  # the mean of a unit
     return optax.softmax_cross_entropy(logits_of(w, ids[:, :-1]), targets).mean()
 
 
-def step(w, state, orders, tokens):  # of one worker, whose tokens every device has
+def step(w, state, orders, tokens):  # of one worker; each of its devices has its tokens
     unit = orders.current[orders.position]
     batch = jax.lax.dynamic_slice_in_dim(tokens, 8 * unit, 8)
     batch = jax.reshard(batch, jax.P("data"))

@@ -12,7 +12,7 @@ from model import Decoder, sequences
 
 from syncopate import local_opt, ordering
 
-WORKERS, UNIT = 4, 8  # simulated, or a mesh; sequences of a worker and step, which move together
+WORKERS, UNIT = 4, 8  # simulated, or a mesh; a unit is the sequences of a worker in a step
 SKETCH = ordering.make_sketch(jax.random.key(1907), size=1024)
 ORDER = ordering.cd_grab(2048 // WORKERS // UNIT, gathers="step")
 INPUTS, RESULTS = ("replicated", "worker", "worker"), ("replicated", "worker", "mean")

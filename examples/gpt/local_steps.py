@@ -1,4 +1,4 @@
-"""plain.py with local steps: workers meet where the Quadratic Synchronization Rule says."""
+"""plain.py with local steps: workers sync where the Quadratic Synchronization Rule says."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""A decoder in flax linen, and bytes to train it on: nothing here knows how it is trained."""
+"""A decoder in flax linen, and bytes to train it on, for every way of training in this folder."""
 
 import os
 import pathlib
@@ -36,7 +36,7 @@ class Decoder(nn.Module):
 
 
 def sequences(length: int, count: int) -> np.ndarray:
-    """int32[count, length + 1]: the first of the sources of Python's own library."""
+    """int32[count, length + 1]: the first bytes of the sources of Python's standard library."""
     text = b"".join(
         p.read_bytes() for p in sorted(pathlib.Path(os.__file__).parent.glob("[a-d]*.py"))
     )

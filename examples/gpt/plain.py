@@ -1,4 +1,4 @@
-"""A small GPT, trained on bytes of Python's own library, in parallel on all devices."""
+"""A small GPT, trained on bytes of Python's standard library, in parallel on all devices."""
 
 import dataclasses
 import functools

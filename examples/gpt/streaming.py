@@ -1,4 +1,4 @@
-"""plain.py with Streaming DiLoCo: fragments take turns to be averaged behind the next steps."""
+"""plain.py with Streaming DiLoCo: fragments are averaged in turns, while the next steps run."""
 
 import dataclasses
 import functools
@@ -45,7 +45,7 @@ def train_step(state, batch):
 @functools.partial(jax.jit, donate_argnums=0, static_argnames="due")
 @functools.partial(local_opt.map_workers, workers=WORKERS, in_specs="worker", out_specs="worker")
 def train_segment(state, batches, *, due):
-    """What is due, and the steps up to the next event: one program, in which they overlap."""
+    """The events that are due and the steps up to the next event: one program overlaps them."""
     params, opt_state = state.tx.communicate(state.params, state.opt_state, due)
     return jax.lax.scan(train_step, state.replace(params=params, opt_state=opt_state), batches)
 

@@ -1,14 +1,14 @@
-"""nanodo's own training loop and evaluation, plain or changed by a diff of this folder.
+"""nanodo's training loop and evaluation, plain or changed by a diff of this folder.
 
     python examples/nanodo/run.py --nanodo=DIR --data_dir=DIR --learning_rates=1e-2,3e-2 --seeds=3
 
 An arm is `plain` or the name of a diff, which is applied to a copy of nanodo's train.py.
 
-Replaced from outside are: where its text comes from (`tfds.data_source` gives lines of two files,
-and sentencepiece makes a small vocabulary of the first); the seed of its shuffle, which is fixed;
-the type of a mask, which is float32 and by now has to be bool; a profiler of its first steps,
-which takes longer than they do. Sizes are fields of its own config.
-Packing, shuffling, model, optimizer, schedule, loop and evaluation are nanodo's.
+This script replaces four things. Text comes from two files, and sentencepiece makes a small
+vocabulary of the first. The seed of the shuffle is fixed. A mask of float32 becomes bool, which JAX
+needs by now. There is no profiler of the first steps, which takes longer than they do.
+Sizes are set in nanodo's config. Packing, shuffling, model, optimizer, schedule, loop and
+evaluation are nanodo's.
 """
 
 import contextlib
@@ -40,11 +40,11 @@ ADDRESS = "https://github.com/google-deepmind/nanodo"
 
 
 def folder_of(path: str | None, names, *, flag: str, how: str) -> pathlib.Path:
-    """The folder that a flag gives, which holds these files; a ValueError says what is absent."""
+    """The folder that a flag gives; raises ValueError unless it holds these files."""
     folder = pathlib.Path(path or "").expanduser().resolve()
     absent = [name for name in names if not path or not (folder / name).is_file()]
     if absent:
-        raise ValueError(f"{flag} is {path!r}, where there is no {' and no '.join(absent)}: {how}.")
+        raise ValueError(f"{flag} is {path!r}, which lacks {' and '.join(absent)}: {how}.")
     return folder
 
 

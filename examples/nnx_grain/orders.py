@@ -1,4 +1,4 @@
-"""plain.py in orders that balance gradients: every epoch's is made during the one before."""
+"""plain.py in orders that balance gradients: every epoch makes the order of the next."""
 
 import functools
 

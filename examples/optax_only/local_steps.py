@@ -1,4 +1,4 @@
-"""plain.py with local steps: four workers that meet after every eighth step."""
+"""plain.py with local steps: four workers that sync after every eighth step."""
 
 import functools
 

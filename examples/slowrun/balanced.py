@@ -1,8 +1,8 @@
 """The training data of NanoGPT Slowrun in balanced orders: CD-GraB over all ranks, on sketches.
 
-It goes beside tiny/train.py, which cd_grab.diff changes to use it. In every epoch the text is cut
-into sequences anew, up to a sequence further on: they keep most of their words from epoch to
-epoch, which permuted documents do not, and so their gradients tell where they belong.
+Put this file beside tiny/train.py, which cd_grab.diff changes to use it. Every epoch cuts the text
+into sequences at places that are shifted by less than a sequence. So sequences keep most of their
+words from epoch to epoch, and their gradients stay similar, which permuted documents prevent.
 """
 
 import os
@@ -19,15 +19,17 @@ from syncopate import local_opt, ordering
 
 
 class BalancedLoader:
-    """As the DataLoader of tiny/train.py, it yields (x, y, epoch) of this rank for ever.
+    """Yields (x, y, epoch) of this rank for ever, like the DataLoader of tiny/train.py.
 
-    A unit of the order is a microbatch of B sequences. After each of its backward passes, and
-    before the next microbatch is asked for, call `observe`.
+    A unit of the order is a microbatch of B sequences. After each backward pass, and before the
+    next microbatch is asked for, call `observe`.
 
     Args:
-      filepath: what prepare_data.py writes; B: sequences of a microbatch; T: their tokens.
+      filepath: what prepare_data.py writes.
+      B, T: sequences of a microbatch, and tokens of a sequence.
       units_per_step: microbatches between optimizer steps.
-      size: k, the numbers of a sketch; seed: of cuts, microbatches and orders.
+      size: k, the numbers of a sketch.
+      seed: of cuts, microbatches and orders.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class BalancedLoader:
 
     @torch.no_grad()
     def observe(self, parameters):
-        """Takes in what the last microbatch has added to the gradients of this rank."""
+        """Sketches what the last microbatch has added to the gradients of this rank."""
         gradients = [p.grad for p in parameters if p.grad is not None]
         if self.signs is None:
             draw = torch.Generator().manual_seed(self.seed)  # equal on all ranks

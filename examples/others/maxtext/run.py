@@ -4,8 +4,8 @@
     python examples/others/maxtext/run.py --maxtext=maxtext --learning_rates=0.01,0.03 --seeds=5
     (cd maxtext && git apply --unidiff-zero ../examples/others/maxtext/qsr.diff), and again
 
-Of MaxText only trainers/diloco, its state, its sharding and its schedule are loaded, as its configs
-and models need packages for TPUs. Four simulated replicas train a perceptron.
+Only MaxText's trainers/diloco, state, sharding and schedule are loaded, because its configs and
+models need packages for TPUs. Four simulated replicas train a perceptron.
 """
 
 import argparse
@@ -28,7 +28,7 @@ DECAY = {"warmup_steps_fraction": 0.1, "learning_rate_final_fraction": 0.1}  # i
 
 
 def load(root: pathlib.Path):
-    """(diloco, TrainStateNNX) of a clone, with the modules around them that import."""
+    """(diloco, TrainStateNNX, its schedule) of a clone, with stand-ins for what they import."""
     source = root / "src" / "maxtext"
     for name in ("", ".configs", ".common", ".utils", ".trainers"):
         package = types.ModuleType(f"maxtext{name}")
