@@ -12,8 +12,8 @@ tr(G_l^2); and the share of the inner products of different units, tr(G_l G) / t
 with much of the first and little of the last is mostly noise for a sketch.
 
 The second table is of orders: the mean of |v_t|^2 over the prefix sums v_t of an epoch, relative to
-random orders, by G, by A, and by v^T A^2 v, in which the loss moves. In brackets is the part of
-exact gradients' reduction that is kept.
+random orders. It is by G, by A, and by v^T A^2 v, in which the loss moves. In brackets is the part
+of the reduction by exact gradients that is kept.
 """
 
 import functools
