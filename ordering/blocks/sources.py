@@ -17,6 +17,8 @@ import jax
 import numpy as np
 from jaxtyping import Bool, PyTree
 
+from ordering.data.sources import never_ends
+
 SAMPLE, SAMPLES = 4096, 64  # bytes of a sample, and samples of a file in its digest
 OPEN = 64  # files that stay open
 PACKED = (b"\x1f\x8b", b"PK", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, zip and so on
@@ -54,7 +56,7 @@ class Source:
 
     def raw(self, start: int, stop: int) -> Any:
         """All records of a range, as the source has them."""
-        return self.read(start, stop)
+        return never_ends(lambda: self.read(start, stop))
 
     def take(self, records: Any, places: np.ndarray, numbers: np.ndarray) -> PyTree:
         """The raw records at these places; `numbers` are their numbers in the source."""

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Int, PyTree
 
 from ordering.blocks.parquet import warn_of_groups
 from ordering.blocks.sources import SAMPLE, SAMPLES, Part, Source, digest_of, name_of
-from ordering.data.sources import as_source, stacked
+from ordering.data.sources import as_source, never_ends, stacked
 from syncopate import plans
 
 ARRAYS = np.ndarray | jax.Array | dict | tuple
@@ -105,7 +105,7 @@ class Blocks(Sequence):
         if self._decode is None:
             return records
         _check_decoder(part, isinstance(records, list) and not isinstance(records[0], ARRAYS))
-        return list(map(self._decode, records))
+        return never_ends(lambda: [self._decode(record) for record in records])
 
     def _check_types(self, unit, records):
         """Raises ValueError unless records have the types and shapes of the first unit read.

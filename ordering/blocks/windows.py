@@ -11,7 +11,6 @@ from jaxtyping import Int, PyTree
 
 from ordering.blocks.units import Blocks
 from ordering.data.loader import check_batches
-from ordering.data.sources import never_ends
 
 ALIGNED = 64  # bytes
 TOGETHER = 256  # records; a thread reads small blocks together up to this number,
@@ -67,7 +66,7 @@ class Windows(Sequence):
         records = _Records(ranks.size)
 
         def put(job):
-            records.put(never_ends(lambda: self._blocks.read(job[0])), job[1])
+            records.put(self._blocks.read(job[0]), job[1])
 
         def finish():
             self._blocks.check(units.ravel().tolist())

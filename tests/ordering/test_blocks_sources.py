@@ -298,6 +298,14 @@ def test_a_decoder_of_arrays_is_refused(tmp_path):
             split([Plain()], unit_size=2, decode=lambda record: record, keep=keep)[0]
 
 
+def test_a_decoder_that_raises_stop_iteration_loses_no_record():
+    """`map` would take it for the end of the records."""
+    decode = lambda record: next(iter(())) if record == b"2" else int(record)  # noqa: E731
+    part = sources.Part("bytes", 4, (0, 0), lambda start, stop: [b"0", b"1", b"2", b"3"])
+    with pytest.raises(RuntimeError, match="the source raised StopIteration"):
+        split([part], unit_size=4, decode=decode)[0]
+
+
 def types_of(tmp_path, kind, *arrays):
     """Blocks of one record each, of files of a kind; records that are decoded for bytes."""
     for i, x in enumerate(arrays):
