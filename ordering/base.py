@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Int, Key, PyTree, UInt32
 
 from ordering import trees
@@ -153,6 +153,22 @@ class Scope(NamedTuple):
     workers: int | None
     axis_name: Any = None
     mesh: Any = None
+
+    @property
+    def of_process(self) -> np.ndarray:
+        """The numbers of the workers whose devices belong to this process."""
+        if self.mesh is None:
+            return np.arange(self.workers or 1)
+        axis, process = self.mesh.axis_names.index(self.axis_name), jax.process_index()
+        devices = np.ndenumerate(self.mesh.devices)
+        return np.unique([at[axis] for at, device in devices if device.process_index == process])
+
+    @property
+    def sharding(self) -> NamedSharding | None:
+        """Of arrays [W, ...] on the workers' devices; None for the default device."""
+        if self.mesh is None:
+            return None
+        return NamedSharding(self.mesh, PartitionSpec(self.axis_name))
 
     def map(self, function: Callable) -> Callable:
         """Maps a function of one worker's trees over all workers, leaves [W, ...]."""

@@ -86,14 +86,8 @@ class Reads(batches.Reader):
     def __init__(self, load: Callable, orders: Callable, sizes: Sizes, first_load: int):
         self._orders, units = orders, sizes.units_per_step
         epoch, step = divmod(first_load, sizes.loads_per_epoch)
-        super().__init__(
-            load,
-            batches.Sizes(sizes.num_units, units),
-            epoch=epoch,
-            unit=step * units,
-            loads=first_load,
-            ahead=LOOK_AHEAD,
-        )
+        start = batches.Position(epoch, step * units, loads=first_load)
+        super().__init__(load, batches.Sizes(sizes.num_units, units), start, ahead=LOOK_AHEAD)
 
     def newest_state(self):
         return self._orders()

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Key, PyTree
 
 from ordering import base
@@ -19,11 +19,10 @@ from ordering.blocks.sums import add_gradients
 from ordering.blocks.units import Blocks
 from ordering.blocks.windows import Windows, batches_of, num_batches
 from ordering.data.batches import Sizes
-from ordering.data.epochs import Epochs, on_devices
+from ordering.data.epochs import Epochs, copied, num_units_of, on_devices
 from ordering.data.loader import spreading
-from ordering.data.place import ReadState, check_place, check_state, key_data, restored
-from ordering.data.reading import workers_of_process
-from ordering.data.sources import check_units_of
+from ordering.data.place import ReadState, check_place, restored
+from ordering.data.reading import check_orders, first_units, total_of
 from ordering.indices import Indices
 from ordering.resizing import redistributed
 from syncopate import plans
@@ -53,20 +52,15 @@ class BlockEpochs(Epochs):
         self._start, self._sums, self._summed = start, start.sums, int(start.summed)
         self._sums_rows = self._summed > 0  # whether `observe` is called
         self._add = _adding(scope)
-        self._places, self._last = None, self._place()
-
-    def _place(self) -> tuple[int, int, int, int]:
-        """(epoch, first unit of the window, batches read of it, loads) of the next batch."""
-        now = self._batches
-        return now.epoch, now.unit, 0 if now.ended else now.step % self._sizes.batches, now.loads
+        self._places = None  # of the records of the last batch
 
     @property
     def window_ended(self) -> bool:
-        return self._places is not None and not self._place()[2]
+        return self._places is not None and not self._batches.position.batch
 
     @property
     def window_units(self) -> int:
-        return min(self._sizes.window, self._sizes.num_units - self._last[1])
+        return min(self._sizes.window, self._sizes.num_units - self._last.unit)
 
     def observe(self, rows: PyTree) -> None:
         """Adds the gradients of the last batch's records to those of their blocks.
@@ -82,10 +76,10 @@ class BlockEpochs(Epochs):
         """
         if not self.observes:
             return
-        if self.observed or self._summed != self._last[2]:
+        if self.observed or self._summed != self._last.batch:
             raise ValueError(
-                f"observe was called {self._summed} times in this window, and {self._last[2] + 1} "
-                "of its batches were read: call it once after each step."
+                f"observe was called {self._summed} times in this window, and "
+                f"{self._last.batch + 1} of its batches were read: call it once after each step."
             )
         self._sums_rows = True
         with jax.transfer_guard("allow"):
@@ -126,15 +120,10 @@ class BlockEpochs(Epochs):
         return self.state_at(self.steps - self._is_left(), 0)
 
     def state_at(self, steps: int, uses: int) -> BlockState:
-        again = (uses or self._is_left()) and self._last[0] == self.epoch
-        epoch, unit, batch, loads = self._last if again else self._place()
-        with jax.transfer_guard("allow"):
-            copied = lambda x: jnp.copy(key_data(x))  # noqa: E731
-            order, sums = jax.tree.map(copied, (self.order_state, self._sums))
-        units = unit * (self._scope.workers or 1)
-        names = BlockState._fields[1:8]
-        counts = map(np.asarray, (epoch, units, loads, steps, uses, batch, self._summed))
-        counts = dict(zip(names, counts, strict=True))
+        epoch, unit, batch, loads = self.goes_on_at(bool(uses or self._is_left()))
+        order, sums = copied((self.order_state, self._sums))
+        counts = epoch, unit * self._workers, loads, steps, uses, batch, self._summed
+        counts = dict(zip(BlockState._fields[1:8], map(np.asarray, counts), strict=True))
         return self._start._replace(order=order, sums=sums, **counts)
 
     def units_of_batches(self) -> set[int]:
@@ -151,7 +140,7 @@ class BlockEpochs(Epochs):
     def current_order(self, state: State) -> list:
         if self._pure.indices is None:
             return super().current_order(state)
-        return [self._rows(self._pure.indices(state), self._batches.unit)]
+        return [self._rows(self._pure.indices(state), self._batches.position.unit)]
 
     def next_order(self, state: State) -> list:
         if self._pure.indices is None:
@@ -165,7 +154,7 @@ class BlockEpochs(Epochs):
         begun, rest = np.split(units, [unit * workers])
         windows = redistributed(rest[None], workers, workers * self._sizes.window)
         rows = np.concatenate([begun.reshape(workers, -1), windows], axis=1)
-        rows = rows[workers_of_process(self._scope)]
+        rows = rows[self._scope.of_process]
         return rows[0] if self._scope.workers is None else rows
 
     def check_step(self) -> None:
@@ -173,10 +162,8 @@ class BlockEpochs(Epochs):
             super().check_step()
 
     def __next__(self) -> PyTree[jax.Array]:
-        self.wait()
-        last = self._place()
         batch = super().__next__()
-        self._last, self._places = last, batch[1]
+        self._places = batch[1]
         return batch
 
 
@@ -281,8 +268,7 @@ def read_blocks(
             check_place(saved, num_units, scope.workers or 1, window, aligned=True)
             start = start._replace(**dict(zip(BlockState._fields[:9], saved, strict=False)))
         load = _loading(blocks, order, scope, start, num_units, batches, _reading(readers))
-        if scope.mesh is not None and sharding is None:
-            sharding = NamedSharding(scope.mesh, PartitionSpec(scope.axis_name))
+    sharding = scope.sharding if sharding is None else sharding
     options = {"sharding": sharding, "depth": depth, "timeout": timeout}
 
     def on_device(orders, first_step, epoch, number):
@@ -293,10 +279,9 @@ def read_blocks(
 
 
 def _units_per_worker(order, first, scope):
+    workers, total = scope.workers or 1, num_units_of(order, first)
     if order.indices is None:
-        check_state(first)
-        return first.current.shape[-1]
-    workers, total = scope.workers or 1, len(order.indices(first))
+        return total
     if total % workers:
         raise ValueError(
             f"the order names {total} units, and {workers} workers cannot share them: make blocks "
@@ -306,7 +291,7 @@ def _units_per_worker(order, first, scope):
 
 
 def _check_units(blocks, order, scope, num_units):
-    total = order.total if order.is_global and order.total else num_units * (scope.workers or 1)
+    total = total_of(order, scope, num_units)
     if total != len(blocks):
         raise ValueError(
             f"the order names {total} units, and there are {len(blocks)} blocks: make an order of "
@@ -328,15 +313,11 @@ def _window_of(order, first, window, num_units):
 
 def _loading(blocks, order, scope, start, num_units, batches, read):
     """`(orders, first step, epoch) -> batches` of this process's workers."""
-    total = len(blocks)
-    first = 0 if order.is_global else num_units * workers_of_process(scope)[:, None]
+    first, total = first_units(order, scope, num_units), len(blocks)
     sizes = int(start.window), int(start.batch_size)
 
     def load(orders, first_step, epoch):
-        if order.is_global:
-            check_units_of(orders.reshape(-1), total)
-        else:
-            check_units_of(orders, num_units)
+        check_orders(orders, order, num_units, total)
         units, axes = np.atleast_2d(orders) + first, (*orders.shape[:-1], sizes[1])
         windows = read(Windows(blocks, units, sizes, (int(start.seed), epoch), axes))
         return batches_of(windows, first_step % batches)

@@ -33,32 +33,36 @@ class Sizes(NamedTuple):
         return units // self.window * self.batches + (units % self.window >= self.least) * self.last
 
 
+class Position(NamedTuple):
+    """Where a batch is in a run."""
+
+    epoch: int
+    unit: int = 0  # the first unit of its window; at the end of an epoch the number of units
+    batch: int = 0  # its number in the window
+    loads: int = 0  # its number in the run
+
+
 class EpochBatches:
     """The batches of one epoch, which are loaded as its order becomes known.
 
     Attributes:
+      epoch, loads: as of the next batch's `Position`.
       step, steps: number of the next batch in its epoch, and the number of all.
       opened: batches before this one have a loader.
-      loads: number of the next batch in the run.
     """
 
-    def __init__(
-        self, load: Load, sizes: Sizes, epoch: int, loads: int, unit: int = 0, skip: int = 0
-    ):
-        """Starts with batch `skip` of the window that starts at `unit`."""
-        self._load, self._sizes, self.epoch, self.loads = load, sizes, epoch, loads
-        self._unit, self._first = unit, -(-unit // sizes.window) * sizes.batches
-        self.step, self.steps = (
-            self._first + skip,
-            self._first + sizes.steps(sizes.num_units - unit),
-        )
-        self.opened = self.step
+    def __init__(self, load: Load, sizes: Sizes, start: Position):
+        self._load, self._sizes, self.epoch, self.loads = load, sizes, start.epoch, start.loads
+        self._unit, self._first = start.unit, -(-start.unit // sizes.window) * sizes.batches
+        self.step = self.opened = self._first + start.batch
+        self.steps = self._first + sizes.steps(sizes.num_units - start.unit)
         self._loaders: collections.deque[tuple[int, Prefetch]] = collections.deque()  # by ends
 
     @property
-    def unit(self) -> int:
-        """The first unit in the window of the next batch; at the end the number of units."""
-        return self._unit_of(self.step)
+    def position(self) -> Position:
+        """Where the next batch is; at the end of the epoch no window has begun."""
+        batch = 0 if self.ended else self.step % self._sizes.batches
+        return Position(self.epoch, self._unit_of(self.step), batch, self.loads)
 
     @property
     def ended(self) -> bool:
@@ -87,8 +91,8 @@ class EpochBatches:
             self._loaders.popleft()
         return self._loaders[0][1] if self._loaders else None
 
-    def wait(self) -> Prefetch:
-        """The loader, once it has the next batch; raises what `next` would raise."""
+    def wait(self) -> None:
+        """Waits until `take` returns at once; raises an error if there is no batch to come."""
         loader = cast(Prefetch, self.loader())
         try:
             loader.wait()
@@ -102,10 +106,10 @@ class EpochBatches:
             raise LoadError(
                 self.loads, "was lost, as next was interrupted: resume the run from this load."
             )
-        return loader
 
-    def __next__(self) -> PyTree[jax.Array]:
-        batch = next(self.wait())
+    def take(self) -> PyTree[jax.Array]:
+        """The next batch, after `wait`."""
+        batch = next(cast(Prefetch, self.loader()))
         self.step, self.loads = self.step + 1, self.loads + 1
         return batch
 
@@ -115,7 +119,7 @@ class EpochBatches:
 
 
 class Reader(Iterator, contextlib.AbstractContextManager):
-    """Batches of one epoch after the other, for the orders' state that `live` returns.
+    """Batches of one epoch after the other, for the orders' state that `newest_state` returns.
 
     `wait()` returns when `next` would return at once, and raises what it would raise.
     """
@@ -124,16 +128,14 @@ class Reader(Iterator, contextlib.AbstractContextManager):
         self,
         load: Load,
         sizes: Sizes,
+        start: Position,
         *,
-        epoch: int,
-        unit: int = 0,
-        skip: int = 0,
-        loads: int = 0,
         num_epochs: int | None = None,
         ahead: int = 2,
     ):
         self._load, self._sizes, self._num_epochs, self._ahead = load, sizes, num_epochs, ahead
-        self._batches = EpochBatches(load, sizes, epoch, loads, unit, skip)
+        self._batches = EpochBatches(load, sizes, start)
+        self._last = start  # the position of the last batch
         self._following: EpochBatches | None = None
         self._order: Any = None  # a copy of this epoch's order on its way to the host
         self._early: Any = None  # a copy of the known part of the next order, likewise
@@ -187,7 +189,10 @@ class Reader(Iterator, contextlib.AbstractContextManager):
 
     def __next__(self) -> PyTree[jax.Array]:
         self.wait()
-        return next(self._batches)
+        position = self._batches.position
+        batch = self._batches.take()
+        self._last = position
+        return batch
 
     def ready(self) -> bool:
         """Whether the next batch is on the device, or its loading has not begun."""
@@ -207,8 +212,8 @@ class Reader(Iterator, contextlib.AbstractContextManager):
     def _next_batches(self) -> EpochBatches:
         """The batches of the epoch after the present one."""
         now = self._batches
-        loads = now.loads + now.steps - now.step
-        return self._following or EpochBatches(self._load, self._sizes, now.epoch + 1, loads)
+        start = Position(now.epoch + 1, loads=now.loads + now.steps - now.step)
+        return self._following or EpochBatches(self._load, self._sizes, start)
 
     def _begin_step(self):
         if self._due and self._order is None:

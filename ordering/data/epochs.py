@@ -7,23 +7,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jax.typing import ArrayLike
 from jaxtyping import Key, PyTree
 
 from ordering import base
 from ordering.base import Ordering, Scope, State
-from ordering.data.batches import Load, Reader, Sizes, epoch_of, of_process
+from ordering.data.batches import Load, Position, Reader, Sizes, epoch_of, of_process
 from ordering.data.loader import Prefetch, check_steps, prefetch_to_device, representable
-from ordering.data.place import (
-    ReadState,
-    check_place,
-    check_state,
-    key_data,
-    restored,
-    with_rows,
-)
-from ordering.data.reading import reading
+from ordering.data.place import ReadState, check_place, key_data, restored, with_rows
+from ordering.data.reading import read_pipeline, read_source
 from ordering.data.sources import as_source
 from syncopate import plans
 
@@ -51,23 +44,14 @@ class Epochs(Reader):
         state: ReadState,
         num_epochs: int | None,
         ahead: int,
-        skip: int = 0,
+        batch: int = 0,
         unit_size: int = 1,
     ):
         epoch, units, loads, self.steps, self.uses, self.used = map(int, state[1:7])
         # Units of a computed order are counted over all workers together, others per worker.
         self._workers = (scope.workers or 1) // sizes.least
-        unit = units // self._workers
-        super().__init__(
-            load,
-            sizes,
-            epoch=epoch,
-            unit=unit,
-            skip=skip,
-            loads=loads,
-            num_epochs=num_epochs,
-            ahead=ahead,
-        )
+        start = Position(epoch, units // self._workers, batch, loads)
+        super().__init__(load, sizes, start, num_epochs=num_epochs, ahead=ahead)
         self.order_state, self._scope = state.order, scope
         self.rows, self.unit_size = state.rows, unit_size
         self._pure, self._order_of_all = order, base.compiled(order, scope)
@@ -76,7 +60,6 @@ class Epochs(Reader):
         self._shift = min((int(np.min(of_process(x))) for x in epoch_of(state.order)), default=0)
         self._shift -= epoch  # the order may have been used before
         self._again = bool(self.uses)  # the next batch was observed before the run was saved
-        self._before = epoch, unit, loads  # the place of the last batch
 
     def observe(self, rows: PyTree) -> None:
         """Observes the gradients of the last batch's units.
@@ -134,18 +117,18 @@ class Epochs(Reader):
 
         With minibatches, one more use has gone through `used` units, of the gradients `rows`.
         """
-        epoch, unit, loads = self._before
-        again = uses or used
-        if self.observed and not again or self.epoch > epoch:  # that epoch's order is gone
-            epoch, unit, loads = self.epoch, self._batches.unit, self.loads
-        with jax.transfer_guard("allow"):
-            order = jax.tree.map(lambda x: jnp.copy(key_data(x)), self.order_state)
-        counts = epoch, unit * self._workers, loads, steps, uses, used
-        return ReadState(order, *map(np.asarray, counts), rows=rows)
+        at = self.goes_on_at(bool(uses or used or not self.observed))
+        counts = at.epoch, at.unit * self._workers, at.loads, steps, uses, used
+        return ReadState(copied(self.order_state), *map(np.asarray, counts), rows=rows)
+
+    def goes_on_at(self, again: bool) -> Position:
+        """Where a saved run goes on: `again` with the last batch, while its epoch's order is there,
+        else with the next one."""
+        return self._last if again and self._last.epoch == self.epoch else self._batches.position
 
     def units_of_batches(self) -> set[int]:
         """The numbers of units that a worker's batches have, until the end of an epoch."""
-        sizes, left = self._sizes, self._sizes.num_units - self._batches.unit
+        sizes, left = self._sizes, self._sizes.num_units - self._batches.position.unit
         units = sizes.window, sizes.num_units % sizes.window, left % sizes.window
         return {n // sizes.least for n in units} - {0}
 
@@ -155,10 +138,8 @@ class Epochs(Reader):
         return 0 if self._scope.workers is None else 1
 
     def __next__(self) -> PyTree[jax.Array]:
-        self.wait()
-        before = self.epoch, self._batches.unit, self.loads
-        batch = next(self._batches)
-        self._before, self.steps = before, self.steps + 1
+        batch = super().__next__()
+        self.steps += 1
         self.observed, self._again = self._again or not self.observes, False
         return batch
 
@@ -193,6 +174,12 @@ class Epochs(Reader):
                 f"batch {self.loads - 1} was not observed: call reads.observe(rows) after its step "
                 "(or reads.advance(order_state)), or read with an order that looks at no gradients."
             )
+
+
+@jax.transfer_guard("allow")
+def copied(tree: PyTree) -> PyTree:
+    """New arrays, which the next step cannot donate; of keys their data."""
+    return jax.tree.map(lambda x: jnp.copy(key_data(x)), tree)
 
 
 def check_rows(rows: PyTree) -> None:
@@ -274,7 +261,6 @@ def read_epochs(
     scope = base.scope_of(workers, axis_name)
     first = base.init_workers(order, key, like, workers, axis_name=axis_name)
     sizes = _sizes(order, first, scope)
-    source = source if callable(source) else as_source(source)
     with jax.transfer_guard("allow"):
         place = ReadState(first)
         if state is not None:
@@ -282,11 +268,13 @@ def read_epochs(
             place = restored(with_rows(place, state, like, lead), state)
             shared = 1 if order.indices else scope.workers or 1
             check_place(place, sizes.num_units, shared, sizes.window)
-        read = reading(source, order, scope, sizes.num_units, unit_size)
-        if not callable(source):
-            check_steps(source, _shapes(sizes, scope, unit_size), sharding)
-        if scope.mesh is not None and sharding is None and not callable(source):
-            sharding = NamedSharding(scope.mesh, PartitionSpec(scope.axis_name))
+        if callable(source):
+            read = read_pipeline(source, order, scope, sizes.num_units, unit_size)
+        else:
+            examples = as_source(source)
+            read = read_source(examples, order, scope, sizes.num_units, unit_size)
+            check_steps(examples, _shapes(sizes, scope, unit_size), sharding)
+            sharding = scope.sharding if sharding is None else sharding
 
     def load(orders, first_step, epoch, number):
         batches = read(orders, first_step, epoch)
@@ -295,12 +283,28 @@ def read_epochs(
     return Epochs(load, sizes, order, scope, place, num_epochs, ahead, unit_size=unit_size)
 
 
+def num_units_of(order: Ordering, first: State) -> int:
+    """The units of an epoch: of one worker, or for a computed order of all workers together.
+
+    Raises ValueError for a state without the fields that a reader needs.
+    """
+    if order.indices is not None:
+        return len(order.indices(first))
+    missing = [name for name in ("current", "next", "left") if not hasattr(first, name)]
+    if missing:
+        raise ValueError(
+            f"the order's state, a {type(first).__name__}, has no {' and no '.join(missing)}: give "
+            "it all fields that ordering.Ordering requires. If the next order is not known yet, "
+            "let next be a copy of current, and left zero."
+        )
+    return first.current.shape[-1]
+
+
 def _sizes(order: Ordering, first: State, scope: Scope) -> Sizes:
     """An epoch of one worker, or for a computed order of all workers together."""
+    workers, num_units = scope.workers or 1, num_units_of(order, first)
     if order.indices is None:
-        check_state(first)
-        return Sizes(*base.check_units(first.current.shape[-1], order.units_per_step))
-    workers, num_units = scope.workers or 1, len(order.indices(first))
+        return Sizes(*base.check_units(num_units, order.units_per_step))
     if workers * order.units_per_step > num_units:
         raise ValueError(
             f"a step of {workers} workers with {order.units_per_step} units each exceeds the "

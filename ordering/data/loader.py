@@ -305,7 +305,8 @@ def _representable(path, value):
     if isinstance(value, jax.Array):
         return value
     name = f"batch{jax.tree_util.keystr(path)}"
-    containers.check_container(name, value)
+    if type(value) is not np.ndarray:
+        containers.check_container(name, value)
     plain = np.ndarray | np.generic | bool | int | float | complex | str | bytes
     if not isinstance(value, plain) and not containers.is_tensor(value):
         is_source = hasattr(value, "__len__") and hasattr(value, "__getitem__")

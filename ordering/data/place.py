@@ -27,17 +27,6 @@ class ReadState(NamedTuple):
     rows: PyTree = ()  # gradients of these units, if the order has still to observe them
 
 
-def check_state(state: State) -> None:
-    """Raises ValueError unless a state has the fields that a reader needs."""
-    missing = [name for name in ("current", "next", "left") if not hasattr(state, name)]
-    if missing:
-        raise ValueError(
-            f"the order's state, a {type(state).__name__}, has no {' and no '.join(missing)}: give "
-            "it all fields that ordering.Ordering requires. If the next order is not known yet, "
-            "let next be a copy of current, and left zero."
-        )
-
-
 def check_place(
     place: ReadState, num_units: int, workers: int, window: int, *, aligned: bool = False
 ) -> None:

@@ -1,15 +1,13 @@
 """Data sources, and their examples in the sequence of an order."""
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Int, PyTree
 
-from ordering import base
 from ordering.data import containers
 from ordering.indices import Indices
 from syncopate import plans
@@ -365,101 +363,3 @@ def whole_numbers(
             f"{name} is {kind}: pass whole numbers with {axes} axes, such as {example}."
         )
     return array.astype(np.int64)
-
-
-def step_indices(
-    orders: Int[ArrayLike, "*W M"] | Sequence,
-    *,
-    units_per_step: int,
-    unit_size: int = 1,
-    num_units: int | None = None,
-    total: int | None = None,
-) -> tuple[Int[np.ndarray, "n"], int]:
-    """Indices of the examples that orders name, by step, worker, unit and example of the unit.
-
-    Worker w owns the units w M to w M + M - 1 of the source, and unit u has the examples u S to
-    u S + S - 1. If B does not divide M, the last step has the M mod B units that are left.
-
-    Args:
-      orders: int[M] or int[W, M], a permutation of 0 .. M - 1 for every worker. With `num_units`, a
-        slice [.., m] of such orders that starts at a step. Or `Indices`, the units of all workers
-        step after step, for which `units_per_step` is W B.
-      units_per_step: B in [1, M], units per worker and step.
-      unit_size: S >= 1, consecutive examples per unit.
-      num_units: M, if `orders` is a slice.
-      total: number of units in the source, if they are assigned to the workers anew
-        (`ordering.global_order`); orders then name units in [0, total), each at most once.
-
-    Returns:
-      `(indices, batch_size)`: int64[W m S], or `Indices`, and W B S, the number of examples in a
-      whole step.
-      `tf_dataset(source, indices).batch(batch_size)` reads the steps.
-
-    Raises:
-      ValueError: if units are out of range or named twice, or a size does not fit.
-
-    Examples:
-      >>> from syncopate import ordering
-      >>> indices, batch_size = ordering.data.step_indices(
-      ...     [[2, 0, 1], [1, 0, 2]], units_per_step=2
-      ... )
-      >>> indices.tolist(), batch_size
-      ([2, 0, 4, 3, 1, 5], 4)
-    """
-    if isinstance(orders, Indices):
-        unit_size = plans.check_whole("unit_size", unit_size, 1)
-        units_per_step = plans.check_whole("units_per_step", units_per_step, 1, len(orders))
-        return cast(Any, _examples_of(orders, unit_size)), units_per_step * unit_size
-    orders = np.atleast_2d(whole_numbers("orders", orders))
-    workers, length = orders.shape
-    per_worker = length if num_units is None else num_units
-    per_worker, units_per_step = base.check_units(per_worker, units_per_step)
-    unit_size = plans.check_whole("unit_size", unit_size, 1)
-    total = None if total is None else plans.check_whole("total", total, 1)
-    if length > per_worker:
-        raise ValueError(
-            f"orders of shape {orders.shape} name a unit twice, or more than {per_worker} units: "
-            "pass each worker's order of its own units; for a slice of an order also num_units."
-        )
-    check_units_of(orders if total is None else orders.reshape(-1), total or per_worker)
-    if total is None:
-        np.add(orders, per_worker * np.arange(workers)[:, None], out=orders)  # orders is a copy
-    whole, units = length - length % units_per_step, np.empty(orders.size, np.int64)
-    steps = orders[:, :whole].reshape(workers, -1, units_per_step).swapaxes(0, 1)
-    units[: workers * whole].reshape(steps.shape)[:] = steps
-    units[workers * whole :] = orders[:, whole:].reshape(-1)
-    if unit_size > 1:
-        units = (units[:, None] * unit_size + np.arange(unit_size)).reshape(-1)
-    return units, workers * units_per_step * unit_size
-
-
-def _examples_of(units: Indices, unit_size: int) -> Indices:
-    """The examples of units that are computed."""
-    if unit_size == 1:
-        return units
-    return Indices(functools.partial(_examples_at, units, unit_size), len(units) * unit_size)
-
-
-def _examples_at(units, unit_size, places):
-    number, example = np.divmod(places, unit_size)
-    return units[number] * unit_size + example
-
-
-def check_units_of(orders: np.ndarray, most: int) -> None:
-    """Raises ValueError unless each of the orders, [n] or [W, n], names units below most once."""
-    outside = orders.size and not 0 <= orders.min() <= orders.max() < most
-    if outside or any(_repeats(units, most) for units in np.atleast_2d(orders)):
-        raise ValueError(
-            f"orders of shape {orders.shape} name a unit twice, or outside 0 .. {most - 1}: pass "
-            "each worker's order of its own units, for a slice also num_units; or the orders of "
-            "one epoch over the units of all workers, and their total."
-        )
-
-
-def _repeats(units: np.ndarray, most: int) -> bool:
-    """Whether a unit of 0 .. most - 1 occurs twice."""
-    if 64 * len(units) < most:  # sorting a few units is cheaper than marking all
-        return bool((np.diff(np.sort(units)) == 0).any())
-    seen = np.zeros(most, bool)
-    seen[units] = True
-    return int(np.count_nonzero(seen)) < len(units)
