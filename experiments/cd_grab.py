@@ -88,6 +88,7 @@ STUDY = Study(
     define=define_flags,
     default=default,
     fit=fit,
+    question=__doc__,
 )
 
 

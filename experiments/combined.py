@@ -243,6 +243,7 @@ STUDY = Study(
     sections=(tables.target_line, effects_table, effects_picture),
     define=define_flags,
     fit=fit,
+    question=__doc__,
 )
 
 

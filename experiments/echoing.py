@@ -84,6 +84,7 @@ STUDY = Study(
     usual=USUAL,
     speeds=(1, 2, 4, 8),
     seeds=3,
+    question=__doc__,
 )
 
 

@@ -7,6 +7,7 @@ else is an error of this code and has its traceback. The exit code is 1 for both
 
 import inspect
 import os
+import shlex
 import sys
 import textwrap
 import threading
@@ -108,6 +109,13 @@ def in_words_of_user(text: str) -> str:
     """A text whose commands are as this one was typed: `syncopate NAME`, or with `python -m`."""
     typed = [*sys.orig_argv, "", ""][2].startswith("experiments.")
     return text if typed else text.replace("python -m experiments.", "syncopate ")
+
+
+def command_line() -> str:
+    """The command of this process, as it was typed: python -m MODULE --flags, or syncopate NAME."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    start = ["python", "-m", spec.name] if spec else ["python", *sys.argv[:1]]
+    return in_words_of_user(shlex.join(start + sys.argv[1:]))
 
 
 def help_of(values: flags.FlagValues, defaults: Mapping[str, Any], *, full: bool) -> str:

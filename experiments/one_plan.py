@@ -316,7 +316,6 @@ def main(values: flags.FlagValues) -> None:
         comparison = compared(task, recipe, rows)
         described = archive.describe(comparison)
         files.write_json(os.path.join(folder, archive.COMPARISON), described)
-        archive.note_command(folder, page.command_line())
         print(page.write_all(folder, values.task, {"table.md": table(comparison)}, {}))
         print(f"\nWritten to {folder}")
 

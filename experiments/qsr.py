@@ -41,6 +41,7 @@ STUDY = Study(
     panels=plots.SYNC_PANELS,
     sections=(tables.rates_tried, tables.baseline_differences),
     fit=fit,
+    question=__doc__,
 )
 
 

@@ -49,6 +49,7 @@ STUDY = Study(
     columns=COLUMNS,
     panels=(Panel("test/loss", ("epoch",)),),
     sections=(tables.diverged_rates,),
+    question=__doc__,
 )
 
 

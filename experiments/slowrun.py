@@ -60,6 +60,7 @@ STUDY = Study(
     columns=COLUMNS,
     panels=(Panel(AVERAGED, ("epoch",)), Panel("train/loss/averaged", ("epoch",))),
     sections=(tables.diverged_rates,),
+    question=__doc__,
 )
 
 

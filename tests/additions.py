@@ -451,6 +451,7 @@ STUDY = Study(
     criterion=Criterion("train/loss"),
     columns=tables.SYNC_COLUMNS,
     panels=(plots.Panel("train/loss", ("step", "rounds")), plots.Panel("losses/spread")),
+    question=__doc__,
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -83,7 +83,6 @@ def _report(study, chosen, task, recipe, folder, rows, values) -> None:
     title = f"{values.task}, {recipe.workers} workers"
     compared = statistics.compare(statistics.data_of(rows), labels, study.criterion, plans)
     files.write_json(os.path.join(folder, archive.COMPARISON), archive.describe(compared))
-    archive.note_command(folder, page.command_line())
     print(page.write(compared, study, folder, title))
     print(f"\nWritten to {folder}: metrics, tables, pictures, report.html")
 

@@ -24,7 +24,7 @@ class Study(NamedTuple):
     arms: Mapping[str, Arm]  # by name, the baseline first; --arms takes others by their words
     recipe: str  # what --task is if unset, a name of RECIPES or TASKS
     criterion: Criterion  # what chooses an arm's rate; a train loss less its minimum, if known
-    columns: Sequence  # these three: as of `results.page.write`
+    columns: Sequence  # these three: as of `page.write`
     panels: Sequence
     sections: Sequence[Callable] = ()
     define: Callable[[absl_flags.FlagValues], None] = lambda values: None  # its own flags
@@ -36,6 +36,7 @@ class Study(NamedTuple):
     finalists: int | None = 2  # learning rates that run with all seeds; None: all
     seeds: int = 5  # what --seeds is if unset
     usual: Mapping[str, str] = {}  # decisions that the words of an arm leave open
+    question: str | None = None  # the docstring of its file: the first line heads the page
 
 
 def define_flags(study: Study, values: absl_flags.FlagValues) -> None:

@@ -17,22 +17,15 @@ import numpy as np
 import local_opt
 from experiments import files
 from experiments.report import records
+from experiments.report.records import COMMAND
 from experiments.report.statistics import Comparison, Criterion, compare, data_of
 from syncopate.refusals import UserError
 
 FOLDER = pathlib.Path(__file__).parents[1] / "runs"
-METRICS, COMMAND, COMPARISON = "metrics.jsonl.gz", "command.txt", "comparison.json"
+METRICS, COMPARISON = "metrics.jsonl.gz", "comparison.json"
 LOOKS = "looks.jsonl"
 COPIED = ("settings.json", "versions.json", COMPARISON)
 DIGITS = 6  # significant ones
-
-
-def note_command(folder: str, command: str) -> None:
-    """Appends the command to an output folder's command.txt, if it is not there yet."""
-    path = pathlib.Path(folder, COMMAND)
-    recorded = files.content(path).decode() if path.exists() else ""
-    if command not in recorded.splitlines():
-        files.write_whole(str(path), f"{recorded}{command}\n")
 
 
 def record(results: os.PathLike, target: os.PathLike) -> None:

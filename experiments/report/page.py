@@ -10,20 +10,18 @@ import functools
 import html
 import os
 import pathlib
-import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from absl import flags
 
-from experiments import entry, files, lock
+from experiments import files, lock
 from experiments.report import plots, records, statistics, tables
 from experiments.report.statistics import Comparison, Criterion
-from syncopate.command import experiments
 
 TABLE = "table.md"
 OUTPUT = {"output_dir", "overwrite", "traceback"}  # flags that do not change the result
-SHOWN = ("settings.json", "versions.json")
+SHOWN = (records.COMMAND, "settings.json", "versions.json")
 STYLE = pathlib.Path(__file__).with_name("style.css")
 # The browser refuses everything that is not in the file.
 PAGE = """<!DOCTYPE html>
@@ -53,9 +51,9 @@ def write(comparison: Comparison, study, folder: str, title: str) -> str:
     """Writes tables, pictures and report.html. Returns the tables.
 
     Args:
-      study: a `Study`: its columns, a table per speed; its panels, a picture per speed; and its
-        sections, functions of the comparison that give a text below the main table, (file name,
-        text), or for a picture (file name, function of a path and a title).
+      study: a `Study`: its question; its columns, a table per speed; its panels, a picture per
+        speed; and its sections, functions of the comparison that give a text below the main table,
+        (file name, text), or for a picture (file name, function of a path and a title).
     """
     texts, pictures = {TABLE: []}, {}
     for speed in comparison.speeds:
@@ -72,7 +70,7 @@ def write(comparison: Comparison, study, folder: str, title: str) -> str:
         elif name not in texts:
             pictures[name] = made
     texts = {name: "\n\n".join(parts) for name, parts in texts.items()}
-    question = experiments().get(study.name, "").partition(" (")[0]
+    question = (study.question or "").partition("\n")[0]
     return write_all(folder, title, texts, pictures, (question, tables.answer(comparison)))
 
 
@@ -136,7 +134,7 @@ def write_all(
 
 
 def _body(folder, title, texts, drawn, asked) -> Iterator[str]:
-    """The parts of the page: tables, pictures, the command, and the folded settings."""
+    """The parts of the page: tables, pictures, the commands, and the folded settings."""
     from markdown_it import MarkdownIt
 
     parser = MarkdownIt("zero").enable(["table", "heading", "emphasis"])
@@ -150,20 +148,14 @@ def _body(folder, title, texts, drawn, asked) -> Iterator[str]:
         yield f"<h2>{words}</h2>\n{parser.render(text)}"
     yield f"<p>{INTERVALS}</p>" * any("±" in text or "arrive" in text for text in texts.values())
     yield from map(_picture, drawn)
-    yield f"<h2>Command</h2>\n<pre>{html.escape(command_line())}</pre>"
     for path in filter(pathlib.Path.exists, (folder / name for name in SHOWN)):
-        text = html.escape(files.content(path).decode())
-        summary = f"<summary>{path.stem.capitalize()}</summary>"
-        yield f"<details>{summary}<pre>{text}</pre></details>"
+        head, text = path.stem.capitalize(), html.escape(files.content(path).decode())
+        if path.name == records.COMMAND:
+            yield f"<h2>{head}</h2>\n<pre>{text}</pre>"
+        else:
+            yield f"<details><summary>{head}</summary><pre>{text}</pre></details>"
 
 
 def _picture(path: pathlib.Path) -> str:
     data = base64.b64encode(path.read_bytes()).decode()
     return f'<p><img alt="{html.escape(path.name)}" src="data:image/png;base64,{data}"></p>'
-
-
-def command_line() -> str:
-    """The command of this process, as it was typed: python -m MODULE --flags, or syncopate NAME."""
-    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
-    start = ["python", "-m", spec.name] if spec else ["python", *sys.argv[:1]]
-    return entry.in_words_of_user(shlex.join(start + sys.argv[1:]))

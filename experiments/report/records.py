@@ -29,13 +29,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import syncopate
-from experiments import files, lock
+from experiments import entry, files, lock
 from experiments.distributed import processes
 from experiments.report import trackers as tracking
 from syncopate.refusals import UserError
 
 WORD = re.compile(r"[\w=.,+-]+")
-METRICS = "metrics.jsonl"
+METRICS, COMMAND = "metrics.jsonl", "command.txt"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "scikit-learn", "tensorflow-cpu")
 
 
@@ -97,9 +97,10 @@ def read_folder(folder: str) -> list[dict]:
 
 
 def open_folder(folder: str, settings: Mapping, *, overwrite: bool = False) -> None:
-    """Prepares an output folder, which gets settings.json (JSON values) and versions.json.
+    """Prepares an output folder: settings.json (JSON values), versions.json and command.txt.
 
-    With `overwrite` the records and checkpoints of an earlier run are deleted.
+    The last has every command that was given for the folder. With `overwrite` the records,
+    checkpoints and commands of an earlier run are deleted.
     """
     settings, path = files.plain(settings), os.path.join(folder, "settings.json")
     before = None if overwrite else files.read_json(path)
@@ -120,9 +121,13 @@ def open_folder(folder: str, settings: Mapping, *, overwrite: bool = False) -> N
     processes.wait(f"settings of {folder}")  # before the first of them writes
     if overwrite and processes.is_first():  # before the new settings are there
         _forget(os.path.join(folder, "checkpoints"))
-        _remove(folder, METRICS)
+        _remove(folder, METRICS, COMMAND)
     files.write_json(path, settings)
     files.write_json(os.path.join(folder, "versions.json"), versions())
+    given = pathlib.Path(folder, COMMAND)
+    lines = files.content(given).decode().splitlines() if given.exists() else []
+    lines = dict.fromkeys([*lines, entry.command_line()])
+    files.write_whole(str(given), "".join(f"{line}\n" for line in lines))
 
 
 def _forget(path):

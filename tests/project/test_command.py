@@ -291,10 +291,10 @@ def test_the_distribution_has_one_name():
 )
 def test_a_report_names_the_command_as_it_was_typed(typed, expected, monkeypatch):
     pytest.importorskip("absl")
-    from experiments.report import page
+    from experiments import entry
 
     main = types.SimpleNamespace(__spec__=types.SimpleNamespace(name="experiments.cd_grab"))
     monkeypatch.setitem(sys.modules, "__main__", main)
     monkeypatch.setattr(sys, "orig_argv", [*typed, "--seeds=3"])
     monkeypatch.setattr(sys, "argv", ["cd_grab", "--seeds=3"])
-    assert page.command_line() == expected
+    assert entry.command_line() == expected

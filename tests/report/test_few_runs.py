@@ -12,6 +12,7 @@ from experiments import cd_grab, combined, echoing, qsr
 from experiments.compare import cost
 from experiments.compare.arms import arm_of
 from experiments.report import page, plots, statistics, tables
+from experiments.report.records import open_folder
 from experiments.report.statistics import Criterion
 from tests.cases import mostly_slow
 
@@ -271,7 +272,7 @@ def test_the_report_starts_with_the_question_and_its_answer_and_folds_the_settin
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(plots, "comparison", lambda *given, **more: None)
-    (tmp_path / "settings.json").write_text("{}")
+    open_folder(str(tmp_path), {})
     study = cd_grab.STUDY._replace(columns=[tables.arm("order")], sections=[])
     page.write(compared([2.0, 2.2], [1.5, 1.6]), study, str(tmp_path), "digits, 4 workers")
     body = (tmp_path / "report.html").read_text().split("<body>")[1]

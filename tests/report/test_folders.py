@@ -88,12 +88,29 @@ def test_overwriting_forgets_the_checkpoints_of_the_folder_and_those_of_no_other
 EVIL = "<script>alert(1)</script>&"
 
 
-def test_the_report_escapes_and_embeds_its_content(tmp_path, monkeypatch):
-    (tmp_path / "settings.json").write_text(json.dumps({"x": EVIL}))
+def typed(monkeypatch, *flags):
     main = types.SimpleNamespace(__spec__=types.SimpleNamespace(name="experiments.qsr"))
     monkeypatch.setitem(sys.modules, "__main__", main)
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "experiments.qsr"])
-    monkeypatch.setattr(sys, "argv", ["/some/where/qsr.py", "--data_dir=my dir", f"--x={EVIL}"])
+    monkeypatch.setattr(sys, "argv", ["/some/where/qsr.py", *flags])
+
+
+def test_a_folder_and_its_page_keep_every_command_until_one_overwrites(tmp_path, monkeypatch):
+    lines, starts = [], [["--seeds=2"], ["--seeds=5"], ["--seeds=5"], ["--seeds=3", "--overwrite"]]
+    for flags in starts:
+        typed(monkeypatch, *flags)
+        records.open_folder(str(tmp_path), {}, overwrite="--overwrite" in flags)
+        page.write_all(str(tmp_path), "title", {}, {})
+        lines.append((tmp_path / "command.txt").read_text())
+        assert f"<pre>{lines[-1]}</pre>" in (tmp_path / "report.html").read_text()
+    start = "python -m experiments.qsr --seeds="
+    both = f"{start}2\n{start}5\n"
+    assert lines == [f"{start}2\n", both, both, f"{start}3 --overwrite\n"]
+
+
+def test_the_report_escapes_and_embeds_its_content(tmp_path, monkeypatch):
+    typed(monkeypatch, "--data_dir=my dir", f"--x={EVIL}")
+    records.open_folder(str(tmp_path), {"x": EVIL})
     (tmp_path / "table_old.md").write_text("of an earlier call")
     Image.new("RGB", (3, 2)).save(tmp_path / "old.png")
     texts = {f"table{EVIL.replace('/', '')}.md": f"{EVIL}\n\n| a |\n| - |\n| {EVIL} |\n"}
@@ -134,6 +151,6 @@ def test_markup_in_labels_stands_as_it_is(tmp_path):
     whole = (tmp_path / "report.html").read_text()
     body = whole.split("<body>")[1]
     results = set(re.findall(r"<(\w+)", body))
-    assert results == {"h1", "h2", "p", "table", "thead", "tbody", "tr", "th", "td", "pre"}
+    assert results == {"h1", "h2", "p", "table", "thead", "tbody", "tr", "th", "td"}
     assert all(body.count(html.escape(label, quote=False)) >= 2 for label in LABELS[1:5])
     assert body.count("<td>a | b</td>") == body.count("<td>two lines</td>") == 1
