@@ -70,19 +70,30 @@ def go(name, folder, write=-1):
     return done.returncode
 
 
+def recorded(folder):
+    """How many records a run has written."""
+    path = folder / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_run_that_is_killed_over_and_over_is_the_same_run(name, tmp_path):
-    generator, landed, runs = np.random.default_rng(7), 0, 0
+    generator, landed, late, runs = np.random.default_rng(7), [], 0, 0
     assert not go(name, tmp_path / "whole")
     whole = ended(tmp_path / "whole")
-    while landed < KILLS:
+    while len(landed) < KILLS:
         folder, status, runs = tmp_path / f"killed {runs}", None, runs + 1
         while status != 0:
-            status = go(name, folder, int(generator.integers(1, 120)) if landed < KILLS else -1)
-            landed += status != 0
+            write = int(generator.integers(1, 120)) if len(landed) < KILLS else -1
+            status, written = go(name, folder, write), recorded(folder)
+            if status and written < len(whole[0]):
+                landed.append(written)
+            late += bool(status) and written == len(whole[0])  # before its report was written
         assert ended(folder) == whole
-    print(f"\n{name}: {landed} kills in {runs} runs")
+    assert len(landed) == KILLS and {0} < {*landed}  # before the first record, and after it
+    print(f"\n{name}: {KILLS} kills landed after {sorted(landed)} of {len(whole[0])} records")
+    print(f"and {late} after the last, in {runs} runs")
 
 
 LAUNCH = [
@@ -98,32 +109,36 @@ LAUNCH = [
 
 
 def killed(process, folder, generator):
-    """Whether a launch that trains had all four when their time came: then they are killed."""
-    metrics = folder / "metrics.jsonl"
-    begun = metrics.exists() and metrics.stat().st_size
-    while process.poll() is None and (metrics.exists() and metrics.stat().st_size) == begun:
+    """Kills one of four, or the launch with all, some time after the next record.
+
+    Returns after how many records they were killed; None if they were not four, or had ended.
+    """
+    begun = recorded(folder)
+    while process.poll() is None and recorded(folder) == begun:
         time.sleep(0.01)
     time.sleep(generator.uniform(0, 2))
     launches = children(process.pid)
     results = [number for launch in launches for number in children(launch)]
     if len(results) != 4 or process.poll() is not None:
-        return False
+        return None
     one = generator.random() < 0.5
     for number in [results[generator.integers(4)]] if one else [*launches, *results]:
         os.kill(number, signal.SIGKILL)
-    return True
+    return recorded(folder)
 
 
 @pytest.mark.slow
 def test_of_four_processes_one_or_all_are_killed_over_and_over(tmp_path):
-    generator, landed = np.random.default_rng(8), 0
+    generator, landed, runs = np.random.default_rng(8), [], 0
     finish(LAUNCH, tmp_path / "whole")
     whole = ended(tmp_path / "whole")
-    while landed < FOUR:
-        folder = tmp_path / f"after {landed}"
+    while len(landed) < FOUR:
+        folder, runs = tmp_path / f"killed {runs}", runs + 1
         with open(f"{folder}.txt", "w") as output:  # a pipe that nobody reads fills up
             process = start(LAUNCH, folder, again=True, stdout=output)
-            while process.poll() is None and landed < FOUR:
-                landed += killed(process, folder, generator)
+            while process.poll() is None and len(landed) < FOUR:
+                at = killed(process, folder, generator)
+                landed += [at] * (at is not None and at < len(whole[0]))
             assert process.wait(timeout=280) == 0, pathlib.Path(output.name).read_text()
         assert ended(folder) == whole
+    print(f"\nfour: {FOUR} kills landed after {sorted(landed)} of {len(whole[0])} records")
