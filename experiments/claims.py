@@ -19,10 +19,11 @@ from absl import flags
 
 from experiments import entry
 from experiments.compare import recipes
-from experiments.compare.arms import arm_of, plans_of
+from experiments.compare.arms import arm_of
 from experiments.compare.flags import shown
 from experiments.report import statistics, tables
 from experiments.report.statistics import ABOVE, COSTS, LOSS, Comparison, frame, named, paired
+from experiments.trainer.config import plans_of
 
 LEAST_SEEDS = 3
 RUNS = {

@@ -25,14 +25,14 @@ from absl import flags
 from experiments import entry, maxtext
 from experiments.compare import flags as dialect
 from experiments.compare import recipes
-from experiments.compare.arms import Arm, arm_of, plans_of, rows_from_flag
+from experiments.compare.arms import Arm, arm_of, rows_from_flag
 from experiments.compare.rows import SYNC_RULES
 from experiments.data import Recipe, Task
 from experiments.data.base import FACTOR, POSITIVE, SECONDS, SPEED
 from experiments.report import plots
 from experiments.report.statistics import volume
 from experiments.report.tables import markdown
-from experiments.trainer.config import Plans, num_params, sizes_of
+from experiments.trainer.config import Plans, num_params, plans_of, sizes_of
 from syncopate.refusals import UserError
 
 # Gradient accumulation communicates as constant H does.

@@ -127,11 +127,10 @@ def plan_of(use: Use, task, recipe):
     """The plan, and the rates as factors of their peak: those of a round if it makes one step."""
     import numpy as np
 
-    from experiments.compare.arms import arm_of, config_of, plans_of
+    from experiments.compare.arms import arm_of
+    from experiments.trainer.config import plans_of
 
-    arm = arm_of(use.plan)
-    plan = plans_of(task, recipe, arm).sync
-    rates = config_of(task, recipe, arm, seed=0).rates
+    plan, _, rates = plans_of(task, recipe, arm_of(use.plan))
     rates = np.sqrt(rates) if use.root else rates
     if use.rounds == "accumulated_rounds":  # the step of a round has the rate of its first batch
         rates = np.repeat(rates[plan.starts], plan.periods)

@@ -14,7 +14,7 @@ from experiments import progress
 from experiments.compare.arms import row_of
 from experiments.compare.cost import Machine
 from experiments.data import Recipe, Task
-from experiments.trainer.config import config_of, plans_of
+from experiments.trainer.config import config_of
 from experiments.trainer.program import build
 from experiments.trainer.timeline import Progress
 from experiments.trainer.train import Hooks, train
@@ -61,7 +61,7 @@ def training_calls(
         row, rule = row_of("order", order), row_of("sync", sync)
         program = build(task, recipe, row, rule.rounds)
         config, rate = config_of(recipe, program.sizes, seed=0), recipe.learning_rates[0]
-        plans = plans_of(config, rule, row_of("echo", "none"), rate=rate)
+        plans = config.plans(rule, row_of("echo", "none"), rate=rate)
 
         def whole(state, program=program, plans=plans):
             return train(program, plans, state, Progress(), Hooks()).state

@@ -46,7 +46,7 @@ def task():
 
 def plans_of(sync="qsr", echo="diffusion+cosine", seed=0, **fields):
     setting = config.config_of(SETTING._replace(**fields), SIZES, seed=seed)
-    return config.plans_of(setting, row_of("sync", sync), row_of("echo", echo), rate=0.3)
+    return setting.plans(row_of("sync", sync), row_of("echo", echo), rate=0.3)
 
 
 @functools.cache

@@ -59,7 +59,7 @@ def trained(mesh):
             orders.append(pipeline.on_host(state.orders.current).tolist())
             return scalars.begin(step, total, state)
 
-        plans = config.plans_of(given, rule, row_of("echo", "fixed"), rate=rate)
+        plans = given.plans(rule, row_of("echo", "fixed"), rate=rate)
         hooks = Hooks(results.append, measure.Scalars(lambda total: (0, 8, 16), begin))
         outcome = compile_and_train(built, plans, hooks, seed=3)
         outcomes[rate] = {"records": results, "orders": orders, "stopped": outcome.diverged}

@@ -1,4 +1,4 @@
-"""Arms: their words and flags, and the plans that are made of them.
+"""Arms: their words and flags.
 
 An arm is a row of each table of `rows`, with options: the words "cd_grab+sketch256+qsr" name a row
 of two tables and an option of the first, and so do --order=cd_grab --sketch=256 --sync=qsr.
@@ -13,8 +13,6 @@ from typing import Any
 from absl import flags
 
 from experiments.compare.rows import TABLES, Option
-from experiments.data.base import Recipe, Task
-from experiments.trainer import config
 from experiments.trainer.config import RunConfig
 from syncopate.command import meant
 from syncopate.refusals import UserError
@@ -193,28 +191,3 @@ def rows_from_flag(values: flags.FlagValues, name: str, kind: str) -> dict[str, 
         except UserError as error:
             raise UserError(f"--{name} has {[text]}: {error}") from error
     return rows
-
-
-# Plans of arms.
-
-
-def config_of(task: Task, recipe: Recipe, arm: Arm, **more) -> RunConfig:
-    """What plans of an arm's run are made from; `more` as of `config.config_of`."""
-    sizes = config.sizes_of(task, recipe, deals=arm.rows[0].deals)
-    return config.config_of(recipe, sizes, **more)
-
-
-def plans_of(
-    task: Task, recipe: Recipe, arm: Arm, *, rate=1.0, seed=0, speed: float | None = None
-) -> config.Plans:
-    """The plans of a run of an arm; seed and speed as of `config.config_of`."""
-    setting = config_of(task, recipe, arm, seed=seed, speed=speed)
-    return config.plans_of(setting, *arm.rows[1:], rate=rate)
-
-
-def left_out(arms: Iterable[Arm], task: Task, recipe: Recipe) -> list[str]:
-    """Sentences on the examples that arms leave out of an epoch, without repetition."""
-    kinds = dict.fromkeys(arm.rows[0].deals for arm in arms)
-    sizes = {kind: config.sizes_of(task, recipe, deals=kind) for kind in kinds}
-    texts = (config.left_out(task, sizes[kind], deals=kind) for kind in kinds)
-    return [text for text in texts if text]

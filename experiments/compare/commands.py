@@ -12,10 +12,11 @@ from absl import flags as absl_flags
 
 from experiments import files, lock, progress
 from experiments.compare import flags, runs, search, tiny
-from experiments.compare.arms import Arm, arms_of, plans_of
+from experiments.compare.arms import Arm, arms_of
 from experiments.data.base import Recipe, Task
 from experiments.distributed import processes
 from experiments.report import archive, page, records, statistics
+from experiments.trainer.config import plans_of
 
 
 def run_study(study, values: absl_flags.FlagValues) -> None:

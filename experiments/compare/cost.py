@@ -19,13 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import local_opt
-from experiments.compare.arms import Arm, left_out, plans_of
+from experiments.compare.arms import Arm
 from experiments.compare.rows import Order, SyncRule
-from experiments.data.base import Recipe, Task
+from experiments.data.base import Recipe, Task, size_of
 from experiments.distributed.devices import replicated_sharding, worker_sharding
 from experiments.report.statistics import volume
 from experiments.report.tables import markdown, show_bytes
-from experiments.trainer.config import UNITS, Sizes, num_params, size_of, sizes_of
+from experiments.trainer.config import UNITS, Sizes, left_out, num_params, plans_of, sizes_of
 from experiments.trainer.program import mapped, state_shapes, steps_of
 from experiments.trainer.step import TrainState, epoch_end_of, sync_of, worker_of
 from ordering.pairs import slice_size
@@ -280,7 +280,7 @@ def rows_of_arms(
 def facts_table(task: Task, recipe: Recipe, study, **more) -> str:
     """Markdown: the facts of a task, `more` of them by name, and what arms leave out."""
     rows = [{"what": what, "value": value} for what, value in (_facts(task, recipe) | more).items()]
-    left = left_out(study.arms.values(), task, recipe)
+    left = left_out(task, recipe, study.arms.values())
     return markdown([*rows, *({"what": "left out", "value": text} for text in left)])
 
 

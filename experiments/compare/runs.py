@@ -19,7 +19,7 @@ from absl import flags as absl_flags
 
 from experiments import files, fingerprints, lock, progress
 from experiments.compare import flags
-from experiments.compare.arms import arm_from_flags, config_of, left_out, plans_of
+from experiments.compare.arms import arm_from_flags
 from experiments.compare.cost import dry_run, traffic
 from experiments.data.base import Recipe, Task
 from experiments.distributed import agreement, devices, processes
@@ -70,7 +70,8 @@ class Trainer:
     def rates(self, arm: str, speed: float | None) -> list[float]:
         """The learning rates that are tried with an arm at a speed."""
         chosen = self.study.arms[arm]
-        given = config_of(self.task, self.recipe, chosen, seed=0, speed=self._pace(speed))
+        sizes = config.sizes_of(self.task, self.recipe, deals=chosen.rows[0].deals)
+        given = config.config_of(self.recipe, sizes, seed=0, speed=self._pace(speed))
         return [chosen.rate_factor(given) * rate for rate in self.recipe.learning_rates]
 
     def program_of(self, arm: str, speed: float | None) -> tuple[program.Program, measure.Scalars]:
@@ -154,7 +155,7 @@ class Trainer:
 
     def _plans(self, arm, speed, rate, seed) -> config.Plans:
         given = {"rate": rate, "seed": seed, "speed": self._pace(speed)}
-        return plans_of(self.task, self.recipe, self.study.arms[arm], **given)
+        return config.plans_of(self.task, self.recipe, self.study.arms[arm], **given)
 
     def _build(self, order, rounds, reads):
         built = program.build(self.task, self.recipe, order, rounds, reads=reads, mesh=self._mesh)
@@ -210,7 +211,7 @@ def step_seconds(study, task: Task, recipe: Recipe, folder: str, done: Sequence[
         short = recipe._replace(total_steps=total, warmup_steps=0)
         compile_and_train(
             program.build(task, recipe, order, rule.rounds, reads="thread", mesh=mesh),
-            plans_of(task, short, arm, rate=0.0),
+            config.plans_of(task, short, arm, rate=0.0),
             Hooks(
                 lambda record: seconds.append(record["seconds"]),
                 measure.Scalars(lambda total: range(EVERY, total, EVERY)),
@@ -235,7 +236,7 @@ def begun(values: absl_flags.FlagValues, task: Task, recipe: Recipe, study) -> d
     agreement.check(fingerprints.facts(values, data))
     if values.dry_run:
         return processes.say(dry_run(task, recipe, study, values))
-    for text in left_out(study.arms.values(), task, recipe):  # before there is a folder
+    for text in config.left_out(task, recipe, study.arms.values()):  # before there is a folder
         processes.say(text)
     return {**flags.settings(values, recipe), "data": data}
 

@@ -213,6 +213,11 @@ def with_first(task: Task, *, num_train: int | None = None, num_test: int | None
     return task._replace(**parts, **({"optimum": None} if "train" in parts else {}))
 
 
+def size_of(data) -> int:
+    """Examples of arrays, of their shapes, or of a random-access source."""
+    return next(iter(data.values())).shape[0] if isinstance(data, dict) else len(data)
+
+
 def split(x, y, *, num_train: int, seed: int = 0) -> tuple[dict, dict]:
     """Train and test set: a seeded shuffle, whose first `num_train` examples are for training."""
     order = np.random.default_rng(seed).permutation(len(x))

@@ -4,13 +4,13 @@ Shape letters: W workers, M units per worker, B units per worker and step, S exa
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from experiments.data import shards
-from experiments.data.base import SEED, Recipe, Task, check, check_recipe
+from experiments.data.base import SEED, Recipe, Task, check, check_recipe, size_of
 from syncopate.refusals import UserError
 
 EXAMPLES, UNITS = "examples", "units"  # of the whole training set
@@ -63,6 +63,12 @@ class RunConfig(NamedTuple):
     @property
     def total_steps(self) -> int:
         return len(self.rates)
+
+    def plans(self, sync, echo, *, rate: float) -> "Plans":
+        """The plans of a run, from rows of the two tables and a peak learning rate."""
+        policy = echo.make(self)
+        fresh = None if policy.online else policy.fresh
+        return Plans(sync.plan(self._replace(fresh=fresh)), policy, rate * self.rates)
 
 
 class Plans(NamedTuple):
@@ -117,21 +123,20 @@ def sizes_of(task: Task, recipe: Recipe, *, deals: str | None = None) -> Sizes:
     return Sizes(workers, units, recipe.units_per_step, recipe.unit_size, kind, weights)
 
 
-def left_out(task: Task, sizes: Sizes, *, deals: str | None = None) -> str:
-    """What is not visited in an epoch, in words; "" if nothing is."""
-    size = size_of(task.train)
-    used = shards.units_used(sizes.shards, sizes.num_units, sizes.workers)
-    count = size - used * sizes.unit_size
-    if not count:
-        return ""
-    if deals == EXAMPLES:
-        return f"{count} of {size:,} examples, others in every epoch, fill no step"
-    return f"{count} of {size:,} examples fill no unit of every worker, and are left out"
-
-
-def size_of(data) -> int:
-    """Examples of arrays, of their shapes, or of a random-access source."""
-    return next(iter(data.values())).shape[0] if isinstance(data, dict) else len(data)
+def left_out(task: Task, recipe: Recipe, arms: Iterable) -> list[str]:
+    """Sentences on the examples that arms do not visit in an epoch, without repetition."""
+    size, texts = size_of(task.train), []
+    for deals in dict.fromkeys(arm.rows[0].deals for arm in arms):
+        sizes = sizes_of(task, recipe, deals=deals)
+        used = shards.units_used(sizes.shards, sizes.num_units, sizes.workers)
+        if not (count := size - used * sizes.unit_size):
+            continue
+        which = f"{count} of {size:,} examples"
+        if deals == EXAMPLES:
+            texts.append(f"{which}, others in every epoch, fill no step")
+        else:
+            texts.append(f"{which} fill no unit of every worker, and are left out")
+    return texts
 
 
 @functools.lru_cache(maxsize=8)  # a large model takes seconds to trace, and every arm asks
@@ -190,8 +195,10 @@ def config_of(recipe: Recipe, sizes: Sizes, *, seed: int, speed: float | None = 
     )
 
 
-def plans_of(config: RunConfig, sync, echo, *, rate: float) -> Plans:
-    """The plans of a run, made before it, from rows of the tables and a peak learning rate."""
-    policy = echo.make(config)
-    fresh = None if policy.online else policy.fresh
-    return Plans(sync.plan(config._replace(fresh=fresh)), policy, rate * config.rates)
+def plans_of(
+    task: Task, recipe: Recipe, arm, *, rate=1.0, seed=0, speed: float | None = None
+) -> Plans:
+    """The plans of a run of an arm, made before it; seed and speed as of `config_of`."""
+    order, sync, echo = arm.rows
+    sizes = sizes_of(task, recipe, deals=order.deals)
+    return config_of(recipe, sizes, seed=seed, speed=speed).plans(sync, echo, rate=rate)

@@ -11,10 +11,10 @@ import numpy as np
 
 import local_opt
 import ordering.data
-from experiments.data.base import Recipe, Task
+from experiments.data.base import Recipe, Task, size_of
 from experiments.data.metrics import CHUNK, METRICS, sum_chunks
 from experiments.trainer import pipeline
-from experiments.trainer.config import Sizes, size_of
+from experiments.trainer.config import Sizes
 from experiments.trainer.program import Program
 from ordering.trees import flat, tree_size
 

@@ -13,7 +13,7 @@ from jax.sharding import SingleDeviceSharding
 
 import local_opt
 import ordering
-from experiments.data.base import Recipe, Task
+from experiments.data.base import Recipe, Task, size_of
 from experiments.distributed import processes
 from experiments.distributed.devices import replicated_sharding, worker_sharding
 from experiments.trainer import config, pipeline, step, timeline
@@ -83,7 +83,7 @@ def build(
         train, reads = _recut(task, row), reads or "thread"
     worker = step.worker_of(task, recipe, row, rounds, sizes, in_turn=turns)
     over = mesh or sizes.workers
-    total = config.size_of(task.train) // sizes.unit_size if row.deals else None
+    total = size_of(task.train) // sizes.unit_size if row.deals else None
     data, source = None, None
     if reads is None:
         if row.deals:

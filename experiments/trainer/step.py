@@ -17,15 +17,9 @@ import models
 import ordering
 from experiments.data import optimizers
 from experiments.data.averages import Averages, averages_of
-from experiments.data.base import Recipe, Task
+from experiments.data.base import Recipe, Task, size_of
 from experiments.data.scores import scores_of
-from experiments.trainer.config import (
-    EXAMPLES,
-    OrderSetting,
-    Sizes,
-    num_params,
-    size_of,
-)
+from experiments.trainer.config import EXAMPLES, OrderSetting, Sizes, num_params
 from ordering.sketches import scale as scale_lib
 from ordering.trees import finite_units
 from syncopate.refusals import UserError

@@ -95,12 +95,12 @@ def test_every_row_builds_its_decision():
         assert policy.total_steps == 120 and policy.online == row_of("echo", name).online, name
     for name in all_rows("sync"):
         rule = row_of("sync", name)
-        plans = config.plans_of(given, rule, row_of("echo", "diffusion"), rate=0.1)
+        plans = given.plans(rule, row_of("echo", "diffusion"), rate=0.1)
         plans.check()
         assert plans.sync.syncs_after(119) and plans.sync.total_steps == 120, name
         assert isinstance(rule.rounds(optax.sgd(0.1), axis_name="worker"), Rounds), name
         if "+" not in name:
-            online = config.plans_of(given, rule, row_of("echo", "measured"), rate=0.1)
+            online = given.plans(rule, row_of("echo", "measured"), rate=0.1)
             assert (online.sync is None) == (name == "every_load")
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from experiments import cd_grab, combined, echoing, qsr, train
 from experiments.compare import commands, flags, recipes, runs
-from experiments.compare.arms import arm_from_flags, options_of, plans_of
+from experiments.compare.arms import arm_from_flags, options_of
 from experiments.compare.rows import TABLES
 from experiments.data import TASKS, Recipe, base
 from experiments.data.base import check_recipe
@@ -220,7 +220,7 @@ def decided(arguments):
     check_recipe(recipe)
     arm = arm_from_flags(values)
     sizes = config.sizes_of(task, recipe, deals=arm.rows[0].deals)
-    plans = plans_of(task, recipe, arm, rate=rate, seed=values.seed)
+    plans = config.plans_of(task, recipe, arm, rate=rate, seed=values.seed)
     plans.check()
     return sizes, plans, measure.evaluation_steps(recipe, sizes, plans.total_steps)
 

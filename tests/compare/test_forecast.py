@@ -10,8 +10,9 @@ import local_opt
 import ordering.data
 from experiments import forecast, timing
 from experiments.compare import flags, recipes
-from experiments.compare.arms import arm_of, plans_of
+from experiments.compare.arms import arm_of
 from experiments.data import TASKS
+from experiments.trainer.config import plans_of
 from tests.commands import parsed, rows_of
 from tests.problems import COMPRESSORS
 from tests.sources import Examples

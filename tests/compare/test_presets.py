@@ -12,6 +12,7 @@ import pytest
 from experiments import cd_grab, echoing, qsr, slowrun
 from experiments.compare import commands, flags, tiny
 from experiments.compare.arms import arms_of
+from experiments.data.base import size_of
 from experiments.report import records
 from experiments.trainer import config
 from tests.commands import parsed as parsed_flags
@@ -96,7 +97,7 @@ def test_a_preset_has_the_published_network_and_batch_and_tiny_makes_it_small(na
     arms = parsed(path).arms or [*ENTRYPOINTS[entrypoint(name)].STUDY.arms]
     assert set(arms) == set(arms_of(arms, ENTRYPOINTS[entrypoint(name)].STUDY.arms))
     small_task, small = setting_of(path, "--tiny")
-    assert config.size_of(small_task.train) == 512
+    assert size_of(small_task.train) == 512
     assert config.num_params(small_task.model) <= max(10**6, parameters)
     assert small.workers * small.units_per_step * small.unit_size <= 64
     sizes = config.sizes_of(small_task, small)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import models
-from experiments.compare.arms import row_of
+from experiments.compare.arms import Arm, row_of
 from experiments.data import base, shards
 from experiments.data.shards import units_per_worker
 from experiments.trainer import config, measure, pipeline, program
@@ -38,7 +38,9 @@ def test_unequal_sizes_hold_a_half_a_quarter_and_two_eighths(workers, unit_size)
     used = sum(counts, collections.Counter())
     assert len(used) == sum(whole) and max(used) < len(task.train["y"]), "no example of two workers"
     left = len(task.train["y"]) - len(used)
-    assert config.left_out(task, sizes).startswith(f"{left} of 46 examples")
+    arms = [Arm(order="cd_grab"), Arm(order="rr")]
+    (text,) = config.left_out(task, little_run.SETTING._replace(**fields), arms)
+    assert text.startswith(f"{left} of 46 examples")
     weights = shards.weights_of("sizes", workers)
     np.testing.assert_allclose(weights, np.array(whole) / np.mean(whole))
 
@@ -87,7 +89,7 @@ def test_weights_make_a_step_that_of_all_examples(sync, order):
         rows = row_of("order", order), row_of("sync", sync), row_of("echo", "none")
         built = program.build(task, recipe, rows[0], rows[1].rounds)
         setting = config.config_of(recipe, built.sizes, seed=0)
-        plans = config.plans_of(setting, *rows[1:], rate=RATE)
+        plans = setting.plans(*rows[1:], rate=RATE)
         start = measure.model_of(built, built.init(0).params)
         state = little_run.trained(built, plans, evaluate_at=())[0].state
         after = measure.model_of(built, state.params)
