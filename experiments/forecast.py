@@ -164,7 +164,7 @@ def forecast_of(name: str, values: flags.FlagValues) -> tuple[str, str, tuple]:
 def main(values: flags.FlagValues) -> None:
     from experiments.report import page
 
-    dialect.refuse_unused(values, dict.fromkeys(dialect.OF_SHARDS, dialect.LOCAL_ORDERS))
+    dialect.check_shards(values.shards)
     config = take_maxtext(values)
     if config is not None and not values["h_base"].present:
         values.h_base = config.period

@@ -301,7 +301,7 @@ def main(values: flags.FlagValues) -> None:
     from experiments import files, progress
     from experiments.report import archive, page, records
 
-    dialect.refuse_unused(values, dict.fromkeys(dialect.OF_SHARDS, dialect.LOCAL_ORDERS))
+    dialect.check_shards(values.shards)
     task, recipe = dialect.setting_from_flags(values)
     with page.opened("one_plan", values) as folder:
         path, rows, programs = os.path.join(folder, records.METRICS), [], {}

@@ -36,7 +36,8 @@ def define_flags(values: absl_flags.FlagValues) -> None:
         text = "peak; the middle one of --learning_rates if unset"
         flags.define_value(values, RATE, "learning_rate", None, text)
         flags.define_value(values, SEED, "seed", 0, "of parameters, orders, coins")
-    flags.exclude(values)
+    for names in (["epochs", "total_steps"], ["learning_rate", "learning_rates"]):
+        absl_flags.mark_flags_as_mutual_exclusive(names, flag_values=values)
 
 
 def run(values: absl_flags.FlagValues) -> None:

@@ -304,10 +304,10 @@ def cosine_classifier(*, num_features: int, num_classes: int, l2: float = 0.0) -
             before(
                 "experiments/data/schedules.py",
                 "SCHEDULES = {\n",
-                """def power(warmup, steps, epoch, *, floor):
+                """def power(recipe, steps, epoch):
     import optax
 
-    return optax.polynomial_schedule(1.0, floor, 0.5, steps)
+    return optax.polynomial_schedule(1.0, recipe.floor, 0.5, steps)
 
 
 """,

@@ -17,6 +17,7 @@ from experiments.data.base import Recipe, Task
 from experiments.distributed import processes
 from experiments.report import archive, page, records, statistics
 from experiments.trainer.config import plans_of
+from syncopate.refusals import UserError
 
 
 def run_study(study, values: absl_flags.FlagValues) -> None:
@@ -51,7 +52,12 @@ def resolved_study(study, values) -> tuple[Task, Recipe, Any, Any]:
         study = study._replace(criterion=study.criterion._replace(scalar=statistics.ABOVE))
     names = study.arms if values.arms is None else values.arms or [""]
     chosen = study._replace(arms=arms_of(names, study.arms, **study.usual))
-    flags.check_used(values, recipe, (study.arms | chosen.arms).values(), study=study)
+    flags.check_shards(recipe.shards, chosen.arms.values())
+    if study.speeds and study.paced and values["echo_factor"].present:
+        raise UserError(
+            f"--echo_factor is {values.echo_factor}: here a batch is used as often as a load takes "
+            "steps, R of --speeds. Leave it out."
+        )
     if study.speeds and "speeds" in values:
         chosen = chosen._replace(speeds=tuple(values.speeds))
     return task, recipe, study, chosen

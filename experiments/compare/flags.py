@@ -22,24 +22,13 @@ from absl import flags
 
 from experiments import distributed, entry
 from experiments.compare import recipes, tiny
-from experiments.compare.arms import row_of
-from experiments.compare.rows import TABLES, P
 from experiments.data import TASKS, base
-from experiments.data.averages import AVERAGES
 from experiments.data.base import COUNT, FROM_ZERO, Recipe, Task
-from experiments.data.fields import fields_of
-from experiments.data.optimizers import OPTIMIZERS
-from experiments.data.schedules import SCHEDULES
 from experiments.report.trackers import TRACKERS
 from experiments.trainer.config import sizes_of
 from syncopate.refusals import UserError
 
 EITHER = (("total_steps", "epochs"), ("evaluate_every", "evaluations"))  # the first one counts
-PLANS = ("sync", "echo")  # tables of `rows` that follow fields of a recipe
-WORDS = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES, "average": AVERAGES}  # of its fields
-OF_SHARDS = ("shards", "weights")
-LOCAL_ORDERS = "orders of each worker's own units, as cd_grab without --deal"
-EXCLUSIVE = (*EITHER, ("learning_rate", "learning_rates"))
 
 
 class _Several(flags.ListParser):
@@ -144,10 +133,6 @@ def _forecast(values):
     assumed = "assumed by a dry run"
     define_value(values, base.SPEED, "device_teraflops", 50.0, f"per second, {assumed}")
     define_value(values, base.SPEED, "gigabits", 25.0, f"of a worker's link, {assumed}")
-    for name in ("compile", "device_teraflops", "gigabits"):
-        used = lambda given, flag=values[name]: given["dry_run"] or not flag.present  # noqa: E731
-        text = f"--{name} changes nothing: it is for --dry_run. Leave it out."
-        flags.register_multi_flags_validator([name, "dry_run"], used, text, values)
 
 
 GROUPS = {
@@ -186,6 +171,10 @@ def setting_from_flags(values: flags.FlagValues) -> tuple[Task, Recipe]:
     from experiments.distributed import processes
 
     processes.say(f"Preparing {values.task}: data", file=sys.stderr)
+    for one, other in EITHER:  # one of them may come from a preset
+        if values[one].present and values[other].present:
+            both = f"--{one} is {values[one].value} and --{other} is {values[other].value}"
+            processes.say(f"{both}: the first counts.")
     chosen = given(values, choices())
     recipes.check_choices(values.task, chosen)
     # Their groups of flags may not be defined.
@@ -232,66 +221,11 @@ def folder_of(values: flags.FlagValues, name: str) -> str:
     return values.output_dir or os.path.join("results", f"{name}_{values.task}{tiny}")
 
 
-def exclude(values: flags.FlagValues) -> None:
-    """Refuses two flags of one command that exclude each other."""
-    for names in EXCLUSIVE:
-        given = [values[name] for name in names]
-        one = lambda _, given=given: sum(flag.present > 0 for flag in given) < 2  # noqa: E731
-        text = f"pass only one of --{' and --'.join(names)}."
-        flags.register_multi_flags_validator(names, one, text, values)
-
-
-def followers() -> dict[str, str]:
-    """{field of a recipe: the flags and words that follow it}, of fields that not all follow."""
-    functions = {kind: {name: row_of(kind, name).reads for name in TABLES[kind]} for kind in PLANS}
-    for flag, table in {"p": P.words, **WORDS}.items():
-        functions[flag] = {word: fields_of(function) for word, function in table.items()}
-    result: dict[str, list[str]] = {}
-    for flag, words in functions.items():
-        for field in dict.fromkeys(field for fields in words.values() for field in fields):
-            able = ", ".join(word for word, fields in words.items() if field in fields)
-            result.setdefault(field, []).append(f"--{flag}={able}")
-    return {field: " or ".join(flags) for field, flags in result.items()}
-
-
-def refuse_unused(values: flags.FlagValues, unused: Mapping[str, str]) -> None:
-    """Refuses flags, {name: what they are for}, that are set to another value than the default."""
-    for name, by in unused.items():
-        flag = values[name]
-        if flag.present and flag.value != Recipe._field_defaults.get(name):
-            raise UserError(
-                f"--{name} is {flag.value} and changes nothing: it is for {by}. Leave it out."
-            )
-
-
-def check_used(values: flags.FlagValues, recipe: Recipe, arms: Iterable, *, study=None) -> None:
-    """Refuses a flag that is set and changes nothing for these arms, of a study or a run alone.
-
-    The flags of a study may come from a preset, and later ones override these. So its own arms
-    count besides those that run, its --schedule may leave the floor of another one unused, and of
-    two flags that exclude each other it is only told which counts.
-    """
-    rows = [arm.rows for arm in arms]
-    read = {name for _, rule, policy in rows for name in (*rule.reads, *policy.reads)}
-    if study is not None and study.speeds and study.paced:
-        read -= {"echo_factor"}
-    for flag, table in WORDS.items():
-        words = getattr(recipe, flag)
-        words = words if isinstance(words, tuple) else (words,)
-        if study is not None and flag == "schedule" and values[flag].present:
-            words = table
-        read |= {name for word in words for name in fields_of(table[word])}
-    unused = {name: by for name, by in followers().items() if name not in read}
-    if all(order.deals for order, *_ in rows):
-        unused |= dict.fromkeys(("bound_every", *OF_SHARDS), LOCAL_ORDERS)
-    if study is None or study.criterion.when != "target":
-        unused |= {"target": "echoing and combined", "metric": "echoing and combined --target"}
-    if recipe.shards != "sizes":
-        unused["weights"] = "--shards=sizes"
-    refuse_unused(values, unused)
-    for one, other in EITHER if study is not None else ():
-        if values[one].present and values[other].present:
-            from experiments.distributed import processes
-
-            both = f"--{one} is {values[one].value} and --{other} is {values[other].value}"
-            processes.say(f"{both}: the first counts.")
+def check_shards(shards: str | None, arms: Iterable = ()) -> None:
+    """Refuses unequal shards where no arm's order is of a worker's own units."""
+    if shards not in (None, "equal") and all(arm.rows[0].deals for arm in arms):
+        raise UserError(
+            f"--shards is {shards}, and here every order gives units anew to all workers in every "
+            "epoch: take one of each worker's own units, as cd_grab without --deal, or leave "
+            "--shards out."
+        )

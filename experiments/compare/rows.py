@@ -1,11 +1,9 @@
 """The three tables of decisions: a new order, synchronisation rule or echo policy is one row.
 
 A row is an Order, a SyncRule or an EchoPolicy, or a function of options that returns one. Options
-are the keywords of that function, and those with a default of its rule: `sketch` of "cd_grab" is
-the flag --sketch=256, and the word "cd_grab+sketch256" of an arm. What makes a plan says by its
-keywords without a default which fields of a recipe it follows, and other flags are refused. The
-library, and with it JAX, is imported where `syncopate.ordering` or `syncopate.local_opt` is first
-asked for.
+are the keywords of that function and of its rule: `sketch` of "cd_grab" is the flag --sketch=256,
+and the word "cd_grab+sketch256" of an arm. The library, and with it JAX, is imported where
+`syncopate.ordering` or `syncopate.local_opt` is first asked for.
 """
 
 import functools
@@ -17,7 +15,6 @@ from absl import flags
 
 import syncopate
 from experiments.data.base import COUNT, PART, POSITIVE, check
-from experiments.data.fields import called, fields_of
 from experiments.trainer.config import EXAMPLES, UNITS, OrderSetting, RunConfig
 from syncopate.refusals import UserError
 
@@ -191,26 +188,9 @@ class SyncRule(NamedTuple):
     """When workers meet, and what a step and a sync do."""
 
     label: str
-    rule: Callable  # of a RunConfig, and fields of a recipe by keyword -> SyncPlan
+    plan: Callable  # RunConfig -> SyncPlan; None where loads decide that are not known before
     rounds: Callable  # (inner optimizer, axis_name=) -> Rounds
     compressor: Callable | None = None  # makes that with which `rounds` sends changes
-    align: float | None = None  # rounds end where this share of an epoch's loads is whole
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """The fields of a recipe that the plan follows."""
-        return fields_of(self.rule)
-
-    def plan(self, run: RunConfig):
-        """The SyncPlan of a run; None where loads decide, which are not known before it."""
-        plan = called(self.rule, run.recipe, run)
-        if self.align is None or plan is None:
-            return plan
-        if run.loads_per_epoch is None:
-            raise UserError(
-                f"--align to {self.align:g} epochs needs an epoch's loads: use a study."
-            )
-        return plan.aligned(every=max(1, self.align * run.loads_per_epoch), fresh=run.fresh)
 
 
 @functools.cache  # equal rounds are one object, and rules of such share their programs
@@ -287,46 +267,56 @@ def local_rounds(
     **of_rule,
 ) -> SyncRule:
     """A rule of local steps, which know their drift; `of_rule` are options of the rule."""
-    rule = functools.partial(rule, **of_rule) if of_rule else rule
+
+    def plan(run: RunConfig):
+        made = rule(run, **of_rule)
+        if align is None or made is None:
+            return made
+        if run.loads_per_epoch is None:
+            raise UserError(f"--align to {align:g} epochs needs an epoch's loads: use a study.")
+        return made.aligned(every=max(1, align * run.loads_per_epoch), fresh=run.fresh)
+
     options = {"compress": compress, "correction": correction, "outer": outer}
     options = {name: make for name, make in options.items() if make}
-    return SyncRule(label, rule, rounds_of("local_rounds", drift=True, **options), compress, align)
+    return SyncRule(label, plan, rounds_of("local_rounds", drift=True, **options), compress)
 
 
-def constant(run: RunConfig, *, h_base: int):
-    return syncopate.local_opt.constant(h_base, total_steps=run.total_steps)
+def constant(run: RunConfig):
+    return syncopate.local_opt.constant(run.recipe.h_base, total_steps=run.total_steps)
 
 
-def qsr(run: RunConfig, power: float = 2, *, h_base: int, growth: float, alpha: ALPHA = 1.0):
+def qsr(run: RunConfig, *, alpha: ALPHA = 1.0):
+    return _of_power(2, run, alpha * run.recipe.growth)
+
+
+def _of_power(power: float, run: RunConfig, alpha: float):
     return syncopate.local_opt.qsr(
         run.rates,
         total_steps=run.total_steps,
-        alpha=alpha * growth,
-        h_base=h_base,
+        alpha=alpha,
+        h_base=run.recipe.h_base,
         power=power,
         warmup_steps=run.recipe.warmup_steps,
     )
 
 
-def matched(run: RunConfig, *, h_base: int, growth: float, alpha: ALPHA = 1.0):
+def matched(run: RunConfig, *, alpha: ALPHA = 1.0):
     """The least constant H of no more rounds than QSR."""
-    rounds = qsr(run, h_base=h_base, growth=growth, alpha=alpha).rounds
-    return constant(run, h_base=-(-run.total_steps // rounds))
+    period = -(-run.total_steps // qsr(run, alpha=alpha).rounds)
+    return syncopate.local_opt.constant(period, total_steps=run.total_steps)
 
 
-def at_volume_of_qsr(
-    power: float, run: RunConfig, *, h_base: int, growth: float, alpha: ALPHA = 1.0
-):
+def at_volume_of_qsr(power: float, run: RunConfig, *, alpha: ALPHA = 1.0):
     """Another power, with the least alpha, found by bisection, of no more rounds than QSR."""
-    wanted = qsr(run, h_base=h_base, growth=growth, alpha=alpha).rounds
+    wanted = qsr(run, alpha=alpha).rounds
     low, high = 1e-3 * run.rates.max(), 1e3 * run.rates.max()
     for _ in range(30):
         middle = (low * high) ** 0.5
-        if qsr(run, power, h_base=h_base, growth=middle).rounds > wanted:
+        if _of_power(power, run, middle).rounds > wanted:
             low = middle
         else:
             high = middle
-    return qsr(run, power, h_base=h_base, growth=high)
+    return _of_power(power, run, high)
 
 
 def _switched(run: RunConfig, name: str, switch: float, before: int, after: int):
@@ -338,12 +328,12 @@ def _switched(run: RunConfig, name: str, switch: float, before: int, after: int)
     )
 
 
-def post_local(run: RunConfig, *, h_base: int, switch: SWITCH = 0.5):
-    return _switched(run, "post-local", switch, 1, h_base)
+def post_local(run: RunConfig, *, switch: SWITCH = 0.5):
+    return _switched(run, "post-local", switch, 1, run.recipe.h_base)
 
 
-def swap(run: RunConfig, *, h_base: int, switch: SWITCH = 0.8):
-    return _switched(run, "SWAP", switch, h_base, run.total_steps)
+def swap(run: RunConfig, *, switch: SWITCH = 0.8):
+    return _switched(run, "SWAP", switch, run.recipe.h_base, run.total_steps)
 
 
 def every_load(run: RunConfig):
@@ -352,15 +342,15 @@ def every_load(run: RunConfig):
     return syncopate.local_opt.SyncPlan(run.fresh.nonzero()[0], len(run.fresh), "once a load")
 
 
-def every_factor(run: RunConfig, *, echo_factor: int):
-    return syncopate.local_opt.constant(echo_factor, total_steps=run.total_steps)
+def every_factor(run: RunConfig):
+    return syncopate.local_opt.constant(run.recipe.echo_factor, total_steps=run.total_steps)
 
 
-def coins(run: RunConfig, *, echo_factor: int):
+def coins(run: RunConfig):
     import jax
 
     key = jax.random.fold_in(run.key, 1)
-    return syncopate.local_opt.bernoulli(1 / echo_factor, total_steps=run.total_steps, key=key)
+    return syncopate.local_opt.bernoulli(one_in_e(run), total_steps=run.total_steps, key=key)
 
 
 SYNC_RULES: dict[str, SyncRule | Callable[..., SyncRule]] = {
@@ -393,29 +383,18 @@ class EchoPolicy(NamedTuple):
     """When a batch is used again; an `online` one decides while the run goes on."""
 
     label: str
-    rule: Callable  # of a RunConfig, fields of a recipe by keyword, and p if it has one
+    plan: Callable  # RunConfig -> EchoPlan, or what decides online
     online: bool = False
-    p: Callable | None = None  # gives the share of fresh batches, or its schedule
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """The fields of a recipe that the policy follows."""
-        return fields_of(self.rule) + (fields_of(self.p) if self.p else ())
-
-    def make(self, run: RunConfig):
-        """The EchoPlan of a run, or what decides online."""
-        options = [called(self.p, run.recipe, run)] if self.p else []
-        return called(self.rule, run.recipe, run, *options)
 
 
-def one_in_e(run: RunConfig, *, echo_factor: int):
-    return 1 / echo_factor
+def one_in_e(run: RunConfig):
+    return 1 / run.recipe.echo_factor
 
 
-def falling(how: str, run: RunConfig, *, echo_factor: int, horizon: int):
+def falling(how: str, run: RunConfig):
     import optax
 
-    least = 1 / echo_factor
+    least, horizon = one_in_e(run), run.recipe.horizon
     if how == "linear":
         return optax.linear_schedule(1.0, least, horizon)
     if how == "cosine":
@@ -433,7 +412,8 @@ P = Option(
 
 
 def by_share(label: str, rule: Callable, *, p: P = one_in_e) -> EchoPolicy:
-    return EchoPolicy(label, rule, p=p)
+    """A policy of a share of fresh batches, or of its schedule, which p gives."""
+    return EchoPolicy(label, lambda run: rule(run, p(run)))
 
 
 def bernoulli(run: RunConfig, p):
@@ -447,12 +427,13 @@ def diffusion(run: RunConfig, p):
     return syncopate.ordering.echo.error_diffusion(p, total_steps=run.total_steps)
 
 
-def fixed(run: RunConfig, *, echo_factor: int):
-    return syncopate.ordering.echo.fixed(echo_factor, total_steps=run.total_steps)
+def fixed(run: RunConfig):
+    return syncopate.ordering.echo.fixed(run.recipe.echo_factor, total_steps=run.total_steps)
 
 
-def measured(run: RunConfig, *, echo_factor: int):
-    return syncopate.ordering.echo.adaptive(total_steps=run.total_steps, max_factor=4 * echo_factor)
+def measured(run: RunConfig):
+    most = 4 * run.recipe.echo_factor
+    return syncopate.ordering.echo.adaptive(total_steps=run.total_steps, max_factor=most)
 
 
 ECHO_POLICIES: dict[str, EchoPolicy | Callable[..., EchoPolicy]] = {

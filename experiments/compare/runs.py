@@ -286,7 +286,7 @@ def resolved_run(study, values) -> tuple[Task, Recipe, Any]:
     rates = recipe.learning_rates
     rate = rates[len(rates) // 2] if values.learning_rate is None else values.learning_rate
     recipe, arm = recipe._replace(learning_rates=(rate,)), arm_from_flags(values, "run")
-    flags.check_used(values, recipe, [arm])
+    flags.check_shards(recipe.shards, [arm])
     return task, recipe, study._replace(arms={"run": arm})
 
 

@@ -12,8 +12,6 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
-from experiments.data.fields import called
-
 LATE = 4  # epochs of "swa"
 
 
@@ -40,13 +38,17 @@ def _swa(t, steps: int, total: int):
     return jnp.where(late < 1, 1.0, jnp.where(t % steps == 0, 2 / (late + 1), 0.0))
 
 
-def _emas(*, ema_epochs):
-    return {f"ema_{e:g}": functools.partial(_ema, epochs=e) for e in ema_epochs}
+def _emas(recipe):
+    return {f"ema_{e:g}": functools.partial(_ema, epochs=e) for e in recipe.ema_epochs}
 
 
-# Fields of a recipe -> {name: (t >= 1, steps of an epoch, steps of the run) -> s_t}. An epoch has
+# Recipe -> {name: (t >= 1, steps of an epoch, steps of the run) -> s_t}. An epoch has
 # as many steps as loads: with echoing it is as many steps, which take fewer loads.
-AVERAGES = {"epoch": lambda: {"epoch": _epoch}, "ema": _emas, "swa": lambda: {"swa": _swa}}
+AVERAGES = {
+    "epoch": lambda recipe: {"epoch": _epoch},
+    "ema": _emas,
+    "swa": lambda recipe: {"swa": _swa},
+}
 
 
 class Averages(NamedTuple):
@@ -64,7 +66,7 @@ def averages_of(recipe, *, steps: int) -> Averages:
 
     shares = {}
     for name in recipe.average:
-        shares |= called(AVERAGES[name], recipe)
+        shares |= AVERAGES[name](recipe)
 
     def init(params):
         wide = lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32))  # noqa: E731

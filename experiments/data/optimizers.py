@@ -5,8 +5,6 @@ JAX is imported where an optimizer is made, after the flags.
 
 from typing import TYPE_CHECKING
 
-from experiments.data.fields import called
-
 if TYPE_CHECKING:
     import optax
 
@@ -14,21 +12,25 @@ OTHERS = 0.1  # of Muon's rate, with which AdamW trains what is no matrix of a l
 VALLEY = (2 / 15, 1.0), (8 / 15, 1 / 8), (1.0, 0.93 / 0.8)  # share of a run, of the weight decay
 
 
-def sgd(*, weight_decay: float, momentum: float) -> tuple:
+def _decay(recipe) -> list:
     import optax
 
-    decays = [optax.add_decayed_weights(weight_decay)] * bool(weight_decay)
-    return *decays, *[optax.trace(momentum)] * bool(momentum)
+    return [optax.add_decayed_weights(recipe.weight_decay)] * bool(recipe.weight_decay)
 
 
-def adamw(*, weight_decay: float, momentum: float) -> tuple:
+def sgd(recipe) -> tuple:
     import optax
 
-    decays = [optax.add_decayed_weights(weight_decay)] * bool(weight_decay)
-    return optax.scale_by_adam(b1=momentum), *decays
+    return *_decay(recipe), *[optax.trace(recipe.momentum)] * bool(recipe.momentum)
 
 
-def muon(share=lambda at: 1.0, *, weight_decay: float, momentum: float) -> tuple:
+def adamw(recipe) -> tuple:
+    import optax
+
+    return optax.scale_by_adam(b1=recipe.momentum), *_decay(recipe)
+
+
+def muon(recipe, share=lambda at: 1.0) -> tuple:
     """Muon of the layers' matrices; AdamW of embeddings, and of vectors without weight decay.
 
     Matrices of an attention may have three axes: to or from heads of some width.
@@ -49,13 +51,13 @@ def muon(share=lambda at: 1.0, *, weight_decay: float, momentum: float) -> tuple
         return contrib.MuonDimensionNumbers(tuple(range(split)), tuple(range(split, p.ndim)))
 
     dimensions = lambda tree: jax.tree_util.tree_map_with_path(axes, tree)  # noqa: E731
-    matrices = contrib.muon(-1.0, beta=momentum, muon_weight_dimension_numbers=dimensions)
+    matrices = contrib.muon(-1.0, beta=recipe.momentum, muon_weight_dimension_numbers=dimensions)
 
     def decayed(updates, state, params, *, at=None, **extra):
         del extra
 
         def of(u, p):
-            return u + (weight_decay * share(at) * p).astype(u.dtype) if p.ndim > 1 else u
+            return u + (recipe.weight_decay * share(at) * p).astype(u.dtype) if p.ndim > 1 else u
 
         return jax.tree.map(of, updates, params), state
 
@@ -73,16 +75,16 @@ def muon(share=lambda at: 1.0, *, weight_decay: float, momentum: float) -> tuple
     return (optax.partition({"muon": watched, "adam": adam}, label),)
 
 
-def muon_valley(*, weight_decay: float, momentum: float) -> tuple:
+def muon_valley(recipe) -> tuple:
     """Muon with a weight decay that is held, falls to an eighth, and rises to 7/6 of itself."""
     import jax.numpy as jnp
 
     places, shares = zip((0.0, 1.0), *VALLEY, strict=True)
     share = lambda at: jnp.interp(at, jnp.array(places), jnp.array(shares))  # noqa: E731
-    return muon(share, weight_decay=weight_decay, momentum=momentum)
+    return muon(recipe, share)
 
 
-# Fields of a recipe -> transformations; the learning rate is whoever's trains.
+# Recipe -> transformations, which `inner` scales by the learning rate.
 OPTIMIZERS = {"momentum": sgd, "adamw": adamw, "muon": muon, "muon_valley": muon_valley}
 
 
@@ -99,6 +101,6 @@ def inner(recipe) -> "optax.GradientTransformationExtraArgs":
         del params, extra
         return jax.tree.map(lambda u: (-rate * u).astype(u.dtype), updates), state
 
-    transforms = called(OPTIMIZERS[recipe.optimizer], recipe)
+    transforms = OPTIMIZERS[recipe.optimizer](recipe)
     start = lambda params: optax.EmptyState()  # noqa: E731
     return optax.chain(*transforms, optax.GradientTransformationExtraArgs(start, scale))

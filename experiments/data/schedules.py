@@ -1,14 +1,12 @@
 """Schedules of the learning rate, one row each, which is all that `--schedule` needs.
 
-    (steps of the warmup, steps after it, loads of an epoch, fields of a recipe by keyword)
+    (recipe, steps after the warmup, loads of an epoch)
         -> step after the warmup -> a factor of the peak rate
 
 JAX is imported where a schedule is made, after the flags.
 """
 
 from typing import TYPE_CHECKING
-
-from experiments.data.fields import called
 
 if TYPE_CHECKING:
     import optax
@@ -21,50 +19,49 @@ def schedule(recipe, total_steps: int, loads_per_epoch: int) -> "optax.Schedule"
     import optax
 
     warmup = recipe.warmup_steps
-    lengths = warmup, total_steps - warmup, loads_per_epoch
-    after = called(SCHEDULES[recipe.schedule], recipe, *lengths)
+    after = SCHEDULES[recipe.schedule](recipe, total_steps - warmup, loads_per_epoch)
     if not warmup:
         return after
     return optax.join_schedules([optax.linear_schedule(0.0, 1.0, warmup), after], [warmup])
 
 
-def constant(warmup, steps, epoch):
+def constant(recipe, steps, epoch):
     import optax
 
     return optax.constant_schedule(1.0)
 
 
-def cosine(warmup, steps, epoch, *, floor):
+def cosine(recipe, steps, epoch):
     import optax
 
-    return optax.cosine_decay_schedule(1.0, steps, floor)
+    return optax.cosine_decay_schedule(1.0, steps, recipe.floor)
 
 
-def linear(warmup, steps, epoch, *, floor):
+def linear(recipe, steps, epoch):
     import optax
 
-    return optax.linear_schedule(1.0, floor, steps)
+    return optax.linear_schedule(1.0, recipe.floor, steps)
 
 
 def _loads(epochs, epoch) -> int:
     return max(1, round(epochs * epoch))
 
 
-def staircase(warmup, steps, epoch, *, decay_every, decay_factor):
+def staircase(recipe, steps, epoch):
     """Falls count from the run's first step; within the warmup they take effect at its end."""
     import optax
 
-    every = _loads(decay_every, epoch)
-    falls = dict.fromkeys(range(every, warmup + steps, every), decay_factor)
+    every, warmup = _loads(recipe.decay_every, epoch), recipe.warmup_steps
+    falls = dict.fromkeys(range(every, warmup + steps, every), recipe.decay_factor)
     stairs = optax.piecewise_constant_schedule(1.0, falls)
     return lambda t: stairs(t + warmup)
 
 
-def cycles(warmup, steps, epoch, *, decay_every):
+def cycles(recipe, steps, epoch):
     """Constant, then linear to 0 over 40 %; of the last four times `every` each is a cosine."""
     import jax.numpy as jnp
 
-    every = _loads(decay_every, epoch)
+    every = _loads(recipe.decay_every, epoch)
     last = max(0, steps - CYCLES * every)
 
     def at(t):

@@ -66,7 +66,7 @@ class RunConfig(NamedTuple):
 
     def plans(self, sync, echo, *, rate: float) -> "Plans":
         """The plans of a run, from rows of the two tables and a peak learning rate."""
-        policy = echo.make(self)
+        policy = echo.plan(self)
         fresh = None if policy.online else policy.fresh
         return Plans(sync.plan(self._replace(fresh=fresh)), policy, rate * self.rates)
 

@@ -100,7 +100,7 @@ def test_optimizers_know_which_share_of_the_run_is_over(sync, steps, monkeypatch
         return jax.tree.map(lambda g: jax.numpy.full_like(g, at), grads), state
 
     row = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), moved)
-    monkeypatch.setitem(optimizers.OPTIMIZERS, "momentum", lambda: (row,))
+    monkeypatch.setitem(optimizers.OPTIMIZERS, "momentum", lambda recipe: (row,))
     program = built.__wrapped__("rr", sync)
     plans = plans_of(sync, "none", total_steps=2 * STEPS, warmup_steps=0, schedule="constant")
     outcome, _ = trained(program, plans, evaluate_at=[])
