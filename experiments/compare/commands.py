@@ -47,7 +47,7 @@ def resolved_study(study, values) -> tuple[Task, Recipe, Any, Any]:
     if values.tiny:
         tiny.shrink_comparison(values)
     task, recipe = flags.setting_from_flags(values)
-    study = study.fit(study, task, recipe, values)
+    study = flags.with_metrics(study.fit(study, task, recipe, values), values)
     if study.criterion.scalar == statistics.LOSS and task.optimum is not None:
         study = study._replace(criterion=study.criterion._replace(scalar=statistics.ABOVE))
     names = study.arms if values.arms is None else values.arms or [""]

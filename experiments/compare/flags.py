@@ -24,6 +24,7 @@ from experiments import distributed, entry
 from experiments.compare import recipes, tiny
 from experiments.data import TASKS, base
 from experiments.data.base import COUNT, FROM_ZERO, Recipe, Task
+from experiments.data.metrics import METRICS
 from experiments.report.trackers import TRACKERS
 from experiments.trainer.config import sizes_of
 from syncopate.refusals import UserError
@@ -229,3 +230,26 @@ def check_shards(shards: str | None, arms: Iterable = ()) -> None:
             "epoch: take one of each worker's own units, as cd_grab without --deal, or leave "
             "--shards out."
         )
+
+
+def with_metrics(study, values: flags.FlagValues):
+    """The study with all metrics that its records must have: those that it or --metric names."""
+    criterion = study.criterion
+    named = [criterion.scalar, *(panel.scalar for panel in study.panels)]
+    named += [value for c in study.columns if isinstance(value := getattr(c, "value", None), str)]
+    parts = [name.split("/") for name in named]
+    metrics = {*study.metrics, *(words[1] for words in parts if words[0] in ("valid", "test"))}
+    if unknown := sorted(metrics - METRICS.keys()):
+        raise UserError(
+            f"the study {study.name} names the metric {unknown[0]!r}, which is not in METRICS: "
+            f"choose one of {', '.join(METRICS)}, or add a row to experiments/data/metrics.py."
+        )
+    of, name = (criterion.scalar.split("/") + [""])[:2]
+    if of == "valid" and criterion.lower != METRICS[name].lower:
+        raise UserError(
+            f"the criterion of the study {study.name} is {criterion.scalar} with "
+            f"lower={criterion.lower}, which chooses the worst rate: pass "
+            f"lower={METRICS[name].lower}."
+        )
+    given = {values.metric} if values["metric"].present else set()
+    return study._replace(metrics=metrics | given)

@@ -62,7 +62,7 @@ class Trainer:
         self._folder, self._alone, self._every = folder, alone, checkpoint_every
         self._reads, self._mesh, self._step_seconds = reads, mesh, step_seconds
         halves = study.criterion.scalar.startswith("valid/")
-        self._scalars = measure.scalars_of(task, recipe, halves=halves)
+        self._scalars = measure.scalars_of(task, recipe, halves=halves, metrics=study.metrics)
         self.seconds = collections.Counter()  # of all runs, as of `train.Outcome`
         self.plans = functools.lru_cache(128)(self._plans)
         self._built = functools.cache(self._build)
@@ -287,7 +287,7 @@ def resolved_run(study, values) -> tuple[Task, Recipe, Any]:
     rate = rates[len(rates) // 2] if values.learning_rate is None else values.learning_rate
     recipe, arm = recipe._replace(learning_rates=(rate,)), arm_from_flags(values, "run")
     flags.check_shards(recipe.shards, [arm])
-    return task, recipe, study._replace(arms={"run": arm})
+    return task, recipe, flags.with_metrics(study._replace(arms={"run": arm}), values)
 
 
 def _label(trainer: Trainer) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from experiments import progress
 from experiments.report import statistics
 from experiments.report.records import Run, run_of, whole_runs
+from syncopate.refusals import UserError
 
 
 def next_run(
@@ -35,6 +36,12 @@ def next_run(
     if first := missing(sorted(rates), [0], phase):
         return first
     data = statistics.data_of(of_arm)
+    if (scalar := study.criterion.scalar) not in data and data.diverged.isna().any():
+        names = ", ".join(sorted({name for r in of_arm for name in r if "/" in name}))
+        raise UserError(
+            f"the criterion of the study {study.name} is {scalar!r}, which no record of "
+            f"{study.arms[arm].label} has: choose one of {names}, and valid/ in place of test/."
+        )
     best = {}  # in their order; records may be of further rates, that an earlier call asked for
     for criterion in statistics.criteria(study.criterion, data):
         finalists = statistics.finalists(data, criterion)

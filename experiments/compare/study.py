@@ -5,7 +5,7 @@ that of `search`; `commands` carries it out, needs JAX, and is imported when a s
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from absl import flags as absl_flags
@@ -37,6 +37,7 @@ class Study(NamedTuple):
     seeds: int = 5  # what --seeds is if unset
     usual: Mapping[str, str] = {}  # decisions that the words of an arm leave open
     question: str | None = None  # the docstring of its file: the first line heads the page
+    metrics: Collection[str] = ()  # of METRICS, recorded beside those that it names elsewhere
 
 
 def define_flags(study: Study, values: absl_flags.FlagValues) -> None:

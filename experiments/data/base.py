@@ -105,7 +105,9 @@ class Recipe(NamedTuple):
     weights: Annotated[
         str, "of workers in means: equal, or their numbers of examples", words(WEIGHTS)
     ] = "equal"
-    metric: Annotated[str, "test metric of the target", words(METRICS)] = "accuracy"
+    metric: Annotated[str, "test metric recorded too, and that of the target", words(METRICS)] = (
+        "accuracy"
+    )
     target: Annotated[float | None, "metric to reach on both test halves", FINITE] = None
     run: Annotated[
         str,

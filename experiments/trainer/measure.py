@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -48,9 +48,11 @@ class Scalars(NamedTuple):
     prepare: Sequence[Callable] = ()  # without arguments: they compile what `begin` needs first
 
 
-def scalars_of(task: Task, recipe: Recipe, *, halves: bool = False) -> Callable:
-    """`program -> Scalars`; halves: as of `sets_of`."""
-    measure, prepare = evaluator(task, recipe, halves=halves)
+def scalars_of(
+    task: Task, recipe: Recipe, *, halves: bool = False, metrics: Collection[str] = ()
+) -> Callable:
+    """`program -> Scalars`; halves, metrics: as of `sets_of`."""
+    measure, prepare = evaluator(task, recipe, halves=halves, metrics=metrics)
     tests = ["valid", "test"] if halves else ["test"]
     compiled = functools.cache(functools.partial(order_bounds, task.model))  # one for all orders
 
@@ -144,13 +146,15 @@ def averaged(measure: Callable, averages: dict, tests: Sequence[str]) -> dict:
     return {"average": best} | {f"{k}/averaged": value for k, value in scalars.items()}
 
 
-def evaluator(task: Task, recipe: Recipe, *, halves: bool) -> tuple[Callable, Sequence[Callable]]:
+def evaluator(
+    task: Task, recipe: Recipe, *, halves: bool, metrics: Collection[str] = ()
+) -> tuple[Callable, Sequence[Callable]]:
     """(`(params, parts) -> finish`, functions of the parameters' shapes that compile it).
 
     `finish() -> {"train/loss": float, "test/METRIC": float, ...}` is equal everywhere. The moments
     of normalisation layers are estimated first, on training inputs at these parameters.
     """
-    sets, measures = sets_of(task, recipe, halves=halves)
+    sets, measures = sets_of(task, recipe, halves=halves, metrics=metrics)
     batch_size = recipe.workers * recipe.units_per_step * recipe.unit_size
     moments_at = moments(task.model, task.train, batch_size)
     in_memory = isinstance(task.train, dict) and isinstance(task.test, dict)
@@ -207,10 +211,13 @@ def evaluator(task: Task, recipe: Recipe, *, halves: bool) -> tuple[Callable, Se
     return begin, [compile_calls] + [lambda params: optimum()] * (optimum is not None)
 
 
-def sets_of(task: Task, recipe: Recipe, *, halves: bool) -> tuple[dict, dict]:
+def sets_of(
+    task: Task, recipe: Recipe, *, halves: bool, metrics: Collection[str] = ()
+) -> tuple[dict, dict]:
     """({part: Part}, {part: {name: its measure}}): what is measured, and on which examples.
 
-    The names are "loss" in "train", and the task's metric and that of the target in the others.
+    The names are "loss" in "train"; in the others the task's metric, that of a target, and
+    `metrics`.
     Halves of the test set are "valid", the first, for tuning, and "test", the second.
     """
     tested = size_of(task.test)
@@ -218,7 +225,7 @@ def sets_of(task: Task, recipe: Recipe, *, halves: bool) -> tuple[dict, dict]:
     sets = {"test": part_of(task.test, middle, 2 * middle or tested)}
     if halves:
         sets = {"valid": part_of(task.test, 0, middle)} | sets
-    asked = {task.metric} | ({recipe.metric} if recipe.target is not None else set())
+    asked = {task.metric, *metrics} | ({recipe.metric} if recipe.target is not None else set())
     tested_by = {name: METRICS[name].measure(task.model) for name in METRICS if name in asked}
     measures = {"train": {"loss": mean_loss(task.model)}} | dict.fromkeys(sets, tested_by)
     return {"train": part_of(task.train, 0, train_size(task, halves=halves))} | sets, measures

@@ -315,6 +315,7 @@ test_flags_that_do_not_go_together_are_refused = refuses(
         "train --sync=parallel --h_base=4 --bound_every=0",
         "combined --arms=rr+constant",
         "combined --target=0.1 --metric=loss",
+        "train --metric=loss",
         "train --h_base=9",
         "train --average=ema --ema_epochs=2",
         "train --output_dir=x --track=wandb --checkpoint_every=3 --overwrite",

@@ -4,15 +4,18 @@ import signal
 import types
 
 import numpy as np
+import pytest
+from absl import flags as absl_flags
 
-from experiments.compare import runs, search
+from experiments.compare import flags, runs, search
 from experiments.compare.arms import Arm
 from experiments.compare.study import Study
 from experiments.data import TASKS
-from experiments.report import statistics
+from experiments.report import plots, statistics, tables
 from experiments.report.records import Run
 from experiments.report.statistics import Criterion
 from experiments.trainer import measure
+from syncopate.refusals import UserError
 
 RATES = (0.1, 0.2, 0.4)
 ARMS = {"a": Arm("A"), "b": Arm("B", order="rr", sync="qsr")}
@@ -21,7 +24,7 @@ SLOW = {"speeds": (2, 8)}
 
 def asked(**fields):
     given = {"recipe": "digits", "criterion": Criterion("valid/accuracy", lower=False)}
-    return Study("fake", ARMS, columns=(), panels=(), **given | fields)
+    return Study("fake", ARMS, **{"columns": (), "panels": (), **given, **fields})
 
 
 def trainer_of(train):
@@ -60,6 +63,27 @@ def searched(accuracy, *, diverges=lambda run: False, of=None, **options):
     )
     assert not stopped and len(set(trained)) == len(trained), "no run is trained twice"
     return trained, result, written
+
+
+def test_metrics_that_a_study_names_are_recorded_and_wrong_ones_refused():
+    values = absl_flags.FlagValues()
+    absl_flags.DEFINE_string("metric", "accuracy", "", values)
+    values(["test"])
+    more = {"panels": (plots.Panel("metric"), plots.Panel("test/perplexity/averaged"))}
+    columns = (tables.Column("smape", "{:.2f}", "test/smape"), *tables.SYNC_COLUMNS)
+    named = flags.with_metrics(asked(columns=columns, **more), values)
+    assert named.metrics == {"accuracy", "perplexity", "smape"}
+    values(["test", "--metric=loss"])
+    assert flags.with_metrics(asked(criterion=Criterion("train/loss")), values).metrics == {"loss"}
+    with pytest.raises(UserError, match="'brier', which is not in METRICS: choose one of accuracy"):
+        flags.with_metrics(asked(criterion=Criterion("valid/brier")), values)
+    with pytest.raises(UserError, match="chooses the worst rate: pass lower=False"):
+        flags.with_metrics(asked(criterion=Criterion("valid/accuracy")), values)
+    task, recipe = TASKS["digits"](), TASKS["digits"](abstract=True).recipe
+    _, measures = measure.sets_of(task, recipe, halves=True, metrics=("loss",))
+    assert [*measures["valid"]] == [*measures["test"]] == ["accuracy", "loss"]
+    with pytest.raises(UserError, match="'valid/loss', which no record of A has: choose one of"):
+        searched(rate_of, of=asked(criterion=Criterion("valid/loss")), seeds=2)
 
 
 def test_the_next_run_of_many_seeds_is_found_without_a_list_of_all():
