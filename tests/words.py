@@ -1,8 +1,10 @@
 """The rows of the tables of decisions that tests go through: names, and words that change them."""
 
+import contextlib
+
 from experiments.compare.arms import options_of
-from experiments.compare.rows import TABLES
-from experiments.data.base import COUNT
+from experiments.compare.rows import TABLES, Option
+from syncopate.refusals import UserError
 
 
 def further(kind: str) -> dict[str, str]:
@@ -15,8 +17,17 @@ def taken(kind: str, name: str | None) -> dict[str, str]:
     return {
         word: flag
         for flag, option in options_of(kind, name).items()
-        for word in option.words or [f"{flag}{16 if option.number is COUNT else 0.5}"]
+        for word in option.words or [_number(flag, option)]
     }
+
+
+def _number(flag: str, option: Option) -> str:
+    """The word of the first of these numbers that an option takes."""
+    for number in ("0.5", "16", "2", "1"):
+        with contextlib.suppress(UserError):
+            option.value(flag, word := f"{flag}{number}")
+            return word
+    raise AssertionError(f"no number is known that --{flag} takes")
 
 
 def each(kind: str) -> list[str]:

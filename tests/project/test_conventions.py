@@ -35,7 +35,8 @@ def test_references_of_algorithms_have_an_address():
     cited = [doc for doc in docs if doc and "References:" in doc]
     assert len(cited) > 40, "they name who published them"
     for doc in cited:
-        assert re.search(r"References:\n(.*\n){0,2}.*https?://", doc), doc
+        address = re.search(r"References:\n(.*\n){0,2}.*https?://", doc)
+        assert address, f"the first of References: needs an address, https://...:\n{doc}"
 
 
 @pytest.mark.parametrize("function", functions())
