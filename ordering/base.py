@@ -23,7 +23,7 @@ from syncopate.unstable import axis_names
 from syncopate.workers import AXIS, axis_of, count_of
 
 State = Any  # a NamedTuple of arrays, with at least the fields that `Ordering` names
-COUNTERS = ("position", "left", "epoch")  # of a first state, int32[] at zero
+COUNTERS = ("position", "left", "epoch")  # fields of a first state that are int32[] at zero
 MOST_UNITS = 2**31 - 1  # units are numbered in int32
 LANES = 128  # of a TPU's vector unit
 
@@ -42,8 +42,8 @@ class Ordering(NamedTuple):
       units_per_step: B, the units of a step, which readers read as a batch.
       is_global: whether `current` names units of all workers, instead of the worker's own.
       total: for a global order, the number of units of the data; None for W M.
-      indices: `state -> Indices`, for an order whose units are computed: those of this epoch, of
-        all workers, step after step. Its states belong to all workers together, and need no arrays.
+      indices: `state -> Indices`, for an order whose units are computed: the units of this epoch,
+        of all workers, step after step. All workers share its states, which need no arrays.
 
     Every other state has three arrays. `current`, int32[M], is the order of this epoch, and `next`,
     int32[M], the order of the next epoch as far as it is known. The entries `next[:left]` are
@@ -165,7 +165,7 @@ class Scope(NamedTuple):
 
     @property
     def sharding(self) -> NamedSharding | None:
-        """Of arrays [W, ...] on the workers' devices; None for the default device."""
+        """The sharding of arrays [W, ...] on the workers' devices; None for the default device."""
         if self.mesh is None:
             return None
         return NamedSharding(self.mesh, PartitionSpec(self.axis_name))
@@ -252,9 +252,9 @@ def checked(
     rule: SignRule | None = None,
     **has: bool,
 ) -> Ordering:
-    """The order, made to refuse empty params, and states of other orders, which could lose units.
+    """Makes an order refuse empty params, and states of other orders, which could lose units.
 
-    Its states are of type `kind`, and `has` says whether they have arrays in the fields named.
+    Its states are of type `kind`, and `has` says whether they have arrays in the named fields.
     """
 
     def check(state, called):
@@ -268,10 +268,11 @@ def checked(
         if not fits:
             shape = getattr(getattr(state, "current", None), "shape", "none")
             raise ValueError(
-                f"{called} got a {type(state).__name__} with an order of shape {shape}, and this "
-                f"order has a {kind.__name__} of {num_units} units, a sign rule, gathers and "
-                "units_per_step: pass the state that init or the last call of this order returned; "
-                "for several workers call it under jax.vmap or local_opt.map_workers."
+                f"{called} got a {type(state).__name__} with an order of shape {shape}, but this "
+                f"order has a {kind.__name__} of {num_units} units, made with its sign rule, "
+                "gathers and units_per_step: pass the state that init or the last call of this "
+                "order returned; for several workers call it under jax.vmap or "
+                "local_opt.map_workers."
             )
 
     def init(key, params=None):
@@ -418,7 +419,7 @@ def check_gradients(gradients: PyTree, num_units: int, units_per_step: int) -> i
         last = f", the last one {tail}" if tail else ""
         raise ValueError(
             f"observe got gradients of {size} units; a step has {units_per_step}{last} (of "
-            f"{num_units}). Pass as many, or build the order with another units_per_step."
+            f"{num_units} units). Pass as many, or build the order with another units_per_step."
         )
     return size
 

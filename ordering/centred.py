@@ -21,7 +21,7 @@ class GrabState(NamedTuple):
     epoch: Int[Array, ""]  # epochs finished
     taken: Int[Array, ""]  # gradients in `total`: those of this epoch that are finite
     running_sum: PyTree
-    mean: PyTree  # mean gradient of the last epoch that had some; 0 in the first epoch
+    mean: PyTree  # mean gradient of the last epoch with finite ones; 0 in the first epoch
     total: PyTree  # sum of this epoch's gradients, not centred
     rule: PyTree  # state of the sign rule
 

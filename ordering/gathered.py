@@ -180,7 +180,7 @@ def gathered_pairs(
 
 
 def in_teams(function: Callable, local: Array, shared: tuple, size: int, axis_name: str) -> PyTree:
-    """`function([W', *own.shape] of the worker's team, *shared)`; `shared` is equal in a team.
+    """`function([W', *local.shape] of the worker's team, *shared)`; `shared` is equal in a team.
 
     With simulated workers it runs once per team, not once for each worker.
     """

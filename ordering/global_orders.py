@@ -65,8 +65,8 @@ def global_order(
     order, as with fixed shards. With local steps, all workers draw from the same distribution,
     which removes the error that fixed shards cause.
 
-    If there are more than W M units, each epoch leaves out others: first the last ones, then the
-    first ones, and so on.
+    If there are more than W M units, each epoch leaves out other ones: first the last units, then
+    the first ones, and so on.
 
     Every worker keeps the orders of all workers, 4 bytes per unit. At the end of an epoch the
     workers only exchange their signs, one bit per pair. All workers must be able to read all data.

@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-BLOCK = 2**14  # indices that an iterator computes at a time,
-FEW = 64  # and that are computed for one, as its neighbours are mostly read next
+BLOCK = 2**14  # indices that an iterator computes at a time
+FEW = 64  # indices that are computed for one, because its neighbours are mostly read next
 
 
 class Indices(Sequence):
     """The units of an epoch in their order, which are computed where they are read.
 
-    `indices[i]` is a unit, `indices[array]` an int64 array of units, and `indices[a:b]` is again
-    `Indices`, of which none is computed. `np.asarray(indices)` computes all of them.
+    `indices[i]` is a unit, `indices[array]` is an int64 array of units, and `indices[a:b]` is again
+    `Indices`, which computes nothing yet. `np.asarray(indices)` computes all of them.
 
     Attributes:
       shape, ndim, size, dtype: as of an int64 array with one axis.

@@ -57,7 +57,10 @@ class MixturePlan(plans.Plan):
         _check_sizes(sizes)
         wrong = counts.ndim != 2 or counts.shape[1] != len(sizes) or not counts.size
         if wrong or (counts < 0).any() or (counts.sum(axis=1) != batch_size).any():
-            raise ValueError(f"counts is int64{list(counts.shape)}: {batch_size} in every row.")
+            raise ValueError(
+                f"counts is int64{list(counts.shape)}: pass a number >= 0 for each of the sources, "
+                f"which add up to {batch_size} in every row."
+            )
         super().__init__([0], len(counts), rule)
         values = {"counts": counts, "sizes": dict(sizes), "batch_size": batch_size}
         for name, value in (values | {"examples_read": dict(examples_read)}).items():
@@ -139,16 +142,16 @@ class MixturePlan(plans.Plan):
     def order(self, *, workers: int = 1, orders: Mapping[str, Ordering] | None = None) -> Ordering:
         """The order of the run, whose one epoch has the T steps of the plan.
 
-        Each step's examples lie evenly by source, so that every worker's part has the same mix.
+        In each step the sources are spread evenly, so that every worker's part has the same mix.
 
         Args:
           workers: W, which divides batch_size; another number reads the same steps.
-          orders: {name: order} of a source's examples, of one worker; `counted` where none is
-            given. They look at no gradients. Each source's key is made of the run's and its name.
+          orders: {name: order of the source's examples}, without gradients and for one worker;
+            `counted` for all others. A source's key is made of the run's key and the source's name.
 
         Returns:
           An `Ordering` for `read_epochs` and the other readers, over `source(...)`. Its state is a
-          key and the number of runs; after a run the next one goes on with the passes.
+          key and the number of runs; the next run continues the passes.
 
         Raises:
           ValueError: if W does not divide a step, or an order does not fit its source.
@@ -209,8 +212,8 @@ def mixture(
     largest a_s, which falls by 1. Here p_s = (w_s / l_s) / sum of all of them, with mean lengths
     l_s if tokens are given, else l_s = 1.
 
-    While no source has stopped, none is ever ahead of the sum of its shares by an example, and so
-    none behind by as many as S - 1. Each pass over a source reads every example of it once.
+    While no source has stopped, none is ever a whole example ahead of the sum of its shares, and so
+    none is S - 1 examples behind. Each pass over a source reads every example of it once.
 
     Args:
       sizes: {name: examples}, each at least 1.
@@ -275,7 +278,7 @@ def mixture(
 
 
 def _counts(shares: np.ndarray, batch_size: int, left: list, ends: bool) -> list[list[int]]:
-    """Examples of each source in every step, until a source that must not is exhausted."""
+    """Examples of each source in every step, until a source that must last is exhausted."""
     behind, rows = [0.0] * len(left), []
     for share in shares.tolist():
         if not ends and min(left) == 0:  # sources that are left share what others had
@@ -299,9 +302,9 @@ def _counts(shares: np.ndarray, batch_size: int, left: list, ends: bool) -> list
 
 
 def _row(target, batch_size, most, share) -> list[int] | None:
-    """One by one to the largest target that is left; None if the sources have too few."""
+    """Gives examples one by one to the largest remaining target; None if the sources have few."""
     size = len(target)
-    for slack in (1, size + 1):  # what is far from the last one at once
+    for slack in (1, size + 1):  # all but the last few at once
         row = [
             int(min(max(0, -int(-a // 1) - slack), m)) for a, m in zip(target, most, strict=True)
         ]
@@ -322,7 +325,7 @@ def _row(target, batch_size, most, share) -> list[int] | None:
 
 @functools.lru_cache(1024)
 def _layout(counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """(source, number among its own) of every place of a step: each source lies evenly."""
+    """(source, number in that source) of every place of a step; sources are spread evenly."""
     source = np.repeat(np.arange(len(counts)), counts)
     number = np.concatenate([np.arange(count) for count in counts])
     place = (number + 0.5) / np.repeat(np.maximum(counts, 1), counts)
@@ -331,7 +334,7 @@ def _layout(counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Reshuffled:
-    """The units of a source in its passes, as of `counted`, which other processes can compute."""
+    """The units of a source in each pass, as in `counted`; other processes can compute them."""
 
     def __init__(self, key_data: Int[np.ndarray, "k"], size: int):
         self._words, self._size, self._recent = key_data, size, {}
@@ -348,7 +351,7 @@ class Reshuffled:
 
 
 class Passes:
-    """The units of a source in its passes, by an order that looks at no gradients."""
+    """The units of a source in each pass, by an order without gradients."""
 
     def __init__(self, order: Ordering, key: Key[Array, ""]):
         self._order, self._lock = order, threading.Lock()

@@ -59,8 +59,8 @@ def pair_balance(
       An `Ordering` with `PairBalanceState`.
 
     Raises:
-      ValueError: at construction if sizes are out of range; while tracing if there are other
-        gradients than of a step.
+      ValueError: at construction if sizes are out of range; while tracing if the number of
+        gradients is not that of a step.
 
     Examples:
       >>> import jax, jax.numpy as jnp

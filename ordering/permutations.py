@@ -1,10 +1,10 @@
-"""Permutations that are computed: any unit of an epoch from its place, with nothing stored.
+"""Permutations that are computed: a unit of an epoch from its place, with nothing stored.
 
 The units 0 .. M - 1 are pairs (low, high) with unit = high P + low, where P is the even one of
 ceil(sqrt(M)) and the next number, and high < Q = ceil(M / P). A round adds a hash of one half to
 the other, modulo P or Q, which can be undone: an unbalanced Feistel network. P Q exceeds M by less
-than P. A pair beyond M goes through the rounds again until it is below (cycle walking). P is even
-as otherwise a round could only be an even permutation.
+than P. A pair beyond M goes through the rounds again until it is below (cycle walking). P is even,
+because otherwise a round could only be an even permutation.
 
 All arithmetic is that of uint32, so NumPy and JAX compute the same units.
 """
@@ -102,7 +102,7 @@ def undone(halves: Halves, keys: Halves, domain: Domain, least: Callable) -> Hal
 
 
 def beyond(halves: Halves, domain: Domain) -> Any:
-    """Which pairs are of no unit."""
+    """Which pairs stand for no unit."""
     high, low = divmod(domain.num_units, domain.low)
     last = np.uint32(high)
     return (halves[1] > last) | ((halves[1] == last) & (halves[0] >= np.uint32(low)))
@@ -155,17 +155,17 @@ def index_shuffle(
     *,
     epoch: Int[ArrayLike, ""] = 0,
 ) -> Int[ArrayLike, "..."]:
-    """The units at some places of a random permutation, of which nothing is stored.
+    """The units at some places of a random permutation that is not stored.
 
-    A one-to-one function of 0 .. M - 1, computed by 8 rounds of a hash. A unit depends on the data
-    of the key, the epoch, M and the place alone: not on the device, nor on whether NumPy or JAX
-    computes it.
+    This is a one-to-one function of 0 .. M - 1, computed by 8 rounds of a hash, or 24 below 2^16
+    units. A unit depends on the data of the key, the epoch, M and the place alone: not on the
+    device, nor on whether NumPy or JAX computes it.
 
     Args:
       index: whole numbers in [0, M), the places. An array of JAX gives M for places outside.
-      num_units: M, from 1 to 2^48; for an array of JAX to 2^31 - 1.
-      key: one key.
-      epoch: the number of the permutation under this key, at least 0.
+      num_units: M, from 1 to 2^48, or to 2^31 - 1 for an array of JAX.
+      key: one random key.
+      epoch: the number of the permutation under this key, >= 0.
 
     Returns:
       The units, of the shape of `index`: int32 of JAX if an argument is traced or `index` is an
@@ -222,7 +222,7 @@ def groups_of(num_units: int, size: int) -> Groups:
 def inside(
     numbers: Int[np.ndarray, "n"], places: Int[np.ndarray, "n"], domain: Domain, words: Any
 ) -> Int[np.ndarray, "n"]:
-    """The units at places of groups, each of which has a permutation of its own by its number."""
+    """The units at places in groups; each group has its permutation, by its number."""
     units = np.empty(places.size, np.int64)
     for start in range(0, places.size, BLOCK):
         part = slice(start, start + BLOCK)
@@ -240,7 +240,7 @@ def group_keys(words: Any, numbers: Int[np.ndarray, "n"], rounds: int) -> Halves
 
 
 def together(places: Int[np.ndarray, "..."], groups: Groups, words: Any) -> np.ndarray:
-    """The units at these places, where a group follows whole on another."""
+    """The units at these places, where whole groups follow each other."""
     flat, keys = places.reshape(-1), keys_of(words[:-1], int(words[-1]), groups.outer)
     last = np.array([groups.outer.num_units - 1])  # the group that may have fewer units
     begins = computed(last, groups.outer, keys, undone)[0] * groups.size
@@ -255,7 +255,7 @@ def together(places: Int[np.ndarray, "..."], groups: Groups, words: Any) -> np.n
 
 
 def spread(places: Int[np.ndarray, "..."], groups: Groups, words: Any) -> np.ndarray:
-    """The units at these places, where the units of a group are as many places apart as groups."""
+    """The units at these places, where units of a group are as many places apart as there are."""
     turn, position = np.divmod(places.reshape(-1), groups.outer.num_units)
     keys = keys_of(words[:-1], int(words[-1]), groups.outer)
     numbers = computed(position, groups.outer, keys)
@@ -274,19 +274,19 @@ def counted(
 ) -> Ordering:
     """Random reshuffling of the units of all workers, with nothing stored: units are computed.
 
-    The units at the places of an epoch are `index_shuffle(place, N, key, epoch=epoch)`. W workers
-    that have read u units of it read the places u + w B to u + w B + B - 1 next. A state is the
-    same for any number of workers and any B, so a run goes on with others from the units read.
+    The units at the places of an epoch are `index_shuffle(place, N, key, epoch=epoch)`. After u
+    units of an epoch, worker w reads the places u + w B to u + w B + B - 1 next. A state is the
+    same for any number of workers and any B, so a run can continue with other numbers there.
 
     Args:
       num_units: N, from 1 to 2^48, the units of the data. If W does not divide N, an epoch leaves
         out fewer than W of them, random ones.
       units_per_step: B >= 1, the units of a worker's step.
       group_size: K, from 1 to N: units 0 .. K - 1 are a group, K .. 2 K - 1 the next, and so on.
-      groups: "mixed" pays no attention to groups. "together" visits one whole group after another,
-        in a random order, and the units of each in a random order too: files of records. "spread"
-        puts the units of a group as many places apart as there are groups: windows of a document;
-        K must divide N.
+      groups: "mixed" ignores groups. "together" visits one whole group after another, in a random
+        order, and the units of each group in a random order, too: for files of records. "spread"
+        puts the units of a group as many places apart as there are groups: for windows of a
+        document; K must divide N.
 
     Returns:
       An `Ordering` whose state is a key and an epoch, one for all workers. `order.indices(state)`
@@ -350,7 +350,7 @@ def counted(
 
 
 def check_groups(groups: str, group_size: int, num_units: int) -> None:
-    """Raises ValueError unless groups are kept in a way that there is."""
+    """Raises ValueError for an unknown word, or sizes that do not fit it."""
     ways = "mixed", "together", "spread"
     if groups not in ways:
         raise ValueError(f"groups is {groups!r}: pass one of {ways}.")

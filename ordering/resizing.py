@@ -154,7 +154,7 @@ def begun(fresh: State, state: State, current: Int[np.ndarray, "W2 M2"], visited
 
 
 def _kept(leaf, workers: int, fresh=None):
-    """A leaf [W, ...] for W' workers: each gets that of the worker whose units it takes first.
+    """A leaf [W, ...] for W' workers: each takes it from the worker whose units it takes first.
 
     Keys are those of `fresh`, since workers without a common sum draw different numbers.
     """

@@ -1,4 +1,4 @@
-"""Orders from scores of the units: sorted, and the patterns that published curricula make of it."""
+"""Orders from scores of the units: sorted, and the patterns of published curricula."""
 
 import inspect
 from collections.abc import Callable
@@ -125,16 +125,16 @@ def scored(
     Args:
       scores: float[N], one number per unit of all workers; pass -scores to begin with the highest.
       pattern: a name above.
-      workers: W; each worker visits M = N // W units per epoch. The N mod W that are left out lie
-        evenly in the common order, others in every epoch.
+      workers: W; each worker visits M = N // W units per epoch. The N mod W units that are left out
+        are spread evenly over the common order, other ones in every epoch.
       units_per_step: B in [1, M], the units of a worker's step.
-      jitter: units of a window of the common order, whose units have a random order (JIT); 0 for
-        none. Segments take none.
+      jitter: in 0 .. N, the size of windows of the common order in which units have a random order
+        (JIT); 0 for none, and for segments.
       fixed: whether all epochs have one order, instead of new random numbers.
-      layers: layers of folded, zigzag (5), stairs (3) and saw (2).
-      sections: sections of stairs (2) and saw (3).
-      radius: in [0, 1], of stairs (0.225) and saw (0.075).
-      ends: in [0, 0.5], of segments (0.1).
+      layers: in 1 .. N; by default 5 for folded and zigzag, 3 for stairs, 2 for saw.
+      sections: in 1 .. N; by default 2 for stairs, 3 for saw.
+      radius: in [0, 1]; by default 0.225 for stairs, 0.075 for saw.
+      ends: in [0, 0.5]; by default 0.1 for segments.
       axis_name: as in `cd_grab`; not used for one worker.
 
     Returns:
@@ -200,7 +200,7 @@ def scored(
 
 
 def _places(scores: Any, pattern: str, given: dict[str, Any]) -> tuple[np.ndarray, Arranged]:
-    """(the unit in every place, what the pattern is made of); refuses bad arguments."""
+    """(the unit in every place, the result of the pattern); refuses bad arguments."""
     values, kind = plans.as_array(scores)
     if values.ndim != 1 or values.dtype.kind not in "biuf" or not len(values):
         raise ValueError(f"scores is {kind}: pass one number per unit, of all workers.")
@@ -231,7 +231,7 @@ def _places(scores: Any, pattern: str, given: dict[str, Any]) -> tuple[np.ndarra
 
 
 def _moves(arranged: Arranged, jitter: int, total: int) -> Callable:
-    """`(key, places) -> places`, with those of a part, or of a window, in a random order."""
+    """`(key, places) -> places`, with the units of a part or of a window in a random order."""
     if arranged.bounds and jitter:
         raise ValueError(
             f"jitter is {jitter}, and the pattern shuffles its parts as a whole: leave jitter out."

@@ -254,7 +254,8 @@ def signs_in_kernel(
 ) -> Signs:
     """`signs_of` as one Pallas kernel, for rules with scalars and keys in their state.
 
-    Triton compiles arrays of powers of two of elements alone; JAX interprets it on any platform.
+    Triton only compiles arrays whose sizes are powers of two. With `interpret`, JAX runs the kernel
+    on any platform.
     """
     size = valid.size
     arrays = gram, dots, valid.astype(jnp.float32), rule.coins(state, size)
@@ -302,7 +303,7 @@ def signs_in_kernel(
 
 
 def _has_triton() -> bool:
-    """Whether Triton compiles for the GPUs at hand; if there are none, for those of a topology."""
+    """Whether Triton compiles for the GPUs at hand; True without any, as for a topology."""
     try:
         gpu = jax.local_devices(backend="gpu")[0]
     except RuntimeError:

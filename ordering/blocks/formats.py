@@ -26,7 +26,7 @@ class ArrayRecord(File):
     def index(self) -> int:
         reader = self.open(self.name)
         if not reader.ok():  # it would only report that there are no records
-            raise ValueError("it is no ArrayRecord file, or a part of one")
+            raise ValueError("it is not a whole ArrayRecord file")
         return reader.num_records()
 
     @staticmethod

@@ -22,7 +22,7 @@ class BlockState(NamedTuple):
     units: Count  # units of this epoch in the windows that all workers together have read
     loads: Count  # batches read since the run began
     steps: Count  # equal to loads; with echoing, the uses of all batches
-    uses: Count  # uses so far of the next batch, which is used again; 0 if it is not
+    uses: Count  # uses so far of the next batch, if it is used again; 0 for a new batch
     batch: Count  # batches of the next window that were read
     summed: Count  # how many of these are in `sums`
     sums: PyTree  # sums of gradients for the window's blocks
@@ -66,7 +66,7 @@ def check(saved: Any, fresh: BlockState, blocks: Blocks) -> dict[str, Any]:
             where = ", inside a window" if name in ("window", "batch_size") else ""
             raise ValueError(
                 f"{what}: the state was saved with {parts[name]}{where}, now it is "
-                f"{getattr(fresh, name)}."
+                f"{getattr(fresh, name)}. Pass the same number."
             )
     if not inside:
         parts["sums"] = fresh.sums  # zeros

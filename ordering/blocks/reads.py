@@ -259,7 +259,7 @@ def read_blocks(
     with jax.transfer_guard("allow"):
         shape = (window,) if scope.workers is None else (scope.workers, window)
         sums = jax.tree.map(lambda x: jnp.zeros((*shape, *jnp.shape(x)), jnp.float32), like)
-        n = np.asarray(0)  # nothing is read
+        n = np.asarray(0)  # nothing has been read
         about = window, batch_size, seed, blocks.unit_size, blocks.filter_digest
         about = [np.asarray(x) for x in about]
         start = BlockState(first, n, n, n, n, n, n, n, sums, *about, blocks.digests)

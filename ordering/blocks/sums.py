@@ -14,7 +14,7 @@ def add_gradients(sums: PyTree, gradients: PyTree, places: Int[Array, "b"]) -> P
 
         s_j <- s_j + sum of g_i over the records i of block j
 
-    Where `window_ended`, call `order.observe(orders, sums)`, and begin the next window with zeros.
+    If `window_ended`, call `order.observe(orders, sums)`, and begin the next window with zeros.
     The last window of an epoch may be shorter: pass the first `window_units` sums. A block with
     fewer records weighs less, as it does in an epoch.
 

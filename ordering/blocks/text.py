@@ -134,7 +134,7 @@ class Tokens(File):
         if self.dtype.kind == "i" or size > 2:
             wrong = flat[(tokens != flat) | (tokens < 0)]
             if wrong.size:
-                raise Unfit(f"{wrong[0]} is no token of int32: pass the dtype of the file")
+                raise Unfit(f"{wrong[0]} is not a token of int32: pass the dtype of the file")
         tokens = np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[::length]
         if self.separator is None:
             return {"tokens": np.array(tokens)}

@@ -26,7 +26,7 @@ class Sizes(NamedTuple):
     window: int
     batches: int = 1
     last: int = 1  # batches of the last window, if it has fewer units
-    least: int = 1  # a last window has so many; fewer units are left out
+    least: int = 1  # units that a last window needs; fewer are left out
 
     def steps(self, units: int) -> int:
         """Batches of so many units, from the beginning of a window to the end of the epoch."""

@@ -60,7 +60,7 @@ def tf_dataset(
       [(4, 16), (0, 0), (3, 9)]
     """
     examples = as_source(source)
-    if not isinstance(indices, Indices):  # of which each part is checked when it is read
+    if not isinstance(indices, Indices):  # parts of `Indices` are checked when they are read
         indices = check_indices(indices, len(examples))
     tf = _tensorflow("tf_dataset")
 
@@ -298,7 +298,7 @@ def grain_dataset(
       Grain's datasets, https://google-grain.readthedocs.io/en/latest/
     """
     examples = as_source(source)
-    if not isinstance(indices, Indices):  # which Grain reads like any source
+    if not isinstance(indices, Indices):  # Grain reads `Indices` like any source
         indices = check_indices(indices, len(examples))
     try:
         import grain

@@ -122,7 +122,7 @@ class Epochs(Reader):
         return ReadState(copied(self.order_state), *map(np.asarray, counts), rows=rows)
 
     def goes_on_at(self, again: bool) -> Position:
-        """Where a saved run goes on: `again` with the last batch, while its epoch's order is there,
+        """Where a saved run goes on: `again` with the last batch if its epoch has not ended, or
         else with the next one."""
         return self._last if again and self._last.epoch == self.epoch else self._batches.position
 
@@ -178,7 +178,7 @@ class Epochs(Reader):
 
 @jax.transfer_guard("allow")
 def copied(tree: PyTree) -> PyTree:
-    """New arrays, which the next step cannot donate; of keys their data."""
+    """New arrays, which the next step cannot donate; keys become their data."""
     return jax.tree.map(lambda x: jnp.copy(key_data(x)), tree)
 
 

@@ -264,8 +264,8 @@ def check_sharding(batch: PyTree, sharding: PyTree) -> None:
     """
     is_none = lambda x: x is None  # noqa: E731
     try:
-        # None is a leaf here: of another structure JAX writes the batch into an error, for which
-        # it copies all of it from the device.
+        # None is a leaf here. Otherwise structures differ, and JAX writes the batch into an error,
+        # for which it copies all of it from the device.
         places = jax.tree.broadcast(sharding, batch, is_leaf=is_none)
     except ValueError:
         return

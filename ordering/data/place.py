@@ -22,8 +22,8 @@ class ReadState(NamedTuple):
     units: Count = 0  # units of this epoch that all workers together have read
     loads: Count = 0  # batches read since the run began
     steps: Count = 0  # equal to loads; with echoing, the uses of all batches
-    uses: Count = 0  # uses so far of the next batch, which is used again; 0 if it is not
-    used: Count = 0  # with minibatches, units of a worker in this use's that are done
+    uses: Count = 0  # uses so far of the next batch, if it is used again; 0 for a new batch
+    used: Count = 0  # with minibatches, a worker's units in the finished ones of this use
     rows: PyTree = ()  # gradients of these units, if the order has still to observe them
 
 
@@ -32,7 +32,8 @@ def check_place(
 ) -> None:
     """Raises ValueError for a position outside of the order, or one where no step begins.
 
-    It must be `aligned` if the order observes: a last, shorter step then has the usual size.
+    If it must be `aligned`, and for orders that observe, whole steps must be left of the epoch, and
+    a shorter step only if the epoch always ends with one.
     """
     unit, rest = divmod(int(place.units), workers)
     if rest or not 0 <= unit <= num_units:

@@ -86,7 +86,7 @@ def total_of(order: Ordering, scope: Scope, num_units: int) -> int:
 
 
 def first_units(order: Ordering, scope: Scope, num_units: int) -> Int[np.ndarray, "w 1"]:
-    """What makes the units of orders those of the source, for this process's workers."""
+    """The source's number of each worker's first unit, for the workers of this process."""
     return (0 if order.is_global else num_units) * scope.of_process[:, None]
 
 
@@ -99,7 +99,7 @@ def check_orders(orders: np.ndarray, order: Ordering, num_units: int, total: int
 
 
 def _of_workers(orders: Indices, here: np.ndarray, workers: int, window: int) -> Indices:
-    """The units that some of the workers read of those of all, step after step."""
+    """The units that some of the workers read, step after step, from the units of all workers."""
     step, rows = workers * window, len(here) * window
     whole, rest = divmod(len(orders), step)
     last = rest // workers  # units per worker in a last, shorter step
@@ -161,8 +161,7 @@ def step_indices(
 
     Returns:
       `(indices, batch_size)`: int64[W m S], or `Indices`, and W B S, the number of examples in a
-      whole step.
-      `tf_dataset(source, indices).batch(batch_size)` reads the steps.
+      whole step. `tf_dataset(source, indices).batch(batch_size)` reads the steps.
 
     Raises:
       ValueError: if units are out of range or named twice, or a size does not fit.

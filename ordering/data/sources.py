@@ -19,7 +19,7 @@ class Source:
     """Examples that are read by their numbers: what `as_source` returns.
 
     `len(source)` is the number of examples. `source[indices]`, with int[n] or a slice, is a batch
-    of them: one tree of NumPy arrays [n, ...]. `source.example(i)` is one of them as it is.
+    of them: one tree of NumPy arrays [n, ...]. `source.example(i)` is one example, unchanged.
     """
 
     def __init__(self, data: Any, size: int, like: "Like | None" = None):
@@ -355,7 +355,7 @@ def _of_list(name: str, value: Any) -> np.ndarray:
 def whole_numbers(
     name: str, value: object, ndims: Sequence[int] = (1, 2), example: str = "state.current"
 ) -> Int[np.ndarray, "..."]:
-    """int64 with `axes` axes; ValueError otherwise, for example for an order's whole state."""
+    """int64 with so many axes; raises ValueError otherwise, as for the whole state of an order."""
     array, kind = plans.as_array(value)
     if array.ndim not in ndims or (array.size and array.dtype.kind not in "iu"):
         axes = " or ".join(map(str, ndims))

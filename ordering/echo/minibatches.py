@@ -13,7 +13,7 @@ from syncopate import mesh, plans
 
 
 class Cut(NamedTuple):
-    """How a batch is cut: into `parts` of its units, which are `size` rows along `axis`."""
+    """How a batch is cut: into `parts` parts of its units, each of `size` rows along `axis`."""
 
     parts: int = 1
     key: Key[Array, ""] | None = None
@@ -29,7 +29,7 @@ class Cut(NamedTuple):
             if leaf.ndim <= self.axis:
                 raise ValueError(
                     f"{name} has the shape {leaf.shape}, and minibatches={self.parts} cuts axis "
-                    f"{self.axis}: give it the rows of the others, as jnp.full(rows, x)."
+                    f"{self.axis}: give it as many rows as the others, as by jnp.full(rows, x)."
                 )
             counts.add(leaf.shape[self.axis])
             if len(counts) > 1:

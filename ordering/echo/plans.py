@@ -195,7 +195,7 @@ def bernoulli(
     Args:
       p: a probability in (0, 1], a schedule of them, or float[T].
       total_steps: T in 1 .. 10^7.
-      key: the same for all workers, so that they make the same decisions.
+      key: a random key, the same for all workers, so that they make the same decisions.
 
     Returns:
       The plan.

@@ -31,7 +31,7 @@ class Place(NamedTuple):
 
     begun: int = 0  # steps of the plan
     loads: int = 0
-    uses: int = 0  # of the last load, begun
+    uses: int = 0  # uses of the last load that have begun
     done: int = 0  # minibatches of a use that has begun; 0 if the next one begins
     again: bool = False  # whether the first batch that is read is that of the last load
 
@@ -153,7 +153,7 @@ class Repeated(Iterator):
 
     @property
     def order_state(self) -> State:
-        """That of `Epochs`."""
+        """The state of the order after the last step, as of `Epochs`."""
         return self._reads().order_state
 
     def observe(self, rows: PyTree) -> None:
@@ -198,7 +198,7 @@ class Repeated(Iterator):
         self._reads().advance(order_state)
 
     def sync(self) -> None:
-        """That of `Epochs`."""
+        """Exchanges data that a coordinated order has deferred, as `Epochs.sync`."""
         self._reads().sync()
 
     def state(self) -> ReadState:
@@ -265,8 +265,8 @@ def repeat(
     Returns:
       A `Repeated` iterator of batches. Its `step`, `load`, `fresh` and `age`, the steps since the
       load, describe the last batch; numbers count from the start of the run. `observe`, `advance`
-      and `state` are those of `read_epochs`, which gets each batch once. Its units stay whole, and
-      the first use is in the order that it reads.
+      and `state` work as in `read_epochs`, whose order observes each batch once. Units stay whole,
+      and the first use follows the order.
 
     Raises:
       ValueError: for values out of range; from `next`, for an empty source, for a batch that

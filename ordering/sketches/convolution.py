@@ -1,4 +1,4 @@
-"""Convolutions of a batch of examples and kernels without the grouped ones that vmap would make.
+"""Convolutions of batches of examples and kernels, not grouped as vmap would make them.
 
 Under vmap of data and kernel, as in gradients of single examples, JAX makes every example a group
 of features. If the examples are split over an automatic axis of a mesh, XLA's partitioner returns

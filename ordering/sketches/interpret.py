@@ -44,7 +44,7 @@ class Shared(NamedTuple):
 
     value: Any
     copy: Any  # the value computed from the example's copies of parameters, or None
-    leaves: dict[int, str]  # {parameter in it: the primitive that has used this}
+    leaves: dict[int, str]  # {parameter in it: the primitive that used the parameter}
     name: tuple[int, ...] = ()  # the places of the outer equations, this one, and the result
 
 

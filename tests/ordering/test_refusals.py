@@ -198,7 +198,7 @@ REFUSED = {  # the call, and what its message names: arguments, values, places i
     # Orders.
     "another axis": (
         lambda: ordering.init_workers(ORDERS["unzip"], KEY, None, NO_WORKERS), "('data', 'model')"),
-    "less than a step": (lambda: observed(CUT, 3), "3 units", "4 (of 8)"),
+    "less than a step": (lambda: observed(CUT, 3), "3 units", "4 (of 8 units)"),
     "parameters of bools": (lambda: of_loss(PARAMS > 0), "dtype", "bool"),
     "fewer units": (lambda: resized((2, 4, 2)), "3 workers", "6 units", "2 workers", "4 units"),
     "another rule": (
