@@ -25,8 +25,7 @@ from absl import flags
 from experiments import entry, maxtext
 from experiments.compare import flags as dialect
 from experiments.compare import recipes
-from experiments.compare.arms import Arm, arm_of, rows_from_flag
-from experiments.compare.rows import SYNC_RULES
+from experiments.compare.arms import Arm, RowParser, arm_of
 from experiments.data import Recipe, Task
 from experiments.data.base import FACTOR, POSITIVE, SECONDS, SPEED
 from experiments.report import plots
@@ -84,8 +83,7 @@ def define_flags(values: flags.FlagValues) -> None:
     dialect.define(values, "setting")
     with dialect.shown(values):
         flags.DEFINE_string("task", "all", "a setting to plan, or all", values)
-        text = f"rules to compare, of {', '.join(SYNC_RULES)}"
-        flags.DEFINE_list("arms", SHOWN, text, values)
+        dialect.define_list(values, RowParser("sync"), "arms", [*SHOWN], "rules to compare")
         text = "seconds of computation per step; the published ones if unset"
         dialect.define_value(values, POSITIVE, "step_seconds", None, text)
         text = "Gb/s of a worker's link"
@@ -142,7 +140,7 @@ def forecast_of(name: str, values: flags.FlagValues) -> tuple[str, str, tuple]:
     if seconds is None:
         raise UserError(f"--task={name} has no published times: pass --step_seconds.")
     size, rate = num_params(task.model), recipe.learning_rates[0]
-    arms = [arm_of(words) for words in rows_from_flag(values, "arms", "sync")]
+    arms = [arm_of(words) for words in dict.fromkeys(values.arms)]
     made = [plans_of(task, recipe, arm, rate=rate) for arm in arms]
     plans = {arm.label: one.sync for arm, one in zip(arms, made, strict=True)}
     network = {"efficiency": values.efficiency, "latency": values.latency}

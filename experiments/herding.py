@@ -14,13 +14,13 @@ D-RR 350 to 400.
 import functools
 import itertools
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from absl import flags
 
 from experiments import entry
 from experiments.compare import flags as dialect
-from experiments.compare.arms import choices_of, row_of, rows_from_flag
+from experiments.compare.arms import RowParser, row_of
 from experiments.data.base import COUNT
 from experiments.report import plots, tables
 from experiments.trainer.config import OrderSetting
@@ -37,7 +37,7 @@ def define_flags(values: flags.FlagValues) -> None:
         flags.DEFINE_integer("rounds", 15, "passes over the vectors", 1, 10_000, values)
         workers = [5, 10, 20, 50, 100]
         dialect.define_list(values, COUNT, "workers", workers, "numbers of workers")
-        flags.DEFINE_list("arms", [*ARMS], f"orders: {choices_of('order')}", values)
+        dialect.define_list(values, RowParser("order"), "arms", [*ARMS], "orders")
         dialect.define_value(values, COUNT, "dimension", DIMENSION, "entries of a vector")
         text = "vectors of a worker in a step; about 16 over all workers"
         dialect.define_value(values, COUNT, "units_per_step", None, text)
@@ -97,9 +97,9 @@ def bounds_over_rounds(
     return bounds
 
 
-def table(measured: Sequence[dict], arms: Iterable[str], rounds: int) -> str:
+def table(measured: Sequence[dict], labels: Mapping[str, str], rounds: int) -> str:
     """Markdown: the bound after the last round, one row per order, one column per W."""
-    rows = {name: {"order": row_of("order", name).label} for name in arms}
+    rows = {name: {"order": label} for name, label in labels.items()}
     for r in measured:
         if r["round"] == rounds:
             rows[r["order"]][f"W = {r['workers']}"] = f"{r['bound']:.2f}"
@@ -107,7 +107,6 @@ def table(measured: Sequence[dict], arms: Iterable[str], rounds: int) -> str:
 
 
 def main(values: flags.FlagValues) -> None:
-    arms = rows_from_flag(values, "arms", "order")
     if max(values.workers) > values.num_vectors // 2:
         raise UserError(
             f"--workers has {max(values.workers)}, and --num_vectors is {values.num_vectors}: each "
@@ -116,13 +115,10 @@ def main(values: flags.FlagValues) -> None:
     from experiments.report import page, records
 
     with page.opened("herding", values) as folder:
-        measured = measure(values, arms)
-        title, labels = (
-            f"{values.num_vectors:,} unit vectors",
-            {n: row.label for n, row in arms.items()},
-        )
+        labels = {name: row_of("order", name).label for name in values.arms}
+        measured, title = measure(values, labels), f"{values.num_vectors:,} unit vectors"
         records.write_lines(os.path.join(folder, records.METRICS), measured)
-        texts = {"table_herding.md": table(measured, arms, values.rounds)}
+        texts = {"table_herding.md": table(measured, labels, values.rounds)}
         pictures = {"herding.png": functools.partial(plots.herding, measured, labels)}
         print(page.write_all(folder, title, texts, pictures))
         print(f"\nWritten to {folder}")

@@ -155,6 +155,18 @@ def arms_of(names: Iterable[str], named: Mapping[str, Arm], **usual: str) -> dic
 # Flags.
 
 
+class RowParser(flags.ArgumentParser):
+    """Takes the words of a row of a table, such as "qsr+int8" of "sync"."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind, self.syntactic_help = kind, f"words of --{kind}: {choices_of(kind)}"
+
+    def parse(self, argument: str) -> str:
+        row_of(self.kind, argument)
+        return argument
+
+
 def define_decisions(values: flags.FlagValues, **defaults: str) -> None:
     """Defines --order, --sync, --echo and the options of their rows."""
     texts = "which unit comes next", "when workers meet", "when a batch is used again"
@@ -177,17 +189,5 @@ def arm_from_flags(values: flags.FlagValues, label: str | None = None) -> Arm:
         for flag, option in options_of(kind).items():
             if (value := values[flag].value) is not None:
                 words.append(value if option.words else f"{flag}{value}")
-        (decided,) = parsed("+".join(words), (kind,)).values()
-        texts[kind] = "+".join(decided.values())
+        texts[kind] = "+".join(words)
     return Arm(label, **texts)
-
-
-def rows_from_flag(values: flags.FlagValues, name: str, kind: str) -> dict[str, Any]:
-    """{words: row} of a flag that lists words of one table."""
-    rows = {}
-    for text in values[name].value or [""]:
-        try:
-            rows[text] = row_of(kind, text)
-        except UserError as error:
-            raise UserError(f"--{name} has {[text]}: {error}") from error
-    return rows

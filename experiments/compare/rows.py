@@ -33,10 +33,7 @@ class Option(NamedTuple):
         if self.words:
             return self.words.get(word)
         number = re.fullmatch(rf"{flag}(-?[\d.]+(e-?\d+)?)", word)
-        if number is None:
-            return None
-        check(flag, number[1], self.number)
-        return self.number.parse(number[1])
+        return None if number is None else check(flag, number[1], self.number)
 
 
 # Orders.

@@ -51,10 +51,10 @@ STEPS, SLOWNESS = Real("[0, 1000000]"), Real("(0, 1000000]")
 SPEED = Real("[0.001, inf)")  # in Gb/s or teraflops
 
 
-def check(name: str, value, allowed: flags.ArgumentParser) -> None:
-    """Raises ValueError, naming the flag, for a value that it would not take."""
+def check(name: str, value, allowed: flags.ArgumentParser) -> Any:
+    """What a flag makes of a value; ValueError, naming the flag, if it would not take it."""
     try:
-        allowed.parse(value)
+        return allowed.parse(value)
     except (TypeError, ValueError) as error:
         rule = f"pass {allowed.syntactic_help}" if allowed.syntactic_help else error
         raise UserError(f"--{name} is {value}: {rule}.") from error

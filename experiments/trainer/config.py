@@ -150,8 +150,7 @@ def num_params(model) -> int:
 
 def seed_of(seed: int) -> np.uint32:
     """A seed of 32 bits; ValueError for another, which JAX would take modulo 2^32."""
-    check("seed", seed, SEED)
-    return np.uint32(seed)
+    return np.uint32(check("seed", seed, SEED))
 
 
 def total_steps_of(recipe: Recipe, sizes: Sizes) -> int:

@@ -291,7 +291,7 @@ REFUSED = {
     "echoing --task=digits": "has no target",
     "combined --order=rr": "that is the first level",
     "combined --echo=measured": "--echo is measured",
-    "forecast --arms=qsr,often": "--arms has .'often'",
+    "forecast --arms=qsr,often": "--arms=qsr,often: .often. has .often., which is no word",
     "herding --num_vectors=3": "--workers has 100, and --num_vectors is 3: each worker needs two",
 }
 # A dry run stands for the command without it; --data_dir and what a folder is for are accepted.
