@@ -21,8 +21,8 @@ import numpy as np
 import ordering
 from benchmarks.timing import compared, print_rows
 from experiments.timing import medians
+from ordering.gradients.linear import SIZE
 from ordering.signs import balance_blocks, greedy
-from ordering.sketches.linear import SIZE
 from ordering.trees import split_pairs, subtract
 
 # Units per call: enough to exceed the caches at every D, at most 1.3 GB.

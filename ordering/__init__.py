@@ -9,7 +9,15 @@ from ordering import baselines, blocks, data, echo
 from ordering.base import Ordering, init_workers
 from ordering.centred import grab
 from ordering.global_orders import global_order, global_reshuffling
-from ordering.gradients import check_separable, group_loss, microbatch_grads, per_example_grads
+from ordering.gradients.backward import sketch_plan, sketched_grads
+from ordering.gradients.examples import (
+    check_separable,
+    group_loss,
+    microbatch_grads,
+    per_example_grads,
+)
+from ordering.gradients.linear import SketchLeaf, make_sketch
+from ordering.gradients.scale import second_moment_scale
 from ordering.indices import Indices
 from ordering.mixtures import MixturePlan, mixture
 from ordering.pairs import cd_grab, pair_balance
@@ -17,9 +25,6 @@ from ordering.permutations import counted, index_shuffle
 from ordering.resizing import resize
 from ordering.scored_orders import scored
 from ordering.shuffles import random_reshuffling
-from ordering.sketches.backward import sketch_plan, sketched_grads
-from ordering.sketches.linear import SketchLeaf, make_sketch
-from ordering.sketches.scale import second_moment_scale
 
 __all__ = [
     "Indices",

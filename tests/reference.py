@@ -264,7 +264,7 @@ def load_if_ready(ready, max_factor):
 
 
 def hash_signs(seed, places):
-    """The signs of `ordering.sketches.linear.hash_signs`, in integers of 64 bits."""
+    """The signs of `ordering.gradients.linear.hash_signs`, in integers of 64 bits."""
     x = np.uint64(places) * np.uint64(0x9E3779B1) & np.uint64(0xFFFFFFFF) ^ np.uint64(seed)
     for shift, factor in ((16, 0x21F0AAAD), (15, 0xD35A2D97)):
         x = (x ^ x >> np.uint64(shift)) * np.uint64(factor) & np.uint64(0xFFFFFFFF)

@@ -13,9 +13,9 @@ import numpy as np
 import optax
 
 import ordering
-from ordering.sketches.backward import fold_small
-from ordering.sketches.linear import fold, maps_of, of_slice
-from ordering.sketches.scale import scaled
+from ordering.gradients.backward import fold_small
+from ordering.gradients.linear import fold, maps_of, of_slice
+from ordering.gradients.scale import scaled
 from ordering.trees import as_float32
 from tests import reference
 

@@ -19,7 +19,7 @@ from experiments.distributed.devices import replicated_sharding, worker_sharding
 from experiments.trainer import config, pipeline, step, timeline
 from experiments.trainer.config import Plans, Sizes, seed_of
 from experiments.trainer.step import TrainState, Worker
-from ordering.gradients import check_separable
+from ordering.gradients.examples import check_separable
 from syncopate.mesh import platform
 from syncopate.refusals import UserError
 

@@ -20,7 +20,7 @@ from experiments.data.averages import Averages, averages_of
 from experiments.data.base import Recipe, Task, size_of
 from experiments.data.scores import scores_of
 from experiments.trainer.config import EXAMPLES, OrderSetting, Sizes, num_params
-from ordering.sketches import scale as scale_lib
+from ordering.gradients import scale as scale_lib
 from ordering.trees import finite_units
 from syncopate.refusals import UserError
 from syncopate.workers import AXIS

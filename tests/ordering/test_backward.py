@@ -11,9 +11,9 @@ import pytest
 
 import models
 import ordering
-from ordering.gradients import group_loss
-from ordering.sketches.interpret import Handler, interpret
-from ordering.sketches.rules import RULES
+from ordering.gradients.examples import group_loss
+from ordering.gradients.interpret import Handler, interpret
+from ordering.gradients.rules import RULES
 from tests.cases import mostly_slow
 from tests.sketched import (
     KEY,

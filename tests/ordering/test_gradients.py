@@ -10,7 +10,7 @@ import pytest
 
 import models
 import ordering
-from ordering.sketches.scale import Factors
+from ordering.gradients.scale import Factors
 from tests.cases import mostly_slow
 
 MODELS = {

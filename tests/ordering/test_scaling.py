@@ -9,8 +9,8 @@ import optax
 import pytest
 
 import ordering
-from ordering.sketches.linear import SketchLeaf
-from ordering.sketches.scale import whole_scale
+from ordering.gradients.linear import SketchLeaf
+from ordering.gradients.scale import whole_scale
 from tests import reference
 from tests.cases import mostly_slow
 

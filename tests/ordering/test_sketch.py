@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import ordering
-from ordering.sketches.linear import BLOCK, grouped_sums, hash_signs, table_of_sums
-from ordering.sketches.linear import fold as fold_leaf
+from ordering.gradients.linear import BLOCK, grouped_sums, hash_signs, table_of_sums
+from ordering.gradients.linear import fold as fold_leaf
 from tests import reference, tables
 
 SEED = jnp.uint32(12345)

@@ -11,7 +11,7 @@ REPORTS = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S))
 PROGRAM = re.compile(r"```python\n(.*?)```\n\n```text\n(.*?)```", re.S)
 MENDED = {
     "Grain": "nothing of ours rests on it",
-    "JAX": "ordering/sketches/convolution.py may go once the oldest JAX of setup.cfg is mended",
+    "JAX": "ordering/gradients/convolution.py may go once the oldest JAX of setup.cfg is mended",
 }
 
 

@@ -15,9 +15,9 @@ from jax.custom_batching import custom_vmap
 from jax.extend import core
 from jaxtyping import Array
 
-from ordering.sketches import linear
-from ordering.sketches.convolution import CONVOLUTION, bind
-from ordering.sketches.interpret import (
+from ordering.gradients import linear
+from ordering.gradients.convolution import CONVOLUTION, bind
+from ordering.gradients.interpret import (
     Handler,
     Param,
     bind_of_example,

@@ -9,7 +9,7 @@ takes up to twice as long.
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -38,7 +38,7 @@ def bind_split(equation: core.JaxprEqn, values: Sequence) -> list:
         return bind(equation, values)
     if equation.primitive.name == CONVOLUTION:
         return [convolution(equation)(*values)]
-    if not holds(equation, CONVOLUTION):
+    if not holds([equation], CONVOLUTION):
         return bind(equation, values)
     changed = {name: _rewritten(param) for name, param in equation.params.items()}
     return bind(equation.replace(params=changed), values)
@@ -67,10 +67,13 @@ def may_be_split() -> bool:
     return jax.device_count() > 1
 
 
-def holds(equation: core.JaxprEqn, name: str) -> bool:
-    """Whether a primitive is in a program within an equation."""
-    inner = core.jaxprs_in_params(equation.params)
-    return any(e.primitive.name == name or holds(e, name) for jaxpr in inner for e in jaxpr.eqns)
+def holds(equations: Iterable[core.JaxprEqn], *names: str) -> bool:
+    """Whether one of these primitives is in the equations, or in a program within them."""
+    return any(
+        equation.primitive.name in names
+        or any(holds(inner.eqns, *names) for inner in core.jaxprs_in_params(equation.params))
+        for equation in equations
+    )
 
 
 def _values(jaxpr, consts, args):

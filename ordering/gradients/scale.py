@@ -16,8 +16,8 @@ import optax
 from jaxtyping import Array, Float32, PyTree
 
 from ordering import trees
-from ordering.gradients import check_params
-from ordering.sketches.linear import Map, SketchLeaf
+from ordering.gradients.examples import check_params
+from ordering.gradients.linear import Map, SketchLeaf
 from syncopate import mesh, plans
 
 

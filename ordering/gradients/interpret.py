@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from jax.extend import core
 from jaxtyping import PyTree
 
-from ordering.sketches import convolution
-from ordering.sketches.convolution import bind, holds
+from ordering.gradients import convolution
+from ordering.gradients.convolution import bind, holds
 
 RULE = "custom_vjp_call"
 
@@ -156,7 +156,7 @@ def _shared(equation, values, handler, path):
     name, leaves, values = equation.primitive.name, {}, [*values]
     for v in values:
         leaves |= {v.leaf: name} if isinstance(v, Param) else v.leaves
-    if leaves and (name == RULE or holds(equation, RULE)):
+    if leaves and holds([equation], RULE):
         handler.rule()
     results = bind(equation, [v.value for v in values])
     copies = [None] * len(results)

@@ -19,8 +19,8 @@ from jax.extend import core
 from jaxtyping import Array, Key, PyTree
 
 from ordering import trees
-from ordering.sketches.convolution import holds, split_safe
-from ordering.sketches.interpret import RULE, has_rule_of_parameters
+from ordering.gradients.convolution import holds, split_safe
+from ordering.gradients.interpret import RULE, has_rule_of_parameters
 from syncopate import plans
 from syncopate.mesh import is_key, names_of, varying_like
 
@@ -81,7 +81,7 @@ def per_example_grads(
         size, keys = units_of(params, batch, key)
         first = jax.tree.map(lambda x: x[0], (batch, keys))
         program, of_one = _traced(of_alone, params, example_of(first[0]), first[1])
-        has_rule = any(e.primitive.name == RULE or holds(e, RULE) for e in program.jaxpr.eqns)
+        has_rule = holds(program.jaxpr.eqns, RULE)
         seed = size if has_rule else 1  # a nonlinear rule gets the cotangent it has in a mean
 
         def part(params, unit):
@@ -422,7 +422,7 @@ def _near(one, other):
 def _mixes(of_batch, batch, by_place):
     """Why losses differ, and what to do; if a mask is drawn, equal examples differ `by_place`."""
     program = jax.make_jaxpr(of_batch)(batch).jaxpr
-    if by_place and any(holds(e, name) for e in program.eqns for name in DRAWS):
+    if by_place and holds(program.eqns, *DRAWS):
         return (
             "the loss draws random numbers with the shape of the batch, such as a mask for "
             "dropout, so that examples cannot be compared. ordering.per_example_grads gives each "

@@ -21,7 +21,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float32, Key, PyTree
 
 from ordering.base import check_key
-from ordering.gradients import (
+from ordering.gradients import linear
+from ordering.gradients.convolution import split_safe
+from ordering.gradients.examples import (
     check_params,
     example_of,
     loss_alone,
@@ -30,12 +32,10 @@ from ordering.gradients import (
     size_of,
     units_of,
 )
-from ordering.sketches import linear
-from ordering.sketches.convolution import split_safe
-from ordering.sketches.interpret import Handler, as_copy, interpret
-from ordering.sketches.linear import MOST, SIZE, Map, SketchLeaf, times
-from ordering.sketches.rules import LINEAR, LOOK_UP, RULES, Use
-from ordering.sketches.scale import scaled_maps, whole_scale
+from ordering.gradients.interpret import Handler, as_copy, interpret
+from ordering.gradients.linear import MOST, SIZE, Map, SketchLeaf, times
+from ordering.gradients.rules import LINEAR, LOOK_UP, RULES, Use
+from ordering.gradients.scale import scaled_maps, whole_scale
 from ordering.trees import as_float32, tree_size
 from syncopate.mesh import automatic, varying
 from syncopate.plans import check_whole

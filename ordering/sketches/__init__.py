@@ -1,1 +1,0 @@
-"""Sketches of the gradients of single units, which `linear` defines and `backward` computes."""
