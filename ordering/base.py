@@ -25,7 +25,6 @@ from syncopate.workers import AXIS, axis_of, count_of
 State = Any  # a NamedTuple of arrays, with at least the fields that `Ordering` names
 COUNTERS = ("position", "left", "epoch")  # fields of a first state that are int32[] at zero
 MOST_UNITS = 2**31 - 1  # units are numbered in int32
-LANES = 128  # of a TPU's vector unit
 
 
 class Ordering(NamedTuple):
@@ -144,7 +143,7 @@ def init_workers(
         )
     canonical = jax.dtypes.canonicalize_dtype
     shapes = tuple((tuple(leaf.shape), canonical(leaf.dtype)) for leaf in leaves)
-    return _init(order, structure, shapes, scope_of(workers, axis_name))(check_key(key))
+    return _init(order, structure, shapes, scope_of(workers, axis_name))(plans.check_key(key))
 
 
 class Scope(NamedTuple):

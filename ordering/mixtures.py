@@ -374,7 +374,7 @@ class Passes:
 
 def _order(plan: MixturePlan, orders: dict[str, Ordering], units_per_step: int) -> Ordering:
     def init(key, params=None):
-        return MixtureState(jax.random.clone(base.check_key(key)), jnp.zeros((), jnp.int32))
+        return MixtureState(jax.random.clone(plans.check_key(key)), jnp.zeros((), jnp.int32))
 
     def observe(state, gradients):
         if gradients is not None:

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
 from ordering import base, signs, trees
-from ordering.base import LANES, Ordering, equal_once, shared_key, simulated
+from ordering.base import Ordering, equal_once, shared_key, simulated
 from ordering.gathered import gathered_pairs
+from ordering.trees import LANES
 from syncopate import mesh
 
 

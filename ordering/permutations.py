@@ -188,7 +188,7 @@ def index_shuffle(
       https://doi.org/10.1007/3-540-45760-7_9
     """
     domain = domain_of(plans.check_whole("num_units", num_units, 1, MOST))
-    words = jax.random.key_data(base.check_key(key))
+    words = jax.random.key_data(plans.check_key(key))
     if isinstance(index, jax.Array) or any(isinstance(x, Tracer) for x in (words, epoch)):
         plans.check_whole("num_units, of an array of JAX,", num_units, 1, base.MOST_UNITS)
         if not jnp.issubdtype(jnp.result_type(index), jnp.integer):
@@ -315,7 +315,7 @@ def counted(
 
     def init(key, params=None):
         # A copy of the key, which the caller keeps when the state is donated.
-        return CountedState(jax.random.clone(base.check_key(key)), jnp.zeros((), jnp.int32))
+        return CountedState(jax.random.clone(plans.check_key(key)), jnp.zeros((), jnp.int32))
 
     def observe(state, gradients):
         check(state, "observe")

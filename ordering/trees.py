@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Float32, PyTree
 
 FEW = 16  # gradients that are added up one by one
+LANES = 128  # numbers in a TPU's vector unit
 NO_NUMBERS = "OSUMm"  # NumPy's kinds of objects, texts and dates, which JAX does not take
 REAL = (jnp.floating, jnp.integer, jnp.bool_)
 STACK = (

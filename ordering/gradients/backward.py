@@ -20,7 +20,6 @@ from jax.extend import core
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float32, Key, PyTree
 
-from ordering.base import check_key
 from ordering.gradients import linear
 from ordering.gradients.convolution import split_safe
 from ordering.gradients.examples import (
@@ -38,7 +37,7 @@ from ordering.gradients.rules import LINEAR, LOOK_UP, RULES, Use
 from ordering.gradients.scale import scaled_maps, whole_scale
 from ordering.trees import as_float32, tree_size
 from syncopate.mesh import automatic, varying
-from syncopate.plans import check_whole
+from syncopate.plans import check_key, check_whole
 
 LEAST = 4  # p q for a gradient of rank one: with fewer, transforms take longer
 TABLE = 16  # the least number of groups for tables

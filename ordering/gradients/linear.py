@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Float32, Key, PyTree, UInt32
 
-from ordering import base, trees
-from ordering.base import LANES
+from ordering import trees
+from ordering.trees import LANES
 from syncopate import mesh, plans
 
 SIZE = 1024
@@ -69,7 +69,7 @@ def make_sketch(
       Dasgupta, Gupta, An Elementary Proof of a Theorem of Johnson and Lindenstrauss, 2003,
       https://doi.org/10.1002/rsa.10073
     """
-    size, key = plans.check_whole("size", size, 1, MOST), base.check_key(key)
+    size, key = plans.check_whole("size", size, 1, MOST), plans.check_key(key)
     axes = () if specs is None else mesh.axes_of(specs)
 
     def apply(tree):

@@ -77,6 +77,21 @@ def test_a_legacy_key_is_the_typed_one_of_its_numbers(take):
         np.testing.assert_array_equal(one, other)
 
 
+ONE_KEY = {
+    "counted": lambda keys: ordering.counted(4).init(keys, None),
+    "index_shuffle": lambda keys: ordering.index_shuffle(0, 4, keys),
+    "init_workers": lambda keys: ordering.init_workers(ordering.grab(4), keys, ROWS[0, 0], 2),
+    "make_sketch": ordering.make_sketch,
+    "sketched_grads": lambda keys: ordering.sketched_grads(lambda w, x: x @ w, keys),
+}
+
+
+@pytest.mark.parametrize("take", ONE_KEY.values(), ids=ONE_KEY)
+def test_one_key_for_all_workers_is_asked_for_as_one(take):
+    with pytest.raises(ValueError, match=r"key has shape \(2,\): pass one key, as key\[0\]"):
+        take(jax.random.split(jax.random.key(0)))
+
+
 def test_a_second_use_would_be_seen():
     with pytest.raises(KeyReuseError):
         key = jax.random.key(0)
