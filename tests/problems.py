@@ -11,7 +11,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 import local_opt
 from experiments.compare import rows
-from tests.plain_loop import Mean, history
+from syncopate import mesh
+from tests.plain_loop import Mean, Streaming, history
 
 W = 4
 RATE, MOMENTUM = 0.05, 0.9
@@ -32,9 +33,9 @@ def of_one(function):
 
 def on_mesh(function, workers=W, check_vma=True):
     """A per-worker function, one worker per device; everything has a leading worker axis."""
-    mesh = jax.make_mesh((workers,), ("worker",), (AxisType.Auto,), devices=jax.devices()[:workers])
+    over = jax.make_mesh((workers,), ("worker",), (AxisType.Auto,), devices=jax.devices()[:workers])
     spec, run = PartitionSpec("worker"), of_one(function)
-    return jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma)
+    return jax.shard_map(run, mesh=over, in_specs=spec, out_specs=spec, check_vma=check_vma)
 
 
 RUNS = {
@@ -78,6 +79,7 @@ def assert_workers_bitwise_equal(tree):
 RNG = np.random.default_rng(0)
 MATRICES = RNG.normal(size=(W, 5, 6)).astype(np.float32)
 TARGETS = RNG.normal(size=(14, W, 5)).astype(np.float32)
+PLACES = [0, 1], [2, 3, 4, 5]  # of b and of w, in the order of the reference
 START = {"w": jnp.asarray(RNG.normal(size=(2, 2)), jnp.float32), "b": jnp.zeros(2)}
 
 
@@ -96,9 +98,6 @@ def square_gradient(w, t, x):
     return MATRICES[w].T @ (MATRICES[w] @ x - TARGETS[t, w])
 
 
-square_gradient.workers = W
-
-
 def square_step(opt, **options):
     def step(params, state, matrix, target):
         grads = jax.grad(square_loss)(params, matrix, target)
@@ -108,23 +107,37 @@ def square_step(opt, **options):
     return step
 
 
-def run_squares(opt, run=vmap, steps=13, weights=None):
-    """[steps, W, 6], parameters of all workers after every step; and the last state.
+def run_all(made, run=vmap, plan=PLAN, *, workers=W, targets=TARGETS, **more):
+    """[T, W, 6], parameters of all workers after every step, and the last state: in one program.
 
-    weights [R, W]: of the workers in every round of PLAN, None for equal ones.
+    made: a transformation, or `Rounds` that are synchronised by the plan; more: {name: [T, W] or
+    [T]}, extra arguments of an update, of which `weight` is that of a sync.
     """
+    total, planned = plan.total_steps, not isinstance(made, local_opt.Rounds)
+    more = {name: np.stack([x] * workers) if x.ndim == 1 else x.T for name, x in more.items()}
 
-    def one(params, state, matrix, target, weight):
-        more = {} if weights is None else {"weight": weight}
-        return square_step(opt, **more)(params, state, matrix, target)
+    @jax.jit
+    @run
+    def all_steps(params, matrix, targets, more):
+        def body(carry, now):
+            due, target, more = now
+            weight = {} if planned else {"weight": more.pop("weight", None)}
+            params, state = square_step(made, **more)(*carry, matrix, target)
+            if not planned:
+                synced = made.sync(params, state, **weight)
+                carry = jax.tree.map(lambda a, b: jnp.where(due, a, b), synced, (params, state))
+                params, state = carry
+            carry = mesh.varying((params, state), matrix)
+            return carry, carry[0]
 
-    step, params, history = jax.jit(run(one)), copies(START), []
-    state = jax.jit(run(opt.init))(params)
-    for t in range(steps):
-        weight = np.ones(W) if weights is None else weights[np.count_nonzero(PLAN.starts <= t) - 1]
-        params, state = step(params, state, MATRICES, TARGETS[t], weight)
-        history.append(flat(params))
-    return np.stack(history), state
+        due = jnp.asarray(plan.syncs_after(np.arange(total)))
+        start = mesh.varying((params, made.init(params)), matrix)
+        (_, state), history = jax.lax.scan(body, start, (due, targets, more))
+        return history, state
+
+    targets = np.swapaxes(targets[:total, :workers], 0, 1)
+    history, state = all_steps(copies(START, workers), MATRICES[:workers], targets, more)
+    return np.swapaxes(flat(history), 0, 1), state
 
 
 def ends_of(plan) -> list[int]:
@@ -149,20 +162,6 @@ def run_rounds(rounds, plan, run=vmap, weights=None):
 
 def weighed(sync):
     return lambda params, state, weight: sync(params, state, weight=weight)
-
-
-def run_given(opt, first, grads, plan=PLAN):
-    """One worker's parameters after every sync, of given gradients [T, W] of trees."""
-    params, results = copies(first), []
-    state, step = jax.jit(jax.vmap(opt.init))(params), jax.jit(vmap(opt.update))
-    for t, grad in enumerate(grads):
-        stacked = jax.tree.map(lambda *x: jnp.stack(x), *grad)
-        updates, state = step(stacked, state, params)
-        before, params = params, optax.apply_updates(params, updates)
-        if plan.syncs_after(t):
-            local_opt.check_synced(params, before=before)
-            results.append(jax.tree.map(lambda x: np.asarray(x[0]), params))
-    return results
 
 
 @functools.cache
@@ -220,3 +219,11 @@ def expected_squares(plan=PLAN, momentum=MOMENTUM, clip=math.inf, weights=None):
     }
     start, traces = flat(START).astype(np.float64), [np.zeros(6)] * W
     return history(step, start, traces, plan.total_steps, means)
+
+
+def expected_stream(ends, delay, mixing, outer, weights=None, rate=RATE):
+    """As `run_segments`, by the plain loop: fragments are b and w, sent after the ends of each."""
+    first, more = flat(START).astype(np.float64), {"mixing": mixing, "weights": weights}
+    stream = Streaming(first, PLACES, ends, 13, delay=delay, outer=outer, **more)
+    step = lambda w, t, x, state: (x - rate * square_gradient(w, t, x), state)  # noqa: E731
+    return history(step, first, [()] * W, 13, dict.fromkeys(range(13), stream))

@@ -207,15 +207,6 @@ def weighted_mean(rows, weights):
     return total / over
 
 
-def outer_momentum(changes, rate, momentum, nesterov=False):
-    """What momentum on the changes of rounds moves: DiLoCo's Nesterov, SlowMo's heavy ball."""
-    velocity, moves = 0.0, []
-    for d in changes:
-        velocity = momentum * velocity + d
-        moves.append(-rate * (d + momentum * velocity) if nesterov else -rate * velocity)
-    return moves
-
-
 def stochastic_echo(p, uniforms):
     """Algorithm 1 of the echoing paper: the steps that load, by coins uniform in [0, 1)."""
     fresh = []
@@ -417,76 +408,6 @@ def synchronize_changes(anchor, changes, lost, compressor, rounded, weights=None
     return anchor + mean[:size], lost[:, :size]
 
 
-def streaming_diloco(
-    params, gradient, fragments, ends, rates, *, delay, mixing, outer, weights=None
-):
-    """Algorithm 2 of Streaming DiLoCo (Douillard et al. 2025): [T, W, D] after every step.
-
-    fragments: the places of each; ends: the steps after which each is sent; rates: of SGD, per
-    step; outer: (rate, momentum) of Nesterov; weights [T, W] of the workers in the mean of what is
-    sent after a step, where a worker with weight zero keeps nothing. At the end of the run
-    everything is sent and received at once, and nobody keeps anything of its own.
-    """
-    workers, total = gradient.workers, len(rates)
-    theta = [np.array(params, np.float64) for _ in range(workers)]  # theta_m
-    common = np.array(params, np.float64)  # theta
-    velocity, sent = np.zeros(len(params)), [None for _ in fragments]
-    weights = np.ones((total, workers)) if weights is None else weights
-    history = []
-
-    def receive(p, keep):
-        part, delta = fragments[p], sent[p][1]
-        velocity[part] = outer[1] * velocity[part] + delta
-        common[part] -= outer[0] * (delta + outer[1] * velocity[part])  # OuterOpt
-        for m in range(workers):
-            kept = keep if weights[t - 1][m] > 0 else 0.0
-            theta[m][part] = kept * theta[m][part] + (1 - kept) * common[part]
-        sent[p] = None
-
-    for t in range(1, total + 1):
-        for m in range(workers):
-            theta[m] = theta[m] - rates[t - 1] * gradient(m, t - 1, theta[m])
-        for p, part in enumerate(fragments):
-            due = sent[p] is not None and (t == sent[p][0] + delay or t == total)
-            if due:
-                receive(p, mixing)
-            if t in ends[p]:
-                deltas = [common[part] - theta[m][part] for m in range(workers)]
-                delta = weighted_mean(deltas, weights[t - 1])
-                sent[p] = (t, delta)
-                if delay == 0 or t == total:
-                    receive(p, 0.0 if t == total else mixing)
-        history.append(np.array(theta))
-    return np.array(history)
-
-
-def des_loc(params, gradient, ends, rate, betas, eps=1e-8):
-    """DES-LOC of Adam (Iacob et al. 2025): x, u and v [T, W, D] after every step.
-
-    ends: the steps after which the workers average each of the three.
-    """
-    workers = range(gradient.workers)
-    state = {
-        "x": [np.array(params, np.float64) for _ in workers],
-        "u": [np.zeros(len(params)) for _ in workers],
-        "v": [np.zeros(len(params)) for _ in workers],
-    }
-    history = []
-    for t in range(1, max(ends["x"]) + 1):
-        for m in workers:
-            g = gradient(m, t - 1, state["x"][m])
-            state["u"][m] = betas[0] * state["u"][m] + (1 - betas[0]) * g
-            state["v"][m] = betas[1] * state["v"][m] + (1 - betas[1]) * g**2
-            first, second = (state[s][m] / (1 - b**t) for s, b in zip("uv", betas, strict=True))
-            state["x"][m] = state["x"][m] - rate * first / (np.sqrt(second) + eps)
-        for s in state:
-            if t in ends[s]:
-                mean = sum(state[s]) / len(workers)
-                state[s] = [mean.copy() for _ in workers]
-        history.append([np.array(state[s]) for s in state])
-    return np.array(history).swapaxes(0, 1)
-
-
 def aligned_ends(ends, fresh, every):
     """The ends of rounds that wait for a whole multiple of `every` loads, step by step."""
     marks, k = set(), 1
@@ -502,56 +423,6 @@ def aligned_ends(ends, fresh, every):
             results.append(t + 1)
             due = False
     return results
-
-
-def scaffold(params, gradient, counts, rates, weights=None):
-    """SCAFFOLD, algorithm 1 with option II (Karimireddy et al. 2020).
-
-    params [D]; gradient(worker, step, x) -> [D]; counts [R, W] or [R]: steps in every round, at
-    whose end those who took fewer wait; rates [T, W] or [T]: of every step; eta_g is 1; weights
-    [R, W] above zero, of the workers at every sync, None for equal ones. The change of c is that of
-    the workers that took a step, and the others' c_i follow it. Returns the parameters [W, D] after
-    every step, and c_i [W, D] and c [D] after every round.
-    """
-    many, x = gradient.workers, np.array(params, np.float64)
-    counts, rates = (
-        np.asarray(a) if np.ndim(a) == 2 else np.stack([a] * many, 1) for a in (counts, rates)
-    )
-    c, c_i, t = np.zeros(len(params)), np.zeros((many, len(params))), 0
-    history, controls = [], []
-    weights = np.ones(counts.shape) if weights is None else weights
-    for count, shares in zip(counts, weights, strict=True):
-        y = np.stack([x] * many)
-        spent = [rates[t : t + n, i].sum() for i, n in enumerate(count)]  # K eta_l
-        for k in range(count.max()):
-            for i in np.flatnonzero(k < count):
-                y[i] -= rates[t, i] * (gradient(i, t, y[i]) - c_i[i] + c)
-            t += 1
-            history.append(y.copy())
-        took = count > 0
-        change = [(x - y[i]) / spent[i] - c if took[i] else 0 * c for i in range(many)]
-        mean = weighted_mean(change, shares * took)  # option (ii), of c_i - c
-        x, c = x + weighted_mean(y - x, shares), c + mean
-        c_i = c_i + np.where(took[:, None], change, mean)
-        history[-1] = np.stack([x] * many)
-        controls.append((c_i, c))
-    return np.array(history), controls
-
-
-def fedprox(params, gradient, periods, rate, strength):
-    """FedProx's proximal term (Li et al. 2020) with steps of SGD on it: [T, W, D]."""
-    workers, x, t, history = range(gradient.workers), np.array(params, np.float64), 0, []
-    for h in periods:
-        y = [x.copy() for _ in workers]
-        for k in range(h):
-            for i in workers:
-                y[i] = y[i] - rate * (gradient(i, t, y[i]) + strength * (y[i] - x))
-            t += 1
-            if k == h - 1:
-                x = sum(y) / len(workers)
-                y = [x.copy() for _ in workers]
-            history.append(np.array(y))
-    return np.array(history)
 
 
 def redistributed(orders, workers, units_per_step):

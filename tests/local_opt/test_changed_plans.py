@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import local_opt
-from tests import problems, reference
+from tests import problems
 from tests.plain_loop import Mean, history
 from tests.problems import RUNS, W, vmap
 
@@ -116,16 +116,7 @@ def test_fragments_go_on_under_other_plans(name):
         | {e for e in problems.ends_of(now) if e >= change}
         for was, now in zip(*(p.values() for p in plans), strict=True)
     ]
-    expected = reference.streaming_diloco(
-        problems.flat(problems.START),
-        problems.square_gradient,
-        ([0, 1], [2, 3, 4, 5]),
-        ends,
-        [RATE] * total,
-        delay=delay,
-        mixing=0.5,
-        outer=(0.7, 0.5),
-    )
+    expected = problems.expected_stream(ends, delay, 0.5, (0.7, 0.5), rate=RATE)
     assert problems.distance(actual, expected) < 2e-6
 
 

@@ -270,3 +270,32 @@ def test_parameters_that_jax_knows_to_be_the_same_on_all_workers_stay(name):
     sync = jax.vmap(lambda x, _: rounds.sync(x, rounds.init(x))[0], (None, 0), axis_name="worker")
     x = ANCHOR["b"]
     np.testing.assert_array_equal(jax.jit(sync)(x, jnp.arange(3)), np.stack([x] * 3))
+
+
+def test_sparseloco_equals_its_pseudocode():
+    """70 blocks, of which 64 share one table and 6 the other; two bits, places and feedback."""
+    size, rate, compressor = 69 * 4096 + 7, 0.1, COMPRESSORS["top_k_2bit"]
+    first = RNG.normal(size=size).astype(np.float32)
+    plan = local_opt.SyncPlan([0, 2], 3)  # the second round sends what the first has lost
+    grads = np.float32(RNG.normal(size=(plan.total_steps, W, size)) ** 3)
+    opt = local_opt.local_steps(optax.sgd(rate), plan, outer=optax.sgd(0.65), compress=compressor)
+
+    def one(x, grads):
+        def body(carry, grads):
+            updates, state = opt.update(grads, carry[1], carry[0])
+            x = optax.apply_updates(carry[0], updates)
+            return (x, state), x
+
+        return jax.lax.scan(body, (x, opt.init(x)), grads)[1]
+
+    result = np.asarray(jax.jit(vmap(one))(copies(first), np.swapaxes(grads, 0, 1)))
+    anchor, lost = np.asarray(first, np.float64), np.zeros((W, size))
+    rounded = reference.ROUNDED["top_k_2bit"]
+    assert compressor.feedback == 0.95
+    for start, length in zip(plan.starts, plan.periods, strict=True):
+        changes = -rate * grads[start : start + length].astype(np.float64).sum(axis=0)
+        mean, lost = reference.synchronize_changes(anchor, changes, lost, compressor, rounded)
+        anchor = anchor + 0.65 * (mean - anchor)
+        far = (np.abs(result[:, start + length - 1] - anchor) > 1e-5).sum(axis=1)
+        assert far.max() <= 1e-4 * size, far  # ties of two codes
+    assert np.abs(lost).max() > 1e-3

@@ -1,4 +1,4 @@
-"""Corrections of local drift equal their papers, remove the bias of local steps, send nothing."""
+"""Control variates of workers that take different numbers of steps; others are in test_runs.py."""
 
 import functools
 
@@ -9,75 +9,8 @@ import optax
 import pytest
 
 import local_opt
-from tests import reference
-from tests.problems import (
-    PLAN,
-    RATE,
-    RUNS,
-    START,
-    W,
-    assert_workers_bitwise_equal,
-    distance,
-    flat,
-    run_rounds,
-    run_squares,
-    square_gradient,
-)
-
-RATES = RATE * np.linspace(1, 0.3, 13)
-
-
-def corrected(correction, inner=None, **options):
-    inner = inner or optax.sgd(RATE)
-    return local_opt.local_rounds(inner, axis_name="worker", correction=correction, **options)
-
-
-def at_rates(opt):
-    """An optimizer whose steps are told their rates, by its own count of them."""
-
-    def update(grads, state, params):
-        rate = jnp.asarray(RATES, jnp.float32)[optax.tree.get(state, "count")]
-        return opt.update(grads, state, params, rate=rate)
-
-    return opt._replace(update=update)
-
-
-@pytest.mark.parametrize("run", ["rounds", "planned"])
-def test_control_variates_equal_the_paper_line_by_line(run):
-    inner = optax.sgd(lambda count: jnp.asarray(RATES, jnp.float32)[count])
-    given = dict(axis_name="worker", correction=local_opt.corrections.scaffold())
-    if run == "rounds":
-        actual, state = run_rounds(at_rates(local_opt.local_rounds(inner, **given)), PLAN)
-        local = state.correction
-    else:
-        actual, state = run_squares(at_rates(local_opt.local_steps(inner, PLAN, **given)))
-        local = state.rounds.correction
-    expected, controls = reference.scaffold(flat(START), square_gradient, PLAN.periods, RATES)
-    # float32 against float64; differences of parameters over the round's rates lose some digits.
-    assert distance(actual, expected) < 2e-6
-    theirs, mean = controls[-1]
-    assert distance(flat(local.variate), mean - theirs) < 1e-4
-    assert np.abs(flat(local.variate).sum(axis=0)).max() < 1e-4 * np.abs(flat(local.variate)).max()
-    assert local.rates.tolist() == [0] * W
-
-
-def test_without_a_rate_the_correction_is_in_units_of_updates():
-    """The same for a constant rate."""
-    rounds = corrected(local_opt.corrections.scaffold())
-    alone, _ = run_rounds(rounds, PLAN)
-    text = functools.partial(rounds.update, rate=RATE)
-    assert distance(alone, run_rounds(rounds._replace(update=text), PLAN)[0]) < 1e-6
-
-
-def test_the_proximal_term_equals_the_paper():
-    actual, _ = run_rounds(corrected(local_opt.corrections.fedprox(1.5)), PLAN)
-    expected = reference.fedprox(flat(START), square_gradient, PLAN.periods, RATE, 1.5)
-    assert distance(actual, expected) < 1e-6
-    plain, _ = run_rounds(corrected(None), PLAN)
-    assert distance(plain, expected) > 1e-2
-    same, _ = run_rounds(corrected(local_opt.corrections.fedprox(0.0)), PLAN)
-    assert distance(same, plain) < 2e-7  # a mean of changes, which rounds otherwise
-
+from tests.plain_loop import Controlled, Scaffold, plain_loop, scaffold_step
+from tests.problems import RUNS, assert_workers_bitwise_equal
 
 # Workers that take different numbers of steps in a round.
 
@@ -90,12 +23,10 @@ def gradient(worker, step, x):
     return SHAPES[worker] * (x - MIDDLES[worker])
 
 
-gradient.workers = 3
-
-
 def uneven(steps, rates, weights, run="vmap", inner=None, **options):
     """x [R] and c - c_i [R, 3] after every round, by `scaffold`."""
-    rounds = corrected(local_opt.corrections.scaffold(), inner or optax.sgd(1.0), **options)
+    options["correction"] = local_opt.corrections.scaffold()
+    rounds = local_opt.local_rounds(inner or optax.sgd(1.0), **options)
 
     def one(x, state, curvature, centre, count, rate, weight):
         def step(k, carry):
@@ -114,6 +45,25 @@ def uneven(steps, rates, weights, run="vmap", inner=None, **options):
         assert_workers_bitwise_equal(x)
         results.append((x[0], state.correction.variate))
     return [np.array(part) for part in zip(*results, strict=True)]
+
+
+def expected(steps, rates, weights):
+    """The same of the plain loop, in which a worker waits at the end of its round."""
+    of_round = np.repeat(np.arange(len(steps)), steps.max(axis=1))
+    place = np.concatenate([np.arange(n) for n in steps.max(axis=1)])
+    rate_of = lambda w, t: rates[w] * (place[t] < steps[of_round[t], w])  # noqa: E731
+    ends = dict(zip(np.cumsum(steps.max(axis=1)) - 1, weights, strict=True))
+    zero = np.zeros(1)
+    loop = plain_loop(
+        scaffold_step(gradient, rate_of),
+        zero,
+        [Controlled(zero, zero)] * 3,
+        len(place),
+        dict.fromkeys(ends, Scaffold(zero, ends)),
+    )
+    after = [each for t, each in enumerate(loop) if t in ends]
+    controls = [[(state.common - state.control)[0] for state in states] for _, states in after]
+    return np.array([x[0][0] for x, _ in after]), controls
 
 
 UNEVEN, TURNS = [[6, 3, 1]], [[6, 3, 1], [2, 2, 2], [1, 5, 8]]
@@ -135,11 +85,9 @@ def test_control_variates_equal_the_paper_where_workers_took_other_steps(case, r
     steps = np.array([turns[r % len(turns)] for r in range(90)])
     weights = np.array([weights] * 90, float)
     actual, by_hand = uneven(steps, rates, weights, run)
-    ends = np.cumsum(steps.max(axis=1))
-    rates = np.stack([rates] * ends[-1])
-    expected, controls = reference.scaffold([0.0], gradient, steps, rates, weights)
-    np.testing.assert_allclose(actual, expected[ends - 1, 0, 0], atol=1e-6)
-    np.testing.assert_allclose(by_hand, [(c - each)[:, 0] for each, c in controls], atol=1e-5)
+    wanted, controls = expected(steps, rates, weights)
+    np.testing.assert_allclose(actual, wanted, atol=1e-6)
+    np.testing.assert_allclose(by_hand, controls, atol=1e-5)
     np.testing.assert_allclose((weights * by_hand).sum(axis=1), 0, atol=1e-4)
     if end is not None:  # the minimum of the weighted mean loss
         np.testing.assert_allclose(actual[-1], end, atol=1e-5)

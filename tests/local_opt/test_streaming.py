@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 import local_opt
 from local_opt import streaming
-from tests import reference
 from tests.cases import FAST_XLA
 from tests.problems import (
     COMPRESSORS,
@@ -28,13 +27,10 @@ from tests.problems import (
     copies,
     distance,
     ends_of,
-    flat,
+    expected_stream,
     run_rounds,
     run_segments,
-    square_gradient,
 )
-
-PLACES = [0, 1], [2, 3, 4, 5]  # of b and of w, in the order of the reference
 
 
 def qsr(offset):
@@ -55,16 +51,8 @@ def segments_of(plans):
 
 def expected(plans, mixing, outer, weights=None):
     turns, delay = plans
-    return reference.streaming_diloco(
-        flat(START),
-        square_gradient,
-        [np.array(p) for p in PLACES],
-        [set(ends_of(plan)) for plan in turns.values()],
-        13 * [RATE],
-        delay=delay,
-        mixing=mixing,
-        outer=outer,
-        weights=weights,
+    return expected_stream(
+        [ends_of(plan) for plan in turns.values()], delay, mixing, outer, weights
     )
 
 

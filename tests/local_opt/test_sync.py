@@ -12,23 +12,14 @@ import pytest
 import local_opt
 from experiments.distributed.devices import worker_mesh
 from local_opt import mean as mean_lib
-from tests import reference
 from tests.problems import (
-    MATRICES,
     NESTEROV,
     RUNS,
     SGD,
-    START,
-    TARGETS,
     W,
     assert_bitwise_equal,
     copies,
     distance,
-    ends_of,
-    flat,
-    square_gradient,
-    square_loss,
-    square_step,
     vmap,
 )
 
@@ -162,40 +153,11 @@ def test_processes_on_cpus_send_small_leaves_as_one_vector(weighs, sent, monkeyp
 
 # Fields of the state by plans of their own.
 
-FIELDS = {"params": "x", "mu": "u", "nu": "v"}
 PLANS_OF = {
     "params": local_opt.constant(2, total_steps=13),
     "mu": local_opt.constant(3, total_steps=13, offset=1),
     "nu": local_opt.SyncPlan([0, 5], 13),
 }
-
-
-def of_des_loc():
-    ends = {FIELDS[name]: set(ends_of(plan)) for name, plan in PLANS_OF.items()}
-    return reference.des_loc(flat(START), square_gradient, ends, 0.05, (0.8, 0.9))
-
-
-@pytest.mark.parametrize("given_step", [False, True])
-def test_plans_of_fields_equal_des_loc(given_step):
-    """In `local_steps`, whose conditionals are one per plan."""
-    plans = {name: plan for name, plan in PLANS_OF.items() if name != "params"}
-    adam = optax.adam(0.05, b1=0.8, b2=0.9)
-    opt = local_opt.local_steps(adam, PLANS_OF["params"], sync_opt_state=plans)
-
-    def step(params, state, matrix, target, t):
-        grads = jax.grad(square_loss)(params, matrix, target)
-        updates, state = opt.update(grads, state, params, **({"step": t} if given_step else {}))
-        return optax.apply_updates(params, updates), state
-
-    run = jax.jit(jax.vmap(step, in_axes=(0, 0, 0, 0, None), axis_name="worker"))
-    params, history = copies(START), []
-    state = jax.vmap(opt.init)(params)
-    for t in range(13):
-        params, state = run(params, state, MATRICES, TARGETS[t], t)
-        inner = state.rounds.inner[0]
-        history.append([flat(x) for x in (params, inner.mu, inner.nu)])
-    for mine, theirs in zip(np.array(history).swapaxes(0, 1), of_des_loc(), strict=True):
-        assert distance(mine, theirs) < 1e-5
 
 
 def test_fields_of_one_plan_share_a_collective():
@@ -264,21 +226,3 @@ def test_plans_of_fields_need_a_count_of_steps():
     params = {"w": jnp.ones(3)}
     with pytest.raises(ValueError, match="fields of the state have their own plans: pass step"):
         opt.update(params, opt.init(params), params, sync=True)
-
-
-def test_fields_by_plans_of_their_own_equal_des_loc():
-    """By `pmean` of each: parts of a sync need no more."""
-    adam, history = optax.adam(0.05, b1=0.8, b2=0.9), []
-    step, mean = jax.jit(vmap(square_step(adam))), jax.jit(vmap(local_opt.pmean))
-    params, state = copies(START), jax.vmap(adam.init)(copies(START))
-    for t in range(13):
-        params, state = step(params, state, MATRICES, TARGETS[t])
-        for name, plan in PLANS_OF.items():
-            if plan.syncs_after(t) and name == "params":
-                params = mean(params)
-            elif plan.syncs_after(t):
-                mean_of = mean(optax.tree_utils.tree_get(state, name))
-                state = optax.tree_utils.tree_set(state, **{name: mean_of})
-        history.append([flat(x) for x in (params, state[0].mu, state[0].nu)])
-    for mine, theirs in zip(np.array(history).swapaxes(0, 1), of_des_loc(), strict=True):
-        assert distance(mine, theirs) < 1e-5  # Adam divides: roundings of float32 grow

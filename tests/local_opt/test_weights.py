@@ -18,25 +18,19 @@ from tests import reference
 from tests.problems import (
     COMPRESSORS,
     NESTEROV,
-    PLAN,
     RATE,
-    RUNS,
     SGD,
     W,
     assert_workers_bitwise_equal,
     copies,
     distance,
-    expected_squares,
     on_mesh,
-    run_rounds,
-    run_squares,
     vmap,
 )
 from tests.shards import placed
 
 RNG = np.random.default_rng(5)
 X = {"a": RNG.normal(size=(W, 3)).astype(np.float32), "b": RNG.normal(size=W).astype(np.float32)}
-WEIGHTS = np.float32([[1, 2, 3, 4], [0, 1, 1, 5], [2, 0, 0, 0], [1, 1, 0, 1e4], [0.1, 3, 1e-3, 2]])
 WAYS = {
     "plain": {},
     "mean": {"sync_opt_state": "mean"},
@@ -154,16 +148,6 @@ def test_weights_are_one_number_more_and_without_them_nothing_changes(way):
     leaves += 2 if "sync_opt_state" in WAYS[way] else 0
     # Counts that tell whether steps are uneven, and a branch with a weighted mean if they are.
     assert plain["all_reduce"] == leaves + (1 + leaves + 1 if way == "control" else 0)
-
-
-@pytest.mark.parametrize("run", ["vmap", "shard_map"])
-def test_every_sync_of_a_run_is_weighed_as_in_the_reference(run):
-    right = expected_squares(weights=WEIGHTS)
-    result, state = run_squares(local_opt.local_steps(SGD, PLAN), RUNS[run], weights=WEIGHTS)
-    assert distance(result, right) < 1e-6
-    result, _ = run_rounds(local_opt.local_rounds(SGD), PLAN, RUNS[run], WEIGHTS)
-    assert distance(result, right) < 1e-6
-    assert state.num_syncs.tolist() == [5] * W
 
 
 @pytest.mark.parametrize("make", [local_opt.local_steps, presets.diloco, presets.slowmo])
