@@ -29,7 +29,7 @@ from absl import flags as absl_flags
 
 from experiments import entry
 from experiments.compare import flags, study
-from experiments.compare.arms import Arm, arm_from_flags, arm_of, define_decisions, row_of
+from experiments.compare.arms import Arm, arm_of, row_of
 from experiments.compare.rows import ECHO_POLICIES, TABLES
 from experiments.compare.study import Study
 from experiments.data.base import SECONDS, STEPS
@@ -181,8 +181,8 @@ def _modelled(comparison, chosen, machine):
 
 
 def define_flags(values: absl_flags.FlagValues) -> None:
+    flags.define(values, "decisions", order="cd_grab", sync="qsr", echo="diffusion+cosine")
     with flags.shown(values, f"{entry.GROUP}the decisions"):
-        define_decisions(values, order="cd_grab", sync="qsr", echo="diffusion+cosine")
         text = "words of the first order; rr+dealt where --order is dealt"
         absl_flags.DEFINE_string("baseline", "rr", text, values)
     with flags.shown(values, f"{entry.GROUP}the prices"):
@@ -206,7 +206,7 @@ def fit(study, task, recipe, values):
         first = Arm(order=values.baseline)
     except UserError as error:
         raise UserError(f"--baseline is {values.baseline}: {error}") from error
-    second = arm_from_flags(values)
+    second = flags.arm_from_flags(values)
     if same := {*first.words.values()} & {*second.words.values()}:
         raise UserError(f"--order, --sync, --echo name {same}: that is the first level.")
     if second.rows[2].online:

@@ -25,7 +25,7 @@ from absl import flags
 from experiments import entry, maxtext
 from experiments.compare import flags as dialect
 from experiments.compare import recipes
-from experiments.compare.arms import Arm, RowParser, arm_of
+from experiments.compare.arms import Arm, arm_of
 from experiments.data import Recipe, Task
 from experiments.data.base import FACTOR, POSITIVE, SECONDS, SPEED
 from experiments.report import plots
@@ -83,7 +83,7 @@ def define_flags(values: flags.FlagValues) -> None:
     dialect.define(values, "setting")
     with dialect.shown(values):
         flags.DEFINE_string("task", "all", "a setting to plan, or all", values)
-        dialect.define_list(values, RowParser("sync"), "arms", [*SHOWN], "rules to compare")
+        dialect.define_list(values, dialect.RowParser("sync"), "arms", [*SHOWN], "rules to compare")
         text = "seconds of computation per step; the published ones if unset"
         dialect.define_value(values, POSITIVE, "step_seconds", None, text)
         text = "Gb/s of a worker's link"

@@ -20,7 +20,7 @@ from absl import flags
 
 from experiments import entry
 from experiments.compare import flags as dialect
-from experiments.compare.arms import RowParser, row_of
+from experiments.compare.arms import row_of
 from experiments.data.base import COUNT
 from experiments.report import plots, tables
 from experiments.trainer.config import OrderSetting
@@ -37,7 +37,7 @@ def define_flags(values: flags.FlagValues) -> None:
         flags.DEFINE_integer("rounds", 15, "passes over the vectors", 1, 10_000, values)
         workers = [5, 10, 20, 50, 100]
         dialect.define_list(values, COUNT, "workers", workers, "numbers of workers")
-        dialect.define_list(values, RowParser("order"), "arms", [*ARMS], "orders")
+        dialect.define_list(values, dialect.RowParser("order"), "arms", [*ARMS], "orders")
         dialect.define_value(values, COUNT, "dimension", DIMENSION, "entries of a vector")
         text = "vectors of a worker in a step; about 16 over all workers"
         dialect.define_value(values, COUNT, "units_per_step", None, text)

@@ -19,7 +19,6 @@ from absl import flags as absl_flags
 
 from experiments import entry
 from experiments.compare import flags
-from experiments.compare.arms import define_decisions
 from experiments.compare.study import Study
 from experiments.data.base import RATE, SEED
 from experiments.report.statistics import Criterion
@@ -30,8 +29,7 @@ ALONE = Study("train", {}, "digits_cosine", Criterion(), columns=(), panels=())
 
 def define_flags(values: absl_flags.FlagValues) -> None:
     flags.define(values, "task", "setting", "run", "forecast", task=ALONE.recipe, evaluations=10)
-    with flags.shown(values, f"{entry.GROUP}the decisions"):
-        define_decisions(values, order="cd_grab", sync="qsr", echo="none")
+    flags.define(values, "decisions", order="cd_grab", sync="qsr", echo="none")
     with flags.shown(values):
         text = "peak; the middle one of --learning_rates if unset"
         flags.define_value(values, RATE, "learning_rate", None, text)

@@ -1,4 +1,4 @@
-"""Arms: their words and flags.
+"""Arms and their words.
 
 An arm is a row of each table of `rows`, with options: the words "cd_grab+sketch256+qsr" name a row
 of two tables and an option of the first, and so do --order=cd_grab --sketch=256 --sync=qsr.
@@ -9,8 +9,6 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
-
-from absl import flags
 
 from experiments.compare.rows import TABLES, Option
 from experiments.trainer.config import RunConfig
@@ -150,44 +148,3 @@ def arms_of(names: Iterable[str], named: Mapping[str, Arm], **usual: str) -> dic
                 listed = ", ".join(named)
                 raise UserError(f"--arms has {name!r}, none of {listed}: {error}") from error
     return {name: arm for name, arm in named.items() if name in names} | others
-
-
-# Flags.
-
-
-class RowParser(flags.ArgumentParser):
-    """Takes the words of a row of a table, such as "qsr+int8" of "sync"."""
-
-    def __init__(self, kind: str):
-        super().__init__()
-        self.kind, self.syntactic_help = kind, f"words of --{kind}: {choices_of(kind)}"
-
-    def parse(self, argument: str) -> str:
-        row_of(self.kind, argument)
-        return argument
-
-
-def define_decisions(values: flags.FlagValues, **defaults: str) -> None:
-    """Defines --order, --sync, --echo and the options of their rows."""
-    texts = "which unit comes next", "when workers meet", "when a batch is used again"
-    for kind, text in zip(TABLES, texts, strict=True):
-        flags.DEFINE_string(kind, defaults[kind], f"{text}: {choices_of(kind)}", values)
-    for kind in TABLES:
-        for flag, option in options_of(kind).items():
-            text = f"of --{kind}: {option.text}"
-            if option.words:
-                flags.DEFINE_enum(flag, None, [*option.words], text, values)
-            else:
-                flags.DEFINE(option.number, flag, None, text, values, flags.ArgumentSerializer())
-
-
-def arm_from_flags(values: flags.FlagValues, label: str | None = None) -> Arm:
-    """The arm that the flags of `define_decisions` say."""
-    texts = {}
-    for kind in TABLES:
-        words = [values[kind].value]
-        for flag, option in options_of(kind).items():
-            if (value := values[flag].value) is not None:
-                words.append(value if option.words else f"{flag}{value}")
-        texts[kind] = "+".join(words)
-    return Arm(label, **texts)

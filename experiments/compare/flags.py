@@ -6,9 +6,9 @@ run       how a run is carried out, with those of its output and of its processe
 output    where results are written: --output_dir, --overwrite
 processes which processes it has
 forecast  --dry_run and its assumptions
+decisions which arm is trained: --order, --sync, --echo and the options of their rows
 
-The flags of the three decisions are defined by `arms.define_decisions`. Numbers are parsed by absl,
-with bounds; `base.Real` refuses nan, too.
+Numbers are parsed by absl, with bounds; `base.Real` refuses nan, too.
 """
 
 import contextlib
@@ -22,6 +22,8 @@ from absl import flags
 
 from experiments import distributed, entry
 from experiments.compare import recipes, tiny
+from experiments.compare.arms import Arm, choices_of, options_of, row_of
+from experiments.compare.rows import TABLES
 from experiments.data import TASKS, base
 from experiments.data.base import COUNT, FROM_ZERO, Recipe, Task
 from experiments.data.metrics import METRICS
@@ -43,6 +45,18 @@ class _Several(flags.ListParser):
 
     def parse(self, argument):
         return [self.each.parse(text) for text in super().parse(argument) or [""]]
+
+
+class RowParser(flags.ArgumentParser):
+    """Takes the words of a row of a table, such as "qsr+int8" of "sync"."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind, self.syntactic_help = kind, f"words of --{kind}: {choices_of(kind)}"
+
+    def parse(self, argument: str) -> str:
+        row_of(self.kind, argument)
+        return argument
 
 
 def define_value(values, allowed: flags.ArgumentParser, name: str, default, text: str) -> None:
@@ -136,6 +150,15 @@ def _forecast(values):
     define_value(values, base.SPEED, "gigabits", 25.0, f"of a worker's link, {assumed}")
 
 
+def _decisions(values):
+    texts = "which unit comes next", "when workers meet", "when a batch is used again"
+    for kind, text in zip(TABLES, texts, strict=True):
+        flags.DEFINE_string(kind, None, f"{text}: {choices_of(kind)}", values)
+    for kind in TABLES:
+        for flag, option in options_of(kind).items():
+            define_value(values, option.parser, flag, None, f"of --{kind}: {option.text}")
+
+
 GROUPS = {
     "task": _task,
     "setting": _setting,
@@ -143,6 +166,7 @@ GROUPS = {
     "output": _output,
     "processes": _processes,
     "forecast": _forecast,
+    "decisions": _decisions,
 }
 
 
@@ -188,6 +212,18 @@ def setting_from_flags(values: flags.FlagValues) -> tuple[Task, Recipe]:
         del fields["run"]
     recipe = recipe._replace(**fields)
     return tiny.load(*place, recipe, sizes_of(task, recipe), abstract=abstract, **chosen)
+
+
+def arm_from_flags(values: flags.FlagValues, label: str | None = None) -> Arm:
+    """The arm that the flags of the decisions say."""
+    texts = {}
+    for kind in TABLES:
+        words = [values[kind].value]
+        for flag, option in options_of(kind).items():
+            if (value := values[flag].value) is not None:
+                words.append(value if option.words else f"{flag}{value}")
+        texts[kind] = "+".join(words)
+    return Arm(label, **texts)
 
 
 def recipe_fields(values: flags.FlagValues) -> dict:

@@ -28,6 +28,11 @@ class Option(NamedTuple):
     names: Mapping[str, str] = {}  # words that a label says otherwise
     number: flags.ArgumentParser = COUNT  # of options without words
 
+    @property
+    def parser(self) -> flags.ArgumentParser:
+        """What parses the flag."""
+        return flags.EnumParser([*self.words]) if self.words else self.number
+
     def value(self, flag: str, word: str) -> Any:
         """What a row is given for a word; None for what is no word of this option."""
         if self.words:

@@ -19,7 +19,6 @@ from absl import flags as absl_flags
 
 from experiments import files, fingerprints, lock, progress
 from experiments.compare import flags
-from experiments.compare.arms import arm_from_flags
 from experiments.compare.cost import dry_run, traffic
 from experiments.data.base import Recipe, Task
 from experiments.distributed import agreement, devices, processes
@@ -285,7 +284,7 @@ def resolved_run(study, values) -> tuple[Task, Recipe, Any]:
     task, recipe = flags.setting_from_flags(values)
     rates = recipe.learning_rates
     rate = rates[len(rates) // 2] if values.learning_rate is None else values.learning_rate
-    recipe, arm = recipe._replace(learning_rates=(rate,)), arm_from_flags(values, "run")
+    recipe, arm = recipe._replace(learning_rates=(rate,)), flags.arm_from_flags(values, "run")
     flags.check_shards(recipe.shards, [arm])
     return task, recipe, flags.with_metrics(study._replace(arms={"run": arm}), values)
 

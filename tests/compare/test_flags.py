@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from experiments import cd_grab, combined, echoing, qsr, train
 from experiments.compare import commands, flags, recipes, runs
-from experiments.compare.arms import arm_from_flags, options_of
+from experiments.compare.arms import options_of
 from experiments.compare.rows import TABLES
 from experiments.data import TASKS, Recipe, base
 from experiments.data.base import check_recipe
@@ -218,7 +218,7 @@ def decided(arguments):
     rate = rates[0] if values.learning_rate is None else values.learning_rate
     recipe = recipe._replace(learning_rates=(rate,))
     check_recipe(recipe)
-    arm = arm_from_flags(values)
+    arm = flags.arm_from_flags(values)
     sizes = config.sizes_of(task, recipe, deals=arm.rows[0].deals)
     plans = config.plans_of(task, recipe, arm, rate=rate, seed=values.seed)
     plans.check()
