@@ -5,11 +5,11 @@
 
 The set has so many gigabytes in each format: records of 3,072 random bytes and their number. It is
 written once into the folder, which must be on a disk (4 GB in six formats: 24 GB, four minutes).
-Every case is a process of its own, without other processes of loaders. It opens its reader once,
-which imports, compiles and checks the records of a batch. Then the first GiB of the files is read
+Every case runs in a new process, in which loaders start no other processes. It opens its reader
+once, to import, compile and check the records of a batch. Then it reads the first GiB of the files
 plainly, in pieces of 8 MiB one after the other, by one thread and by four. The reader then reads
 for so many seconds in batches of 256, at most half of the epoch; then the same examples again,
-warm; then it goes on from where it stood. Before each of these but the warm one, the system's cache
+warm; then it goes on from its position. Before each of these but the warm one, the system's cache
 of the files is dropped. Columns, all cold unless they say otherwise:
 
 - `thousand examples/s`, and `of a plain read`: of the bytes/s of the faster plain read;

@@ -1,4 +1,4 @@
-"""Readers of a set on a disk, and what each costs, counted in a process of its own.
+"""Readers of a set on a disk, and what each costs, counted in a separate process.
 
     python -m benchmarks.block_readers TASK
 

@@ -169,8 +169,8 @@ def _sync_row(kind: str, numbers: int, repeats: int) -> dict:
 def sync_kind_rows(repeats: int, sizes: Iterable[int]) -> Iterator[dict]:
     """Syncs of four workers on one device, beside one pass that reads and writes their parameters.
 
-    `passes` is how many such passes would take as long. Kinds take turns only with the pass, as the
-    device may not hold the states of two.
+    `passes` is how many such passes would take as long. Kinds take turns only with the pass,
+    because the device may not hold the states of two kinds.
     """
     for numbers in sizes:
         for kind in KINDS:

@@ -304,7 +304,7 @@ def wide_zeros(params: optax.Params) -> optax.Params:
 
 
 def wide_copy(params: optax.Params) -> optax.Params:
-    """A copy in float32 or wider, with buffers of its own."""
+    """A copy in float32 or wider, in new buffers."""
     return jax.tree.map(lambda p: jnp.array(p, wide_type(p.dtype), copy=True), params)
 
 

@@ -88,7 +88,7 @@ def local_rounds(
     program cannot raise an error, and skipping the sync would hide the wrong weights.
 
     Args:
-      inner: the workers' optimizer.
+      inner: any optax optimizer; it gets this worker's gradient.
       axis_name: the workers' axis, bound by `jax.vmap` or `jax.shard_map`; None for the only named
         axis in scope; () for one worker, under a plain `jax.jit`.
       sync_opt_state: what a sync does with the optimizer state. One word is for all floating

@@ -91,6 +91,9 @@ def optimum(model: Model, batch: PyTree[Array], *, tolerance: float = 1e-10) -> 
       batch: the whole training set.
       tolerance: largest absolute entry of the gradient at the minimum, > 0.
 
+    Returns:
+      The mean loss at the minimum, with the penalty of the model.
+
     Raises:
       ValueError: for a model, batch or tolerance that does not fit.
       RuntimeError: if the tolerance is not reached.

@@ -164,8 +164,8 @@ def resnet(
         a 3x3 convolution of stride 1.
       width: channels of the stem and of the 3x3 convolutions of the first stage, >= 1; for 32
         groups at most 32 and a power of two, or a multiple of 32.
-      products: compute convolutions as matrix products. This is faster inside loops on a CPU, and
-        batches over workers, but takes nine times the memory.
+      products: whether convolutions are computed as matrix products. This is faster inside loops on
+        a CPU, and batches over workers, but takes nine times the memory.
       dtype: "float32" or "bfloat16", for activations and products; parameters, moments and logits
         are float32.
       l2: weight of l2/2 |params|^2, >= 0.

@@ -218,7 +218,7 @@ def mixture(
     Args:
       sizes: {name: examples}, each at least 1.
       weights: {name: weight >= 0}, numbers or schedules of the step; they need not add up to 1.
-      batch_size: examples of a step of all workers.
+      batch_size: >= 1, the examples of a step of all workers.
       total_steps: T in 1 .. 10^7.
       tokens: {name: tokens of an example, or of each}, for weights of tokens instead of examples.
       exhausted: after the last example of a source, "repeat" begins another pass, "stop" leaves it

@@ -255,7 +255,7 @@ def together(places: Int[np.ndarray, "..."], groups: Groups, words: Any) -> np.n
 
 
 def spread(places: Int[np.ndarray, "..."], groups: Groups, words: Any) -> np.ndarray:
-    """The units at these places, where units of a group are as many places apart as there are."""
+    """The units at these places; those of a group are as many places apart as there are groups."""
     turn, position = np.divmod(places.reshape(-1), groups.outer.num_units)
     keys = keys_of(words[:-1], int(words[-1]), groups.outer)
     numbers = computed(position, groups.outer, keys)

@@ -52,8 +52,9 @@ def resize(
       order: the order for W' workers.
       units: int[W, M] with increasing rows, the units that each worker owns, which `current`
         indexes; None if `current` holds units of all workers (`global_order`).
-      units_per_step: B of the W workers.
-      visited: how many units of this epoch each of the W' workers has visited; 0 between epochs.
+      units_per_step: B in [1, M], the units that each of the W workers visits in a step.
+      visited: in 0 .. M', how many units of this epoch each of the W' workers has visited; 0
+        between epochs.
       axis_name: the workers' axis with which `order` was made.
 
     Returns:

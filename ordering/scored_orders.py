@@ -34,7 +34,7 @@ class Arranged(NamedTuple):
     """What a pattern makes of N units, which are numbered by rank: 0 has the lowest score."""
 
     ranks: np.ndarray  # int[N], a permutation of 0 .. N - 1
-    bounds: tuple[int, ...] = ()  # places where a part begins whose units have a random order
+    bounds: tuple[int, ...] = ()  # places between the parts whose units get a random order
 
 
 def _sorted(size: int) -> Arranged:
@@ -124,9 +124,9 @@ def scored(
 
     Args:
       scores: float[N], one number per unit of all workers; pass -scores to begin with the highest.
-      pattern: a name above.
-      workers: W; each worker visits M = N // W units per epoch. The N mod W units that are left out
-        are spread evenly over the common order, other ones in every epoch.
+      pattern: one of the names above.
+      workers: W in 1 .. N; each worker visits M = N // W units per epoch. The N mod W units that
+        are left out are spread evenly over the common order, other ones in every epoch.
       units_per_step: B in [1, M], the units of a worker's step.
       jitter: in 0 .. N, the size of windows of the common order in which units have a random order
         (JIT); 0 for none, and for segments.

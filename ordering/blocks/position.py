@@ -98,7 +98,7 @@ def resize(
     then on the order observes as before.
 
     Args:
-      state: the state of all W workers, saved where `window_ended`, with an order over all units
+      state: the state of all W workers, saved when `window_ended`, with an order over all units
         (`global_order`, `global_reshuffling`).
       fresh: a first state of `order` for W' workers with M' = W M / W' units each.
       order: the order for W' workers, with windows of K' = W K / W' blocks.

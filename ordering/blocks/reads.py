@@ -94,7 +94,7 @@ class BlockEpochs(Epochs):
     def advance(self, order_state: State) -> None:
         """Adopts the state from a step that added the gradients itself (`add_gradients`).
 
-        Call it where `window_ended`.
+        Call it if `window_ended`.
 
         Args:
           order_state: the result of `order.observe` for `order_state` and the window's sums.
@@ -111,7 +111,7 @@ class BlockEpochs(Epochs):
         """The state to resume from: `read_blocks(..., state=)` of the same order continues there.
 
         A batch that has not been observed yet is read again. If the step adds the gradients itself,
-        save its sums, too, or save where `window_ended`.
+        save its sums, too, or save when `window_ended`.
 
         Returns:
           A tree of new arrays: the order's state, the position, the sums of the window's blocks,
@@ -211,8 +211,8 @@ def read_blocks(
       like, workers, axis_name: as in `init_workers`.
       window: K >= 1, blocks in a window; None for the order's `units_per_step`. If the order
         observes gradients, both must be equal.
-      seed: the seed of the shuffles in windows.
-      num_epochs: number of epochs of the whole run; None for no end.
+      seed: in 0 .. 2^31 - 1, for the shuffles in windows.
+      num_epochs: >= 0, epochs of the whole run; None for no end.
       state: where to continue: the result of `BlockEpochs.state`, or the dicts and lists that a
         checkpoint makes of it. If a window had ended, batch_size may differ.
       readers: how many threads read blocks; or a function `windows -> iterable` that reads a

@@ -38,11 +38,12 @@ def tokens(
         llm.c's files and of `.npy` are understood, and so is the type in the `.idx` file beside a
         `.bin` file of Megatron.
       length: L >= 1, how many tokens a window predicts.
-      separator: the token between documents. With it, records show where documents begin.
+      separator: >= 0, the token between documents; None for none. With a separator, records show
+        where documents begin.
       separator_at: "end" if it ends a document, as in nanoGPT's and Megatron's files; "start" if it
         begins one, as in llm.c's files for FineWeb.
       dtype: the type of the tokens in the files; None for the type in the file's header, or uint16.
-      header_bytes: bytes before the first token; None for a known header, or none.
+      header_bytes: >= 0, bytes before the first token; None for a known header, or none.
 
     Returns:
       One source per file, whose records are dicts. "tokens" is int32[L + 1]. With a separator,

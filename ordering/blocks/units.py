@@ -146,8 +146,8 @@ def split(
       unit_size: S >= 1, records in a block. Row groups of Parquet are decoded whole: choose a
         multiple of their size (`source.group_sizes`). If many blocks share a group, it is decoded
         once, as long as the groups in use take at most 512 MiB; beyond that there is a warning.
-      multiple_of: pads the number of blocks to a multiple of this, by blocks without records at the
-        end: the number of workers, or a common multiple of the numbers that a run may have.
+      multiple_of: >= 1: blocks without records at the end make the number of blocks a multiple of
+        this. Pass the number of workers, or a common multiple of the numbers that a run may have.
       decode: `bytes -> example`, for sources whose records are bytes. Several threads call it.
       keep: which records to read, as bool[N] in the order of the files; or a function of a decoded
         record, which is called now for every record, in one pass over all data. It gets a row of

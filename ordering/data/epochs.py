@@ -222,7 +222,7 @@ def read_epochs(
       key: one key, for the first order.
       like, workers, axis_name: as in `init_workers`.
       unit_size: S >= 1, consecutive examples per unit. Worker w owns the units w M to w M + M - 1.
-      num_epochs: number of epochs of the whole run; None for no end.
+      num_epochs: >= 0, epochs of the whole run; None for no end.
       state: where to continue: the result of `Epochs.state`, or the dicts and lists that a
         checkpoint makes of it. The order may have another units_per_step.
       ahead: >= 1, how many steps before an epoch's end the next one starts loading.

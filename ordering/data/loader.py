@@ -116,7 +116,7 @@ def prefetch_to_device(
       depth: >= 1, length of the queue.
       timeout: seconds > 0 after which waiting for a load is an error; None waits forever.
       sharding: a device, a `jax.sharding.Sharding`, or a tree of them; the default device if None.
-      first_load: number of the first batch in messages, for a resumed run.
+      first_load: >= 0, the number of the first batch in messages, for a resumed run.
 
     Returns:
       A `Prefetch`: an iterator and context manager. `ready()` tells whether the next batch is on

@@ -256,7 +256,7 @@ def repeat(
         arrays. `adaptive` needs `read_epochs` or `prefetch_to_device`.
       plan: a plan or policy of `ordering.echo`; without total_steps the run ends with the loads.
       minibatches: N >= 1, a divisor of the rows of every batch.
-      key: one key, the same for all workers, with minibatches.
+      key: one random key, the same for all workers, which minibatches need.
       axis: >= 0, the axis of the rows in every leaf of an iterable's batches.
       first_step: the step at which to resume, for an iterable, which must start at load
         `plan.first_load(first_step // minibatches)`. `adaptive` must have the decisions before it.

@@ -73,7 +73,7 @@ def sketched_grads(
     Args:
       loss: `(params, *batch) -> losses[n]` that treats units separately, or their mean, also with
         a key; as for `per_example_grads`.
-      key: typed, for the random signs; give all workers the same key.
+      key: a random key for the signs, the same on all workers.
       size: k, as in `make_sketch`. For models of at most k parameters, rows are the gradients
         themselves, padded with zeros.
       has_aux: whether the loss returns auxiliary data too, stacked as in `per_example_grads`.
@@ -150,7 +150,7 @@ def sketch_plan(
     Args:
       loss, params, batch, key: as for `sketched_grads` and the function it returns; shapes are
         enough.
-      size: k.
+      size: k >= 1, the numbers of a sketch.
 
     Returns:
       A `SketchLeaf` for every parameter, in the order of `jax.tree.leaves`.

@@ -39,7 +39,7 @@ def make_sketch(
     unchanged. The gradient is read once, and no array of its size is written.
 
     Args:
-      key: typed; one key gives all workers the same map.
+      key: a random key, the same on all workers, so that all have the same map.
       size: k >= 1. By Johnson and Lindenstrauss, k = 4 ln N / (e^2 / 2 - e^3 / 3) keeps the norms
         of N given vectors, such as the prefix sums of an epoch, within a factor of (1 +- e)^(1/2)
         with high probability: 1024 for N = 10^4 and e = 0.3. docs/results/orders.md has

@@ -56,7 +56,7 @@ def second_moment_scale(
       optimizer: an optax optimizer, also chained, masked or partitioned, that has one second moment
         `nu` for every parameter and divides by its root. A dozen updates of small arrays check
         this.
-      opt_state: its state.
+      opt_state: the state of `optimizer`.
       params: the parameters; shapes are enough.
       leaves: from `sketch_plan`; parameters that are "sketched" then get `Factors`.
       axis_name: the workers' axis, if each worker has its own state: v is then the mean over the
