@@ -63,7 +63,13 @@ def main(
       defaults: by name of a flag, what counts where it is unset, for --help.
     """
     values = flags.FLAGS
-    define(values)
+    try:
+        define(values)
+    except flags.DuplicateFlagError as error:
+        sys.exit(
+            f"Error: {error}. Fields of a Recipe, keywords of a data set's loader, and options of "
+            "rows of all tables are flags: give yours another name."
+        )
     text = "of every error, also of those that one line tells"
     flags.DEFINE_bool("traceback", False, text, flag_values=values)
     values.register_key_flag_for_module(f"{GROUP}all commands", values["traceback"])

@@ -17,6 +17,7 @@ from experiments.trainer import pipeline
 from experiments.trainer.config import Sizes
 from experiments.trainer.program import Program
 from ordering.trees import flat, tree_size
+from syncopate.refusals import UserError
 
 BATCHES = 16  # of training data, from which moments of normalisation layers are estimated
 BOUNDS = ("bound/linf", "bound/l2")
@@ -217,8 +218,7 @@ def sets_of(
     """({part: Part}, {part: {name: its measure}}): what is measured, and on which examples.
 
     The names are "loss" in "train"; in the others the task's metric, that of a target, and
-    `metrics`.
-    Halves of the test set are "valid", the first, for tuning, and "test", the second.
+    `metrics`. Halves of the test set are "valid", the first, for tuning, and "test", the second.
     """
     tested = size_of(task.test)
     middle = tested // 2 if halves else 0
@@ -227,8 +227,27 @@ def sets_of(
         sets = {"valid": part_of(task.test, 0, middle)} | sets
     asked = {task.metric, *metrics} | ({recipe.metric} if recipe.target is not None else set())
     tested_by = {name: METRICS[name].measure(task.model) for name in METRICS if name in asked}
+    check_metrics(task, {name: of for name, of in tested_by.items() if name != task.metric})
     measures = {"train": {"loss": mean_loss(task.model)}} | dict.fromkeys(sets, tested_by)
     return {"train": part_of(task.train, 0, train_size(task, halves=halves))} | sets, measures
+
+
+def check_metrics(task: Task, measures: Mapping[str, Callable]) -> None:
+    """Raises ValueError for a metric that predictions and labels of these shapes do not have."""
+    shapes = part_of(task.test, 0, 1).shapes() if measures else []
+    for name, measure in measures.items() if shapes else ():
+        params = jax.eval_shape(task.model.init, jax.random.key(0))
+        moments_of = task.model.statistics
+        try:
+            given = (
+                None if moments_of is None else jax.eval_shape(moments_of, params, shapes[0]["x"])
+            )
+            jax.eval_shape(measure, params, given, shapes[0])
+        except (IndexError, TypeError, ValueError) as error:
+            raise UserError(
+                f"{METRICS[name].label} cannot be computed of {task.name}'s predictions and "
+                f"labels ({error}): choose another --metric, or another metric in the study."
+            ) from error
 
 
 def train_size(task: Task, *, halves: bool) -> int:

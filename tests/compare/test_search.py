@@ -82,6 +82,8 @@ def test_metrics_that_a_study_names_are_recorded_and_wrong_ones_refused():
     task, recipe = TASKS["digits"](), TASKS["digits"](abstract=True).recipe
     _, measures = measure.sets_of(task, recipe, halves=True, metrics=("loss",))
     assert [*measures["valid"]] == [*measures["test"]] == ["accuracy", "loss"]
+    with pytest.raises(UserError, match="sMAPE / % cannot be computed of digits's predictions"):
+        measure.sets_of(task, recipe, halves=True, metrics=("smape",))
     with pytest.raises(UserError, match="'valid/loss', which no record of A has: choose one of"):
         searched(rate_of, of=asked(criterion=Criterion("valid/loss")), seeds=2)
 

@@ -5,6 +5,7 @@ import sys
 
 import jax
 import pytest
+from absl import flags
 
 from experiments import entry
 from syncopate import command
@@ -171,3 +172,11 @@ def test_a_flag_shows_the_traceback_of_a_refusal():
     first, *_, last = done.stderr.splitlines()[1:]
     assert done.returncode == 1 and first.startswith("Traceback")
     assert "UserError: --workers has 100" in last
+
+
+def test_two_flags_of_one_name_end_in_one_line():
+    def define(values):
+        raise flags.DuplicateFlagError("The flag 'scale' is defined twice")
+
+    with pytest.raises(SystemExit, match="'scale' is defined twice. .* give yours another name"):
+        entry.main(define, lambda values: None)
