@@ -3,6 +3,7 @@
 import contextlib
 import importlib.metadata
 import os
+import pathlib
 import sys
 import tempfile
 
@@ -44,6 +45,10 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("syncopate")
+
+
+# Helpers, which have no tests, are imported where they are used: some of their rows compute.
+collect_ignore = sorted(map(str, pathlib.Path(__file__).parent.glob("*.py")))
 
 
 def pytest_configure(config):
