@@ -1,5 +1,6 @@
 """The advice: times by hand, choices beyond the intervals, and their records."""
 
+import functools
 import re
 
 import jax
@@ -86,7 +87,10 @@ def test_the_table_of_factorials_is_that_of_the_recorded_runs():
             np.testing.assert_array_equal(digits.taken[combination], to)
 
 
-def test_advice_measures_and_recommends(capsys):
+def test_advice_measures_and_recommends(capsys, monkeypatch):
+    monkeypatch.setattr(advise, "REPEATS", 2)
+    few = functools.partial(timing.measure, rounds=2, per_round=2)
+    monkeypatch.setattr(timing, "measure", few)
     given = ("--task=digits", "--workers=4", "--units_per_step=16", "--gigabits=1,100")
     advise.run(parsed(advise, *given))
     out = capsys.readouterr().out

@@ -3,7 +3,6 @@
 Each is put into a copy of the tree, where the parts of CI run that could object.
 """
 
-import json
 import os
 import pathlib
 import shutil
@@ -13,48 +12,11 @@ import sys
 import pytest
 
 from tests.additions import ADDITIONS
+from tests.compare.in_copy import FUNCTIONS
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-# Their names, in those of tests and of the rows that tests go through.
-NAMES = (
-    "backwards",
-    "alternating",
-    "thirds",
-    "late",
-    "blobs",
-    "cosine_classifier",
-    "power",
-    "plain_momentum",
-    "forgetting",
-)
-# Tests of the whole tree; of others those that name an addition.
-WHOLE = (
-    "test_structure",
-    "test_docs",
-    "test_conventions",
-    "test_words",
-    "has_a_row",
-    "has_them_all",
-    "of_the_additions",
-)
-CALLS = """
-import importlib
-
-from tests.bad_values import outcomes
-
-
-def test_bad_arguments_of_the_additions_are_refused_by_name():
-    tried = set()
-    for package in ("ordering", "input", "local_opt", "models"):
-        calls = importlib.import_module(f"tests.bad_calls_{package}").CALLS
-        new = {name: calls[name] for name in calls if name in FUNCTIONS}
-        for run, valid, _ in new.values():
-            run(**valid)
-        wrong = [(text, result) for text, result in outcomes(new) if result.kind != "refused"]
-        assert not wrong, wrong
-        tried |= {*new}
-    assert tried == FUNCTIONS, tried
-"""
+# Tests that go through rows or names: those of the additions, and those that count all.
+CHOSEN = (*FUNCTIONS, "blobs", "power", "has_a_row", "has_them_all", "of_the_additions")
 
 
 def call(folder, *command, **environment):
@@ -107,17 +69,11 @@ def test_an_addition_touches_few_files(copy):
     assert all(few[kind] <= most[kind] for kind in most), (few, most)
 
 
-def test_the_tests_of_the_tree_and_those_that_go_through_rows_take_the_additions(copy):
-    """And bad arguments of the additions are refused by name."""
+def test_the_tests_that_go_through_rows_take_the_additions(copy):
+    """Bad arguments of the additions are refused by name, and a study of all of them runs."""
     folder, _ = copy
-    functions = set(NAMES) - {"blobs", "power"}
-    (folder / "tests" / "test_calls.py").write_text(f"FUNCTIONS = {functions}\n{CALLS}")
     files = [
-        "tests/test_calls.py",
-        *(
-            f"tests/project/test_{name}.py"
-            for name in ("structure", "docs", "conventions", "words", "keys", "plans")
-        ),
+        "tests/compare/in_copy.py",
         "tests/project/test_use.py::test_the_page_of_commands_has_them_all",
         "tests/ordering/test_orders.py",
         "tests/ordering/test_echo_plans.py",
@@ -133,8 +89,7 @@ def test_the_tests_of_the_tree_and_those_that_go_through_rows_take_the_additions
         "local_opt/formats.py",
         "models/angles.py",
     ]
-    chosen = f"({' or '.join((*WHOLE, *NAMES))}) and not pictures"
-    options = ("-q", "-n", "0", "-p", "no:cacheprovider", "-k", chosen)
+    options = ("-q", "-n", "0", "-p", "no:cacheprovider", "-k", " or ".join(CHOSEN))
     text = call(folder, sys.executable, "-m", "pytest", *options, *files)
     assert " passed" in text
 
@@ -164,31 +119,3 @@ def test_all_tests_take_the_additions(copy, part):
     folder, _ = copy
     options = ("-q", "-p", "no:cacheprovider", "--deselect", "tests/compare/test_extension.py")
     call(folder, sys.executable, "-m", "pytest", *options, f"tests/{part}")
-
-
-def test_a_study_of_the_additions_runs(copy, tmp_path):
-    folder, _ = copy
-    out = tmp_path / "out"
-    call(
-        folder,
-        sys.executable,
-        "-m",
-        "experiments.to_and_fro",
-        "--distance=3",
-        "--total_steps=40",
-        "--schedule=power",
-        "--evaluations=2",
-        "--seeds=2",
-        f"--output_dir={out}",
-    )
-    results = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    last = next(r for r in reversed(results) if r["arm"] == "all")
-    assert (last["step"], last["rounds"], last["loads"], last["epoch"]) == (40, 3, 30, 3.0)
-    words = {name: last[name].split("+")[0] for name in ("order", "sync", "echo")}
-    assert words == {"order": "backwards", "sync": "thirds", "echo": "late"}
-    assert last["test/accuracy"] > 0.9 and 0 < last["losses/spread"] < 1
-    assert len([r for r in results if r["ended"]]) == 4 * (2 + 2)
-    settings = json.loads((out / "settings.json").read_text())
-    assert (settings["task"], settings["distance"]) == ("blobs", 3.0)
-    assert "all that is new" in (out / "table.md").read_text()
-    assert all((out / name).stat().st_size > 10_000 for name in ("comparison.png", "report.html"))

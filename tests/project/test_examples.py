@@ -279,9 +279,10 @@ def test_the_table_counts_the_lines_of_the_diffs(folder):
 @pytest.mark.parametrize(
     "flags,says",
     [
-        (
+        pytest.param(
             [],
             "--nanodo is None.* no nanodo/train.py: `git clone https://github.com/google-deepmind/n",
+            marks=pytest.mark.slow,
         ),
         (["--nanodo=."], "--data_dir is None, .* no train.txt and no valid.txt: pass the folder"),
     ],

@@ -16,7 +16,7 @@ from tests.installed import ran
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS, README = ROOT / "docs", (ROOT / "README.md").read_text()
 USE = sorted((DOCS / "use").glob("*.md"))
-PAGES = [DOCS / "index.md", DOCS / "start.md", *USE]
+PAGES = [DOCS / "start.md", *USE]
 BLOCKS = {
     f"{page.stem}-{number}": result
     for page in PAGES
@@ -82,6 +82,7 @@ def test_the_program_of_the_readme_is_short_and_prints_what_stands_there(capsys)
     (program,) = re.findall(r"```python\n(.*?)```", README, re.S)
     lines = [line for line in program.split("\n") if line.strip()]
     assert len(lines) <= 23 and max(map(len, lines)) <= 100
+    assert f"```python\n{program}```" in (DOCS / "index.md").read_text()
     printed = run(program, capsys)[-1].splitlines()
     assert printed == re.findall(r"`(\w+: \S+ above the lowest)`", README) and len(printed) == 2
 
