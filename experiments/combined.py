@@ -152,16 +152,16 @@ def effects_picture(comparison: Comparison) -> tuple[str, Callable | str]:
 def modelled_table(comparison: Comparison, machines: Sequence) -> tuple[str, str]:
     """Section: modelled speed-up to the target over the first arm, paired by seed."""
     arms = comparison.at(comparison.speeds[0])
-    rows = [
-        {"arm": chosen.label} | {m.label: _faster(comparison, arms[0], chosen, m) for m in machines}
-        for chosen in arms
-    ]
+    rows = [{"arm": chosen.label} for chosen in arms]
+    for machine in machines:
+        times = [_modelled(comparison, chosen, machine) for chosen in arms]
+        for row, taken in zip(rows, times, strict=True):
+            row[machine.label] = _faster(times[0], taken)
     text = "Modelled speed-up to the target over the first arm."
     return "table_modelled.md", f"{text}\n\n{tables.markdown(rows)}"
 
 
-def _faster(comparison, base, chosen, machine):
-    before, taken = (_modelled(comparison, arm, machine) for arm in (base, chosen))
+def _faster(before, taken):
     if not (len(before) and len(taken)) or np.isinf([*before, *taken]).any():
         return "-"
     return tables.times(ratio_of(taken, before), exact=True)
