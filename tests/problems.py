@@ -114,6 +114,7 @@ def run_all(made, run=vmap, plan=PLAN, *, workers=W, targets=TARGETS, **more):
     [T]}, extra arguments of an update, of which `weight` is that of a sync.
     """
     total, planned = plan.total_steps, not isinstance(made, local_opt.Rounds)
+    at_sync = not planned and not made.in_step
     more = {name: np.stack([x] * workers) if x.ndim == 1 else x.T for name, x in more.items()}
 
     @jax.jit
@@ -121,7 +122,7 @@ def run_all(made, run=vmap, plan=PLAN, *, workers=W, targets=TARGETS, **more):
     def all_steps(params, matrix, targets, more):
         def body(carry, now):
             due, target, more = now
-            weight = {} if planned else {"weight": more.pop("weight", None)}
+            weight = {"weight": more.pop("weight", None)} if at_sync else {}
             params, state = square_step(made, **more)(*carry, matrix, target)
             if not planned:
                 synced = made.sync(params, state, **weight)
@@ -145,23 +146,19 @@ def ends_of(plan) -> list[int]:
     return (plan.starts + plan.periods).tolist()
 
 
-def run_rounds(rounds, plan, run=vmap, weights=None):
-    """As `run_squares`, driven by the host."""
+def run_rounds(rounds, plan, run=vmap):
+    """As `run_all`, driven by the host."""
     step, params, history = jax.jit(run(square_step(rounds))), copies(START), []
-    sync = jax.jit(run(rounds.sync if weights is None else weighed(rounds.sync)))
+    sync = jax.jit(run(rounds.sync))
     state = jax.jit(run(rounds.init))(params)
-    for r, (start, length) in enumerate(zip(plan.starts, plan.periods, strict=True)):
+    for start, length in zip(plan.starts, plan.periods, strict=True):
         for t in range(start, start + length):
             params, state = step(params, state, MATRICES, TARGETS[t])
             if t == start + length - 1:
-                params, state = sync(params, state, *([] if weights is None else [weights[r]]))
+                params, state = sync(params, state)
                 assert_workers_bitwise_equal(params)
             history.append(flat(params))
     return np.stack(history), state
-
-
-def weighed(sync):
-    return lambda params, state, weight: sync(params, state, weight=weight)
 
 
 @functools.cache
@@ -183,7 +180,7 @@ def streamed(stream, run):
 
 
 def run_segments(stream, segments, run="vmap", weights=None, lost=0.0, begin=None):
-    """As `run_squares`, of fragments: (history, parameters, state).
+    """As `run_all`, of fragments: (history, parameters, state).
 
     weights [13, W]: of a worker in every step, None for equal ones; `lost` is added to the
     parameters of a worker after a step with weight 0; begin: parameters and state to go on from.
@@ -205,7 +202,7 @@ def run_segments(stream, segments, run="vmap", weights=None, lost=0.0, begin=Non
 
 
 def expected_squares(plan=PLAN, momentum=MOMENTUM, clip=math.inf, weights=None):
-    """As `run_squares`, by the plain loop in float64; weights [R, W] at every sync."""
+    """As `run_all`, by the plain loop in float64; weights [R, W] at every sync."""
 
     def step(w, t, x, trace):
         gradient = square_gradient(w, t, x)

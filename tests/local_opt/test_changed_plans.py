@@ -10,6 +10,7 @@ import pytest
 
 import local_opt
 from tests import problems
+from tests.cases import mostly_slow
 from tests.plain_loop import Mean, history
 from tests.problems import RUNS, W, vmap
 
@@ -71,7 +72,7 @@ def test_the_plan_in_force_decides(name):
     assert state.num_syncs.tolist() == [len(ends)] * W and state.num_steps.tolist() == [T] * W
 
 
-@pytest.mark.parametrize("mesh", ["vmap", "shard_map"])
+@pytest.mark.parametrize("mesh", mostly_slow(("vmap", "shard_map"), quick=("shard_map",)))
 def test_syncs_of_the_host_do_not_move_the_plan(mesh):
     opt = local_opt.local_steps(optax.sgd(RATE), constant(10, total_steps=T))
 

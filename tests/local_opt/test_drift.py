@@ -15,7 +15,7 @@ from tests.problems import RUNS, assert_workers_bitwise_equal
 # Workers that take different numbers of steps in a round.
 
 SHAPES, MIDDLES = np.array([1.0, 2.0, 4.0]), np.array([3.0, -1.0, 0.5])
-EQUAL = np.full(3, 0.05)
+EQUAL, SGD = np.full(3, 0.05), optax.sgd(1.0)
 RUN = {"vmap": RUNS["vmap"], "mesh": functools.partial(RUNS["shard_map"], workers=3)}
 
 
@@ -23,10 +23,11 @@ def gradient(worker, step, x):
     return SHAPES[worker] * (x - MIDDLES[worker])
 
 
-def uneven(steps, rates, weights, run="vmap", inner=None, **options):
-    """x [R] and c - c_i [R, 3] after every round, by `scaffold`."""
-    options["correction"] = local_opt.corrections.scaffold()
-    rounds = local_opt.local_rounds(inner or optax.sgd(1.0), **options)
+@functools.cache
+def a_round(run, inner, outer):
+    """A compiled round, and its `Rounds`."""
+    control = local_opt.corrections.scaffold()
+    rounds = local_opt.local_rounds(inner, outer=outer, correction=control)
 
     def one(x, state, curvature, centre, count, rate, weight):
         def step(k, carry):
@@ -37,7 +38,12 @@ def uneven(steps, rates, weights, run="vmap", inner=None, **options):
 
         return rounds.sync(*jax.lax.fori_loop(0, 8, step, (x, state)), weight=weight)
 
-    one, x, results = jax.jit(RUN[run](one)), jnp.zeros(3), []
+    return jax.jit(RUN[run](one)), rounds
+
+
+def uneven(steps, rates, weights, run="vmap", inner=SGD, outer=None):
+    """x [R] and c - c_i [R, 3] after every round, by `scaffold`."""
+    (one, rounds), x, results = a_round(run, inner, outer), jnp.zeros(3), []
     state = jax.vmap(rounds.init)(x)
     for count, weight in zip(steps, weights, strict=True):
         problem = (np.float32(a) for a in (SHAPES, MIDDLES, count, rates, weight))
@@ -105,7 +111,7 @@ def test_a_worker_that_does_not_count_keeps_its_control_whatever_steps_it_took()
     "inner,options",
     [
         (optax.sgd(1.0, momentum=0.9), {}),
-        (optax.sgd(1.0), {"outer": optax.sgd(0.7, momentum=0.5, nesterov=True)}),
+        (SGD, {"outer": optax.sgd(0.7, momentum=0.5, nesterov=True)}),
     ],
     ids=["momentum", "outer"],
 )

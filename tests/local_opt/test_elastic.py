@@ -23,6 +23,7 @@ import pytest
 import local_opt
 from benchmarks import elastic as kills
 from local_opt import elastic
+from tests.plain_loop import Mean, history
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 GLOO = {"JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
@@ -486,26 +487,22 @@ def test_the_example_goes_on_without_the_process_that_it_kills():
     assert [members for _, members, *_ in result] == dead * ["0 1 2"] + (len(result) - dead) * [
         "0 1"
     ]
-    x, y, w, speed = {}, {}, {}, {}
+    ends, data = {int(step): numbers for step, _, _, numbers in result}, []
+    assert 400 in ends and len(ends) == len(result)
     for n in range(3):
         draw = np.random.default_rng(n)
-        x[n] = draw.normal(size=(20, 8, 4))
-        y[n] = x[n] @ np.arange(4) + draw.normal(size=(20, 8))
-        w[n], speed[n] = np.zeros(4), np.zeros(4)
-    ends, params = {int(step): numbers for step, _, _, numbers in result}, {}
-    assert 400 in ends and len(ends) == len(result)
-    for t in range(400):
-        for n in list(w):
-            grad = 2 * x[n][t % 20].T @ (x[n][t % 20] @ w[n] - y[n][t % 20]) / 8
-            speed[n] = 0.9 * speed[n] + grad
-            w[n] = w[n] - 0.01 * (1 + np.cos(np.pi * t / 400)) * speed[n]
-        if t == 150:
-            del w[2]
-        if t + 1 in ends:
-            mean = np.mean([*w.values()], axis=0)
-            w, params[t + 1] = dict.fromkeys(w, mean), mean
-    for step, numbers in ends.items():
-        np.testing.assert_allclose([*map(float, numbers.split())], params[step], atol=2e-5)
+        x = draw.normal(size=(20, 8, 4))
+        data.append((x, x @ np.arange(4) + draw.normal(size=(20, 8))))
+
+    def step(n, t, w, speed):
+        x, y = (a[t % 20] for a in data[n])
+        speed = 0.9 * speed + 2 * x.T @ (x @ w - y) / 8
+        return w - 0.01 * (1 + np.cos(np.pi * t / 400)) * speed, speed
+
+    syncs = {end - 1: Mean(weights=[1, 1, end <= 150]) for end in ends}
+    expected = history(step, np.zeros(4), [np.zeros(4)] * 3, 400, syncs)
+    for end, numbers in ends.items():
+        np.testing.assert_allclose([*map(float, numbers.split())], expected[end - 1, 0], atol=2e-5)
 
 
 def test_processes_that_would_end_together_are_refused(monkeypatch):

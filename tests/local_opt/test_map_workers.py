@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax.sharding import AxisType
 
 import local_opt
+from tests.cases import mostly_slow
 from tests.compiled_runs import compilations
 
 W = 4
@@ -34,7 +34,7 @@ WAYS = {
     "Auto 2": lambda axis: mesh_of(AxisType.Auto, axis, "model"),
     "Explicit 2": lambda axis: mesh_of(AxisType.Explicit, axis, "model"),
 }
-by_way = pytest.mark.parametrize("way", WAYS)
+by_way = pytest.mark.parametrize("way", mostly_slow(WAYS, quick=("vmap", "Auto", "Explicit 2")))
 by_kind = pytest.mark.parametrize("way", ["vmap", "Auto", "Explicit 2"])
 
 
@@ -185,25 +185,9 @@ UNPROVED = {  # what devices do and jax.vmap does not; None: it does on one devi
         lambda x: jax.lax.psum(x, "worker", axis_index_groups=HALVES),
         NotImplementedError,
     ),
-    "pmax of groups": (
-        lambda x: jax.lax.pmax(x, "worker", axis_index_groups=HALVES),
-        NotImplementedError,
-    ),
-    "all_gather of groups": (
-        lambda x: jax.lax.all_gather(x, "worker", axis_index_groups=HALVES),
-        NotImplementedError,
-    ),
-    "psum_scatter of groups": (
-        lambda x: jax.lax.psum_scatter(jnp.stack([x, x]), "worker", axis_index_groups=HALVES),
-        NotImplementedError,
-    ),
     "ppermute of some": (lambda x: jax.lax.ppermute(x, "worker", [(0, 1), (1, 0)]), AssertionError),
     "pure_callback": (lambda x: jax.pure_callback(lambda x: x, x, x), NotImplementedError),
     "io_callback": (lambda x: jax.experimental.io_callback(lambda: np.float32(1), SCALAR), None),
-    "groups, then all": (
-        lambda x: jax.lax.psum(jax.lax.psum(x, "worker", axis_index_groups=HALVES), "worker"),
-        NotImplementedError,
-    ),
 }
 
 
@@ -352,12 +336,10 @@ def test_trees_of_empty_arrays_alone(way):
 
 
 # Compiled in every way, and at once where no other axes are: that takes a second a way.
-by_way_and_jit = pytest.mark.parametrize(
-    "way,jit", [*((way, True) for way in WAYS), ("vmap", False), ("Explicit", False)]
-)
+ALL = [*((way, True) for way in WAYS), ("vmap", False), ("Explicit", False)]
 
 
-@by_way_and_jit
+@pytest.mark.parametrize("way,jit", mostly_slow(ALL, quick=[*ALL[:2], ALL[-1]]))
 def test_replicated_results_that_are_equal_pass(way, jit):
     rounds = local_opt.parallel_rounds(optax.adam(0.1))
 
@@ -414,9 +396,10 @@ def moved(state, batch, key):
     return State(params, state.step + 1), Batch(2 * batch.x, batch.rate), metrics
 
 
-@pytest.mark.parametrize(
-    "way,jit", [*((way, True) for way in (*WAYS, "turns")), ("vmap", False), ("turns", False)]
-)
+TREES = [*((way, True) for way in (*WAYS, "turns")), ("vmap", False), ("turns", False)]
+
+
+@pytest.mark.parametrize("way,jit", mostly_slow(TREES, quick=[*TREES[:2], *TREES[5:7]]))
 def test_words_may_be_trees_of_named_tuples_and_dataclasses(way, jit):
     turns = way == "turns"
     workers = W if turns else WAYS[way]("worker")
@@ -552,50 +535,7 @@ def test_sums_and_means_are_over_all_workers_and_of_whole_numbers_too(way):
     assert float(mean) == 1.5 and float(share) == 0.5
 
 
-# Random keys inside a tree: copied to every worker with a warning, or one of each worker's own.
-
-everywhere = pytest.mark.parametrize(
-    "workers", [W, MESH, mesh_of(AxisType.Explicit)], ids=["vmap", "Auto", "Explicit"]
-)
-
-
-class Net(nnx.Module):
-    def __init__(self, rngs):
-        self.linear = nnx.Linear(3, 8, rngs=rngs)
-        self.dropout = nnx.Dropout(0.5, rngs=rngs)
-
-    def __call__(self, x):
-        return self.dropout(self.linear(x))
-
-
-def dropped(workers, **options):
-    """Which numbers each worker drops, in two steps of a model of flax.nnx."""
-    graph, state = nnx.split(Net(nnx.Rngs(0)))
-
-    def step(state, x):
-        model = nnx.merge(graph, state)
-        return nnx.state(model), model(x) == 0
-
-    run = jax.jit(
-        local_opt.map_workers(step, workers, in_specs=("worker", "replicated"), out_specs="worker")
-    )
-    state, results = local_opt.replicate(state, workers, **options), []
-    for _ in range(2):
-        state, zeros = run(state, jnp.ones((5, 3)))
-        results.append(np.asarray(zeros))
-    return np.stack(results, 1)  # [W, steps, rows, features]
-
-
-@everywhere
-def test_workers_of_nnx_have_their_own_dropout_with_folded_keys(workers):
-    local = dropped(workers, keys="fold")
-    masks = {mask.tobytes() for worker in local for mask in worker}
-    assert len(masks) == 2 * W, "every worker's, and every step's"
-    message = r"same key \['dropout'\]\['rngs'\].*key.* keys='fold'.* keys='copy'"
-    with pytest.warns(UserWarning, match=message):
-        same = dropped(workers)
-    assert (same == same[:1]).all() and (same[0, 0] != same[0, 1]).any()
-    np.testing.assert_array_equal(dropped(workers, keys="copy"), same)
+# Random keys inside a tree: copied to every worker with a warning, or one of each worker's.
 
 
 def test_the_key_of_a_worker_is_folded_with_its_number():
@@ -604,6 +544,10 @@ def test_the_key_of_a_worker_is_folded_with_its_number():
     for w in range(W):
         alone = jax.vmap(jax.random.fold_in, (0, None))(keys, w)
         assert (copies[w] == alone).all()
+    message = r"same key \['of'\]\['rngs'\].* keys='fold'.* keys='copy'"
+    with pytest.warns(UserWarning, match=message):
+        same = local_opt.replicate({"of": {"rngs": keys}}, W)["of"]["rngs"]
+    assert (same == local_opt.replicate(keys, W, keys="copy")).all() and (same == keys[None]).all()
 
 
 @by_kind

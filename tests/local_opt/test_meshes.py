@@ -301,7 +301,8 @@ def test_the_table_has_every_feature():
 
 CELLS = [*itertools.product(FEATURES, range(len(MESHES)))]
 # One of each number of axes, of which two as `jax.make_mesh` makes them, a feature in one of these.
-TRIED = [(name, (0, 3, 4)[i % 3]) for i, name in enumerate(FEATURES)]
+DEAR = "`grab`", "the same in", "`cd_grab` of", "`global_order`"  # and much like others
+TRIED = [(n, (0, 3, 4)[i % 3]) for i, n in enumerate(FEATURES) if not n.startswith(DEAR)]
 
 
 @pytest.mark.parametrize("name,number", mostly_slow(CELLS, quick=TRIED))

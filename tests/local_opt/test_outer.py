@@ -1,5 +1,6 @@
 """Outer optimizers see the length of a round; few rounds for their momentum are warned of."""
 
+import itertools
 import warnings
 
 import jax
@@ -10,26 +11,13 @@ import pytest
 
 import local_opt
 from local_opt import presets
+from tests.cases import mostly_slow
 from tests.problems import (
     RUNS,
     SGD,
     assert_workers_bitwise_equal,
     copies,
 )
-
-
-def test_normalized_velocities_are_per_base_round():
-    """The change is 1 per step, whatever the rounds."""
-    outer = presets.normalize_by_period(optax.sgd(1.0, momentum=0.5), h_base=4)
-
-    def velocities(periods):
-        state, results = outer.init(jnp.zeros(())), []
-        for period in periods:
-            _, state = outer.update(jnp.float32(period), state, period=jnp.int32(period))
-            results.append(float(state[0].trace))
-        return results
-
-    assert velocities([4, 4, 4]) == velocities([2, 8, 16]) == [4.0, 6.0, 7.0]
 
 
 def test_few_rounds_are_warned_of():
@@ -102,10 +90,13 @@ def after_two_rounds(way, run, weights):
     return x
 
 
-@pytest.mark.parametrize("run", ["vmap", "shard_map"])
-@pytest.mark.parametrize("weights", [None, WEIGHTS])
-@pytest.mark.parametrize("way", ["rounds", "compressor", "streaming"])
-def test_workers_of_uneven_steps_agree_after_an_outer_step(way, weights, run):
+WAYS = "rounds", "compressor", "streaming"
+CASES = [*itertools.product(WAYS, (False, True), ("vmap", "shard_map"))]
+
+
+@pytest.mark.parametrize("way,weighs,run", mostly_slow(CASES, quick=[*CASES[::4], *CASES[3::4]]))
+def test_workers_of_uneven_steps_agree_after_an_outer_step(way, weighs, run):
+    weights = WEIGHTS if weighs else None
     actual = after_two_rounds(way, run, weights)
     expected = means_of(np.ones(4) if weights is None else np.float64(WEIGHTS))
     np.testing.assert_allclose(actual, expected, rtol=1e-3 if way == "compressor" else 1e-6)

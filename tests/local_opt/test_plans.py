@@ -84,7 +84,7 @@ def test_every_row_of_the_vectors():
 
 
 @pytest.mark.parametrize("name", tables.PLANS)
-@pytest.mark.parametrize("total_steps", [1, 2, 23, 60])  # jax compiles for each
+@pytest.mark.parametrize("total_steps", [1, 2, 23, 60])
 def test_every_plan_is_rounds_of_the_run(name, total_steps):
     plan = tables.PLANS[name](total_steps)
     assert plan.total_steps == total_steps
@@ -94,10 +94,10 @@ def test_every_plan_is_rounds_of_the_run(name, total_steps):
     assert ends_of(plan)[-1] == total_steps and plan.syncs_after(total_steps - 1)
     steps = np.arange(total_steps)
     assert plan.syncs_after(steps).sum() == rounds
-    beyond = jax.jit(functools.partial(syncs_after_traced, plan))(
-        np.arange(total_steps + 9)
-    )  # in a compiled step
-    assert beyond.tolist() == [*plan.syncs_after(steps).tolist(), *[True] * 9]
+    if total_steps in (1, 23):  # in a compiled step, of which each takes time
+        traced = jax.jit(functools.partial(syncs_after_traced, plan))
+        beyond = traced(np.arange(total_steps + 9)).tolist()
+        assert beyond == [*plan.syncs_after(steps).tolist(), *[True] * 9]
     # A loop over steps, as a training run sees the plan.
     r, since = 0, 0
     for t in range(total_steps):
@@ -178,7 +178,7 @@ RISING = {
 @functools.cache
 def rates_of(name):
     with jax.enable_x64(True):
-        return [float(RISING[name](t)) for t in range(300)]
+        return jax.vmap(RISING[name])(jnp.arange(300)).tolist()
 
 
 OPTIONS = ({}, {"h_max": 9}, {"power": 1}, {"warmup_steps": 40})

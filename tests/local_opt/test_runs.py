@@ -128,10 +128,10 @@ def anchored(t, params, states):
     return params, params
 
 
-def one_step(t, params, states):
+def one_step(t, params, states, weights=None):
     """Of momentum, with the mean of the round's gradients: a state is a velocity, and these."""
-    mean = np.mean([gradient for state in states for gradient in state[1:]], axis=0)
-    v = MOMENTUM * states[0][0] + mean
+    means = [np.mean(gradients, axis=0) for _, *gradients in states]
+    v = MOMENTUM * states[0][0] + np.average(means, axis=0, weights=weights and weights[t])
     return [params[0] - RATE * v] * len(params), [[v]] * len(params)
 
 
@@ -231,9 +231,15 @@ ROWS = {
     "planned, weights": Row(planned(SGD), momentum, ZERO, weighed(WEIGHTS), {"weight": WEIGHTS}),
     "rounds, weights": Row(rounds(SGD), momentum, ZERO, weighed(WEIGHTS), {"weight": WEIGHTS}),
     "parallel": Row(local_opt.parallel_rounds(SGD), momentum, ZERO, ends(ALWAYS)),
+    "parallel, weights": Row(
+        local_opt.parallel_rounds(SGD), momentum, ZERO,
+        {t: Mean(weights=WEIGHTS[t], state=None) for t in range(T)}, {"weight": WEIGHTS}),
     "planned, always": Row(local_opt.local_steps(SGD, ALWAYS), momentum, ZERO, ends(ALWAYS)),
     "accumulated": Row(
         local_opt.accumulated_rounds(SGD), accumulated, [ZERO], ends(PLAN, one_step)),
+    "accumulated, weights": Row(
+        local_opt.accumulated_rounds(SGD), accumulated, [ZERO],
+        ends(PLAN, functools.partial(one_step, weights=[*WEIGHTS])), {"weight": WEIGHTS}),
     "scaffold, rounds": Row(
         rounds(optax.sgd(FALL), **SCAFFOLD), *CONTROLS, controlled(), {"rate": RATES}, 2e-6),
     "scaffold, planned": Row(
@@ -309,7 +315,11 @@ def check_ends(name, history):
 
 PMAP = functools.partial(jax.pmap, axis_name="batch", devices=jax.devices()[:W])
 RUN = RUNS | {"pmap": PMAP, "alone": of_one}
-PLANS = {"parallel": ALWAYS, "planned, always": ALWAYS} | dict.fromkeys(DES_LOC, FIELDS["x"])
+PLANS = {
+    "parallel": ALWAYS,
+    "parallel, weights": ALWAYS,
+    "planned, always": ALWAYS,
+} | dict.fromkeys(DES_LOC, FIELDS["x"])
 CASES = [(name, run) for name in ROWS for run in RUNS if ROWS[name].workers == W]
 CASES += [("clipped", "pmap"), ("snoo", "alone"), ("one worker", "alone")]
 # Every row in one way, in turns, and two rows in all.

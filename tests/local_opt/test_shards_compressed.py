@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import local_opt
+from tests.cases import mostly_slow
 from tests.compiled_runs import lines_of
 from tests.problems import COMPRESSORS, assert_bitwise_equal, assert_workers_bitwise_equal, copies
 from tests.shards import (
@@ -57,10 +58,10 @@ def part_of(tree, specs, device, model):
     return jax.tree.map(lambda spec, x: cut(x, tuple(spec)), specs, tree)
 
 
-@pytest.mark.parametrize(
-    "name,workers,way",
-    [("int4", 2, "compiler"), ("top_k", 4, "by hand")],
-)
+SENT = [("int4", 2, "compiler"), ("top_k", 4, "by hand")]
+
+
+@pytest.mark.parametrize("name,workers,way", mostly_slow(SENT, quick=SENT[:1]))
 def test_a_compressor_sends_shards_as_it_sends_whole_arrays(name, workers, way):
     """Every device's sync is bitwise that of its shards alone, and of the whole leaves alone."""
     compressor, mesh = COMPRESSORS[name], mesh_of(workers)

@@ -1,6 +1,7 @@
 """Streaming sync equals its paper, and plain averaging where both are the same."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 import local_opt
 from local_opt import streaming
-from tests.cases import FAST_XLA
+from tests.cases import FAST_XLA, mostly_slow
 from tests.problems import (
     COMPRESSORS,
     NESTEROV,
@@ -60,10 +61,13 @@ STEPPED = np.float32(np.random.default_rng(5).choice([0, 1, 2, 1e-3, 50], size=(
 STEPPED[:, 0] = 1
 
 
-@pytest.mark.parametrize("run", ["vmap", "shard_map"])
-@pytest.mark.parametrize("name,weights", [("qsr", None), ("constant", STEPPED)])
-def test_fragments_equal_the_reference(name, weights, run):
+CASES = [*itertools.product(TWO, ("vmap", "shard_map"))]
+
+
+@pytest.mark.parametrize("name,run", mostly_slow(CASES, quick=[CASES[1], CASES[2]]))
+def test_fragments_equal_the_reference(name, run):
     """Every fragment with the weights of its own sync."""
+    weights = STEPPED if name == "constant" else None
     outer = optax.sgd(0.7, momentum=0.5, nesterov=True)
     stream = local_opt.streaming.streaming_rounds(
         optax.sgd(RATE), axis_name="worker", fragments=2, mixing=0.25, outer=outer
@@ -180,9 +184,10 @@ BY_NAME = {
 }
 
 
-@pytest.mark.parametrize(
-    "name,run", [*((name, "vmap") for name in BY_NAME), ("partition", "shard_map")]
-)
+NAMED = [("partition", "shard_map"), *((name, "vmap") for name in BY_NAME)]
+
+
+@pytest.mark.parametrize("name,run", mostly_slow(NAMED, quick=[NAMED[0], NAMED[3], NAMED[5]]))
 def test_outer_optimizers_see_the_names_of_the_leaves(name, run):
     """Fragments, one after another, move as the whole does."""
     rng, normal = np.random.default_rng(3), lambda rng, *s: np.float32(rng.normal(size=s))

@@ -160,24 +160,24 @@ PLANS_OF = {
 }
 
 
-def test_fields_of_one_plan_share_a_collective():
-    """And "mean" is the parameters' plan, in a collective of its own."""
+def test_fields_of_one_plan_share_a_conditional():
+    """And so a collective; "mean" is the parameters' plan, in a conditional of its own."""
     same = local_opt.SyncPlan([0, 5], 13)
     mapped = functools.partial(local_opt.map_workers, workers=worker_mesh(2))
     params = local_opt.replicate({"w": jnp.ones(3)}, worker_mesh(2))
 
-    def sent(policies):
+    def conditionals(policies):
         opt = local_opt.local_steps(optax.adam(0.1), PLANS_OF["params"], sync_opt_state=policies)
         state = mapped(opt.init, in_specs="worker", out_specs="worker")(params)
         step = mapped(
             lambda x, s: opt.update(x, s, x), in_specs=("worker", "worker"), out_specs="worker"
         )
-        return local_opt.costs.count_collectives(jax.jit(step), params, state)
+        return jax.jit(step).lower(params, state).as_text().count("stablehlo.case")
 
-    assert sent("local") == {"all-reduce": 1}
-    assert sent({"mu": PLANS_OF["nu"], "nu": same}) == {"all-reduce": 2}
-    assert sent({"mu": PLANS_OF["mu"], "nu": same}) == {"all-reduce": 3}
-    assert sent({"mu": "mean", "nu": same}) == {"all-reduce": 3}
+    assert conditionals("local") == 1
+    assert conditionals({"mu": PLANS_OF["nu"], "nu": same}) == 2
+    assert conditionals({"mu": PLANS_OF["mu"], "nu": same}) == 3
+    assert conditionals({"mu": "mean", "nu": same}) == 3
 
 
 @pytest.mark.parametrize(

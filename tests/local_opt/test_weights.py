@@ -1,6 +1,7 @@
 """Means weigh workers as the reference does, and read nothing of those that do not count."""
 
 import functools
+import itertools
 import re
 
 import jax
@@ -15,6 +16,7 @@ from jax.sharding import AxisType
 import local_opt
 from local_opt import presets
 from tests import reference
+from tests.cases import mostly_slow
 from tests.problems import (
     COMPRESSORS,
     NESTEROV,
@@ -63,14 +65,14 @@ ANY_WEIGHT = st.one_of(
 SOME_COUNT = st.lists(ANY_WEIGHT, min_size=W, max_size=W).filter(any)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@given(
-    weights=SOME_COUNT,
-    lost=st.sampled_from([0.0, np.nan, np.inf]),
-    run=st.sampled_from(["vmap", "mesh"]),
-)
+WHERE = [*itertools.product(WAYS, RUN)]
+TURNS = [case for i, case in enumerate(WHERE) if i % 2 == i // 2 % 2]
+
+
+@pytest.mark.parametrize("way,run", mostly_slow(WHERE, quick=TURNS))
+@given(weights=SOME_COUNT, lost=st.sampled_from([0.0, np.nan, np.inf]))
 def test_any_weights_equal_the_reference_and_nothing_is_read_of_who_does_not_count(
-    way, weights, lost, run
+    way, run, weights, lost
 ):
     weights = np.float32(weights)
     changes = {
@@ -119,8 +121,7 @@ def test_only_the_ratios_of_weights_count(weights, scale, run):
     np.testing.assert_allclose(actual, copies(expected), rtol=1e-5, atol=1e-6 * scale)
 
 
-@pytest.mark.parametrize("run", RUN)
-@pytest.mark.parametrize("way", ["mean", "outer", "int8", "top_k"])
+@pytest.mark.parametrize("way,run", [case for case in TURNS if case[0] not in ("plain", "control")])
 def test_weights_without_a_mean_leave_no_finite_parameter(way, run):
     for weights in NONE_COUNTS:
         new, _ = a_sync(way, run)(X, np.float32(weights))
@@ -164,24 +165,10 @@ def test_a_planned_sync_takes_back_a_worker_whose_last_gradient_is_not_finite(ma
         np.testing.assert_allclose(x[0], mean, rtol=1e-6)
 
 
-def test_mean_gradients_are_weighed_in_steps_and_over_rounds():
-    grads = copies(jnp.ones(3)) * jnp.array([[1.0], [2.0], [jnp.nan], [5.0]])
-    weight, x = jnp.array([3, 1, 0, 4]), copies(jnp.zeros(3))
-    for make in (local_opt.parallel_rounds, local_opt.accumulated_rounds):
-        rounds = make(optax.sgd(1.0))
-
-        @vmap
-        def run(x, g, w, rounds=rounds):
-            given = {"weight": w} if rounds.in_step else {}
-            updates, state = rounds.update(g, rounds.init(x), x, **given)
-            given = {} if rounds.in_step else {"weight": w}
-            return rounds.sync(x + updates, state, **given)[0]
-
-        np.testing.assert_allclose(jax.jit(run)(x, grads, weight), -25 / 8, rtol=1e-6)
+SHARDED = [*itertools.product((AxisType.Auto, AxisType.Explicit), (None, "int8"))]
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("compressor", [None, "int8"])
+@pytest.mark.parametrize("kind,compressor", mostly_slow(SHARDED, quick=[SHARDED[1], SHARDED[2]]))
 def test_a_weight_counts_on_all_devices_of_a_worker(kind, compressor):
     mesh = jax.make_mesh((2, 2), ("worker", "model"), (kind,) * 2, devices=jax.devices()[:4])
     specs, results = {"a": jax.P("model"), "b": jax.P()}, []

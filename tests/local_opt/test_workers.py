@@ -1,6 +1,7 @@
 """Workers that must agree, one model out of many, and three ways to run them."""
 
 import contextlib
+import functools
 import itertools
 
 import jax
@@ -211,13 +212,17 @@ def test_numpy_leaves_of_64_bits_keep_their_type_and_their_numbers(recwarn):
     assert not list(recwarn)
 
 
-def after_step(before, workers=4, steps=1):
-    """Parameters of workers before and after a step of `local_steps` that ends a round."""
-    plan = local_opt.constant(steps, total_steps=2)
-    opt = local_opt.local_steps(optax.sgd(0.0), plan)
+@functools.cache
+def a_step(period):
+    """Of `local_steps` without a move, compiled."""
+    opt = local_opt.local_steps(optax.sgd(0.0), local_opt.constant(period, total_steps=2))
+    return jax.jit(vmap(lambda x: opt.update(jnp.zeros_like(x), opt.init(x), x)[0]))
+
+
+def after_step(before, period=1):
+    """Parameters of workers before and after a step, which ends a round of one."""
     before = jnp.asarray(before, jnp.float32)
-    updates, _ = jax.jit(vmap(lambda x: opt.update(jnp.zeros_like(x), opt.init(x), x)))(before)
-    return before, before + updates
+    return before, before + a_step(period)(before)
 
 
 def test_workers_that_meet_close_to_zero_agree_to_the_rounding_of_their_way():
@@ -242,7 +247,7 @@ def test_workers_that_meet_close_to_zero_agree_to_the_rounding_of_their_way():
 
 
 def test_workers_that_were_not_moved_together_are_refused_whatever_was_before():
-    before, after = after_step([0.7036, -0.6956], steps=2)  # no sync yet
+    before, after = after_step([0.7036, -0.6956], period=2)  # no sync yet
     with pytest.raises(ValueError, match="1.4 apart"):
         local_opt.check_synced(after, before=before)
     close = jnp.array([0.004, 0.004 + 6e-8])

@@ -418,6 +418,7 @@ def states(inner, **options):
         state = jax.vmap(lambda _, s=some: s.init(PARAMS))(jnp.arange(W))
         grads = jax.tree.map(lambda p: jnp.ones((W, *p.shape)), PARAMS)
         step = jax.vmap(lambda g, s, f=some.update: f(g, s, PARAMS)[1], axis_name="worker")
+        step = jax.jit(step)
         for _ in range(STEPS):
             state = step(grads, state)
         yield state
