@@ -210,7 +210,8 @@ def load(
     setting = setting_of(name)
     loader, choices = TASKS[setting.task], {**setting.choices, **choices}
     more = {k: choices.pop(k) for k in EVERYWHERE if k in {*choices} - {*choices_of(loader)}}
-    task = base.with_first(loader(data_dir, abstract=abstract, **choices), **more)
+    made = base.check_task(loader(data_dir, abstract=abstract, **choices))
+    task = base.with_first(made, **more)
     given = setting.recipe
     return task, given if isinstance(given, Recipe) else task.recipe._replace(**given)
 

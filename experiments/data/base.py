@@ -125,9 +125,9 @@ FIELDS = {  # of a recipe: (type, what it is, what parses it or each of several)
 class Task(NamedTuple):
     """Data, model and recipe.
 
-    Sets in memory are {"x": array[N, ...], "y": array[N] or [N, L]}; larger ones are random-access
-    sources of such examples. An abstract task has `jax.ShapeDtypeStruct` leaves with the published
-    shapes, for dry runs.
+    Sets in memory are {"x": array[N, ...] or a tree of such, "y": array[N] or [N, L]}, and may have
+    more arrays for the loss; larger ones are random-access sources of such examples. An abstract
+    task has `jax.ShapeDtypeStruct` leaves with the published shapes, for dry runs.
     """
 
     name: str  # as in `TASKS`
@@ -217,7 +217,38 @@ def with_first(task: Task, *, num_train: int | None = None, num_test: int | None
 
 def size_of(data) -> int:
     """Examples of arrays, of their shapes, or of a random-access source."""
-    return next(iter(data.values())).shape[0] if isinstance(data, dict) else len(data)
+    if isinstance(data, dict):
+        return size_of(next(iter(data.values())))
+    return data.shape[0] if hasattr(data, "shape") else len(data)
+
+
+def check_task(task: Task) -> Task:
+    """The task; raises ValueError for a set that a run cannot read."""
+    import jax
+
+    for part in ("train", "test"):
+        data = getattr(task, part)
+        is_source = not isinstance(data, dict | list | tuple) and hasattr(data, "__getitem__")
+        example = data[0] if is_source and len(data) else data
+        leaves, lengths = jax.tree.leaves(example), {len(data)} if is_source else set()
+        if isinstance(example, dict) and not is_source:
+            lengths = {(*getattr(x, "shape", ()), 0)[0] for x in leaves}
+        if not isinstance(example, dict) or not {"x", "y"} <= example.keys() or len(lengths) != 1:
+            given = sorted(example) if isinstance(example, dict) else f"a {type(example).__name__}"
+            raise UserError(
+                f"the loader of {task.name} gives a {part} set of {given}, of lengths "
+                f"{sorted(lengths)}: give a dict of arrays x and y of one length, or a source "
+                "(len(source) and source[i]) of such examples."
+            )
+        kinds = [getattr(x, "dtype", np.asarray(x).dtype) for x in leaves]
+        if words := [str(kind) for kind in kinds if kind.kind in "OSUMm"]:
+            raise UserError(
+                f"the loader of {task.name} gives a {part} set with an array of {words[0]}: give "
+                "numbers, and pad series of unequal length, with a mask among the features of x."
+            )
+        if not min(lengths):
+            raise UserError(f"the loader of {task.name} gives a {part} set without an example.")
+    return task
 
 
 def split(x, y, *, num_train: int, seed: int = 0) -> tuple[dict, dict]:

@@ -122,11 +122,14 @@ def sum_chunks(function, batch):
 
 def _chunk(batch):
     """Examples per chunk: the logits of a token take as much memory as those of an example."""
+    import jax
+
     from syncopate.mesh import platform
 
-    x, y = batch["x"], batch["y"]
+    y = batch["y"]
     if y.ndim > 1 and np.issubdtype(y.dtype, np.integer):
         return max(1, CHUNK // y.shape[1])
     if platform() != "cpu":
         return CHUNK
-    return min(CHUNK, max(LEAST, CACHED // max(1, math.prod(x.shape[1:]))))
+    numbers = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(batch["x"]))
+    return min(CHUNK, max(LEAST, CACHED // max(1, numbers)))

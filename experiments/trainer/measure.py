@@ -293,7 +293,8 @@ def moments(model, train, batch_size: int) -> Callable:
     examples = ordering.data.as_source(train)
     count = max(1, min(BATCHES, len(examples) // batch_size))
     used = examples[: count * batch_size]["x"]
-    batches = jax.device_put(used.reshape(count, -1, *used.shape[1:]))
+    cut = lambda x: x.reshape(count, -1, *x.shape[1:])  # noqa: E731
+    batches = jax.device_put(jax.tree.map(cut, used))
 
     mean = lambda params: jax.lax.map(functools.partial(model.statistics, params), batches)  # noqa: E731
     return jax.jit(lambda params: jax.tree.map(lambda s: jnp.mean(s, axis=0), mean(params)))

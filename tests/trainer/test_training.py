@@ -13,10 +13,12 @@ import models
 import ordering
 from experiments.compare.arms import row_of
 from experiments.data import Recipe, Task
+from experiments.data.base import check_task, size_of
 from experiments.distributed.devices import worker_mesh
 from experiments.trainer import config, measure, program
 from experiments.trainer.config import Plans
 from ordering.echo import EchoPlan
+from syncopate.refusals import UserError
 from tests import little_run, tables
 from tests.cases import mostly_slow
 from tests.sources import Examples
@@ -266,3 +268,41 @@ def test_metrics_of_a_source_are_those_of_its_arrays(halves, monkeypatch):
         assert result["test/perplexity"] == pytest.approx(np.exp(nats[tested].mean()), rel=1e-4)
         assert result["test/accuracy"] == pytest.approx(hits[tested].mean(), rel=1e-4)
         assert result["train/loss"] == pytest.approx(nats.mean(), rel=1e-4)
+
+
+def test_inputs_may_be_a_tree_of_arrays():
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(12, 4)).astype(np.float32), np.arange(12, dtype=np.int32) % 2
+    inputs = {"values": x, "mask": (x > -1).astype(np.float32)}
+    net = models.softmax_regression(num_features=4, num_classes=2)
+    moments = lambda params, x: jnp.mean(x["values"])  # noqa: E731
+    model = models.Model(
+        net.init,
+        lambda w, batch, key: net.loss(w, batch | {"x": masked(batch["x"])}, key),
+        lambda w, x, mean: net.predict(w, masked(x)) + 0 * mean,
+        moments,
+    )
+    masked = lambda x: x["values"] * x["mask"]  # noqa: E731
+    results = []
+    for made, of in ((model, inputs), (net, x * inputs["mask"])):
+        task = Task("tree", made, {"x": of, "y": y}, {"x": of, "y": y}, RECIPE)
+        begin, _ = measure.evaluator(check_task(task), RECIPE, halves=True)
+        results.append(begin(net.init(jax.random.key(0)))())
+    assert results[0] == results[1] and size_of({"x": inputs, "y": y}) == 12
+
+
+@pytest.mark.parametrize(
+    "data,message",
+    [
+        ((np.ones((4, 2)), np.ones(4)), "train set of a tuple, of lengths .*: give a dict of"),
+        ({"image": np.ones(4), "label": np.ones(4)}, "train set of .'image', 'label'."),
+        ({"x": np.ones((4, 2)), "y": np.ones(3)}, "of .'x', 'y'., of lengths .3, 4."),
+        (Examples((np.ones((4, 2)), np.ones(4))), "train set of a tuple, of lengths .4."),
+        ({"x": np.array([[1], [1, 2]], object), "y": np.ones(2)}, "array of object: .* pad series"),
+        ({"x": np.ones((2, 3)), "y": np.array(["a", "b"])}, "array of <U1: give numbers"),
+        ({"x": np.ones((0, 3)), "y": np.ones(0)}, "train set without an example"),
+    ],
+)
+def test_sets_that_a_run_cannot_read_are_refused(data, message):
+    with pytest.raises(UserError, match=message):
+        check_task(Task("yours", None, data, data, RECIPE))
