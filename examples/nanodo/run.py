@@ -44,7 +44,7 @@ def folder_of(path: str | None, names, *, flag: str, how: str) -> pathlib.Path:
     folder = pathlib.Path(path or "").expanduser().resolve()
     absent = [name for name in names if not path or not (folder / name).is_file()]
     if absent:
-        raise ValueError(f"{flag} is {path!r}, which lacks {' and '.join(absent)}: {how}.")
+        raise ValueError(f"{flag} is {path!r}, which holds no {' and no '.join(absent)}: {how}.")
     return folder
 
 
