@@ -137,6 +137,15 @@ class Case(NamedTuple):
 
 
 KEY, ENTRIES = jax.random.key(0), 3
+RNG = np.random.default_rng(0)
+FIXED = Case(  # 16 units, of which one is empty; a worker's second window has only one unit
+    [13, 20, 7],
+    3,
+    np.arange(40) % 5 != 2,
+    np.stack([RNG.permutation(16) for _ in range(3)]).reshape(3, 4, 4),
+    2,
+    {"window": 3, "batch_size": 2, "seed": 1},
+)
 
 
 def vectors_of(units):
@@ -145,10 +154,19 @@ def vectors_of(units):
 
 
 @functools.cache
-def global_order_of(name, workers, units, window):
-    """An order that deals blocks to all workers."""
+def global_order_of(name, units, window, axis_name="worker"):
+    """An order that assigns blocks to all workers anew in every epoch."""
     if name == "global_reshuffling":
-        order = ordering.global_reshuffling(units, units_per_step=window)
+        order = ordering.global_reshuffling(units, units_per_step=window, axis_name=axis_name)
     else:
         order = ordering.global_order(ordering.cd_grab(units, units_per_step=window), units)
     return order._replace(next_epoch=jax.jit(order.next_epoch))  # `resize` calls it as it is
+
+
+def short_run(name, state=None, parts=(20, 11), unit_size=2, *, window=3, **options):
+    """An epoch of two workers with 8 units each."""
+    order = global_order_of(name, 8, window)
+    given = {"batch_size": 4, "seed": 9, "workers": 2, "num_epochs": 1} | options
+    blocks = ordering.blocks.split(parts_of(parts), unit_size=unit_size)
+    like = np.zeros(2, np.float32)
+    return read_blocks(blocks, order, KEY, like=like, state=state, **given)

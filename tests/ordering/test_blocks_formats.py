@@ -1,8 +1,10 @@
 """Files of every kind give the records that were written, one request for a block."""
 
+import itertools
 import multiprocessing
 import os
 import pickle
+import struct
 import tempfile
 
 import numpy as np
@@ -18,23 +20,63 @@ from tests import record_files, reference_blocks
 from tests.record_files import KINDS
 
 LETTERS = [b"", b"a", b"\0" * 5, bytes(range(256)) * 40, b"end"]
+RNG = np.random.default_rng(0)
+FIELDS = np.zeros(5, [("id", ">i8"), ("of", [("a", "u1"), ("b", "f2", (2,))])])
+FIELDS["id"], FIELDS["of"]["b"][:, 1] = np.arange(5), np.arange(5)
+COLUMNS = {
+    "id": np.arange(11),
+    "weight": RNG.normal(size=11).astype(np.float32),
+    "text": np.array([f"row {i}" for i in range(11)], object),
+    "right": np.arange(11) % 3 == 0,
+    "image": RNG.integers(0, 256, (11, 6), dtype=np.uint8),
+}
 
 
-def opened(kind, path, size=11, first=0):
-    """(the parts of a new file of numbers, their decoder)."""
-    decode = record_files.write(kind, path, size, first)
-    return record_files.opened(path), decode
+def array(dtype, shape, order):
+    return RNG.integers(0, 99, (7, *shape)).astype(dtype, order)
 
 
-@pytest.mark.parametrize("kind", record_files.WRITERS)
-def test_records_are_the_bytes_that_were_written(kind, tmp_path):
-    path = tmp_path / f"text.{kind}-00001-of-00002"
-    record_files.WRITERS[kind](path, LETTERS)
+TYPES = itertools.product(
+    [np.float16, ">f8", np.bool_, np.complex64, bfloat16], [(), (2, 1, 4)], "CF"
+)
+RECORDS = [("tfrecord", LETTERS), ("array_record", LETTERS), ("parquet", COLUMNS)]
+RECORDS += [("npy", FIELDS), *(("npy", array(*how)) for how in TYPES)]
+
+
+def assert_records(actual, expected):
+    if isinstance(expected, dict):
+        assert list(actual) == list(expected)
+        for name in expected:
+            assert_records(actual[name], expected[name])
+    elif isinstance(expected, list):
+        assert actual == expected
+    elif expected.dtype.names:
+        assert_records(actual, {name: expected[name] for name in expected.dtype.names})
+    else:
+        assert actual.dtype == expected.dtype
+        np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.parametrize("kind,records", RECORDS)
+def test_records_are_those_that_were_written(kind, records, tmp_path):
+    """From any to any, over the borders of groups of 2 and of 4 rows."""
+    path = tmp_path / f"x.{kind}-00001-of-00002"
+    if kind == "npy":
+        with open(path, "wb") as file:
+            np.save(file, records)
+    else:
+        write = record_files.WRITERS.get(kind, record_files.write_parquet)
+        write(path, records)
     (part,) = files(path)
-    assert len(part) == len(LETTERS) and part.name == str(path)
-    for start in range(5):
-        for stop in range(start + 1, 6):
-            assert part.read(start, stop) == LETTERS[start:stop]
+    assert part.name == str(path)
+    if kind == "parquet":
+        (two,) = files(path, columns=["image", "id"])
+        assert set(two.read(2, 9)) == {"image", "id"}
+    for start, stop in itertools.combinations(range(len(part) + 1), 2):
+        if isinstance(records, dict):
+            assert_records(part.read(start, stop), {n: x[start:stop] for n, x in records.items()})
+        else:
+            assert_records(part.read(start, stop), records[start:stop])
 
 
 def test_a_tfrecord_is_that_of_tensorflow(tmp_path):
@@ -46,45 +88,9 @@ def test_a_tfrecord_is_that_of_tensorflow(tmp_path):
         for record in LETTERS:
             writer.write(record)
     assert ours.read_bytes() == theirs.read_bytes()
-    assert [x.numpy() for x in tf.data.TFRecordDataset(str(ours))] == LETTERS
-    assert files(theirs)[0].read(0, 5) == LETTERS
 
 
-def test_rows_of_parquet_over_the_borders_of_groups(tmp_path):
-    """Groups of 4 rows, and one of 3; numbers, texts, booleans, lists and lists of lists."""
-    rng = np.random.default_rng(0)
-    columns = {
-        "id": np.arange(11),
-        "weight": rng.normal(size=11).astype(np.float32),
-        "text": np.array([f"row {i}" for i in range(11)], object),
-        "right": np.arange(11) % 3 == 0,
-        "image": rng.integers(0, 256, (11, 6), dtype=np.uint8),
-    }
-    record_files.write_parquet(tmp_path / "rows.parquet", columns)
-    (part,) = files(tmp_path / "rows.parquet")
-    (two,) = files(tmp_path / "*.parquet", columns=["image", "id"])
-    for start in range(11):
-        for stop in range(start + 1, 12):
-            records = part.read(start, stop)
-            assert list(records) == list(columns)
-            for name, column in columns.items():
-                assert records[name].dtype == column.dtype
-                np.testing.assert_array_equal(records[name], column[start:stop])
-            assert set(two.read(start, stop)) == {"image", "id"}
-
-
-@pytest.mark.parametrize(
-    "order,shape", [("C", ()), ("F", (3,)), ("C", (2, 1, 4)), ("F", (2, 1, 4))]
-)
-@pytest.mark.parametrize("dtype", [np.float16, ">f8", np.bool_, np.complex64, bfloat16])
-def test_arrays_are_read_with_any_type_shape_and_order(dtype, shape, order, tmp_path):
-    array = np.random.default_rng(0).integers(0, 99, (7, *shape)).astype(dtype, order)
-    np.save(tmp_path / "x.npy", array)
-    (part,) = files(tmp_path / "x.npy")
-    for start, stop in [(0, 7), (0, 1), (2, 6), (6, 7)]:
-        records = part.read(start, stop)
-        assert records.dtype == array.dtype
-        np.testing.assert_array_equal(records, array[start:stop])
+# Tokens
 
 
 @given(
@@ -118,11 +124,66 @@ def test_windows_of_tokens_equal_the_slow_loop(text, length, dtype, header, sepa
                 assert set(records) == {"tokens", "documents"} - {separator is None and "documents"}
 
 
+@pytest.mark.parametrize("dtype,most", [(None, 65535), (np.uint8, 255), ("u4", 2**31 - 1)])
+def test_a_separator_that_no_token_can_be_is_refused(dtype, most, tmp_path):
+    np.zeros(64, np.uint64).tofile(tmp_path / "x.bin")
+    with pytest.raises(ValueError, match=f"separator is {most + 1}, .* {most}"):
+        tokens(tmp_path / "x.bin", length=3, separator=most + 1, dtype=dtype)
+    tokens(tmp_path / "x.bin", length=3, separator=most, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype,token", [("<i8", -(2**31) - 1), (np.int16, -100), (">u4", 2**31)])
+def test_a_token_below_0_or_beyond_int32_is_refused(dtype, token, tmp_path):
+    text = np.array([5, token, 3, 1, 2], dtype)
+    np.save(tmp_path / "x.npy", text)
+    text.tofile(tmp_path / "x.bin")
+    for path in (tmp_path / "x.bin", tmp_path / "x.npy"):
+        (part,) = tokens(path, length=2, dtype=dtype)
+        assert part.read(1, 2)["tokens"].tolist() == [[3, 1, 2]]
+        with pytest.raises(ValueError, match=f"records 0 to 0, .* {token} .*int32"):
+            part.read(0, 1)
+
+
+@pytest.mark.parametrize("magic, version, dtype", [(20240520, 1, "<u2"), (20240801, 7, "<u4")])
+def test_the_header_of_llm_c_is_known(magic, version, dtype, tmp_path):
+    """256 numbers of int32: a magic one, the version, how many tokens follow."""
+    path, text = tmp_path / "x.bin", np.arange(50000, 50031).astype(dtype)
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, version, len(text)
+    path.write_bytes(header.tobytes() + text.tobytes())
+    for how in ({}, {"dtype": dtype, "header_bytes": 1024}):
+        (part,) = tokens(path, length=10, **how)
+        assert part.read(0, 3)["tokens"][:, 0].tolist() == [50000, 50010, 50020]
+    with pytest.raises(ValueError, match=f"dtype is int64, .*{dtype[1:][0]}int"):
+        tokens(path, length=10, dtype=np.int64)
+    assert len(tokens(path, length=10, header_bytes=0, dtype=dtype)[0]) > 3
+    path.write_bytes(header.tobytes() + text[:-1].tobytes())
+    with pytest.raises(ValueError, match="30 tokens, .* 31"):
+        tokens(path, length=10)
+
+
+def test_the_index_of_megatron_names_the_type(tmp_path):
+    """The magic bytes, version 1 in 8 bytes, the code of the type; here 4, int32."""
+    np.arange(100000, 100021, dtype=np.int32).tofile(tmp_path / "x_document.bin")
+    index = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 4, 1, 2) + struct.pack("<iqqq", 21, 0, 0, 1)
+    (tmp_path / "x_document.idx").write_bytes(index)
+    (part,) = tokens(tmp_path / "x_document.bin", length=10)
+    assert part.read(0, 2)["tokens"][:, 0].tolist() == [100000, 100010]
+    with pytest.raises(ValueError, match="dtype is uint16, .* int32"):
+        tokens(tmp_path / "x_document.bin", length=10, dtype="uint16")
+    with pytest.raises(ValueError, match="x_document.idx"):
+        tokens(tmp_path / "x_document.*", length=10)
+
+
+# Blocks of all kinds
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_block_is_one_request(kind, tmp_path, monkeypatch):
-    """Also one call of the system, where the files are ours to read."""
-    (first,), decode = opened(kind, tmp_path / f"a.{kind}", 11)
-    (second,), _ = opened(kind, tmp_path / f"b.{kind}", 7, first=11)
+    """Also one call of the system, where the files are ours to read; and with a filter."""
+    decode = record_files.write(kind, tmp_path / f"a.{kind}", 11)
+    record_files.write(kind, tmp_path / f"b.{kind}", 7, first=11)
+    first, second = record_files.opened(tmp_path / f"?.{kind}")
     asked, calls, pread = [], [], os.pread
 
     def counted(part):
@@ -134,69 +195,35 @@ def test_each_block_is_one_request(kind, tmp_path, monkeypatch):
 
     blocks = split([counted(first), counted(second)], unit_size=4, decode=decode, multiple_of=6)
     monkeypatch.setattr(os, "pread", lambda *args: calls.append(args) or pread(*args))
-    assert [record_files.ids(kind, blocks[u]) for u in range(5)] == [
-        [0, 1, 2, 3],
-        [4, 5, 6, 7],
-        [8, 9, 10],
-        [11, 12, 13, 14],
-        [15, 16, 17],
-    ]
+    ends = [0, 4, 8, 11, 15, 18]
+    for u, (start, stop) in enumerate(itertools.pairwise(ends)):
+        assert record_files.ids(kind, blocks[u]) == [*range(start, stop)]
     places = [(0, 4), (4, 8), (8, 11)], [(0, 4), (4, 7)]
     assert asked == [(first.name, *x) for x in places[0]] + [(second.name, *x) for x in places[1]]
     assert len(calls) == (5 if kind in ("tfrecord", "npy", "bin") else 0)
-    assert len(blocks) == 6 and blocks.sizes.tolist() == [4, 4, 3, 4, 3, 0]
+    assert blocks.sizes.tolist() == [4, 4, 3, 4, 3, 0]
     assert (blocks.num_records, blocks.unit_size) == (18, 4)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_filters_and_other_readers(kind, tmp_path):
-    parts, decode = opened(kind, tmp_path / f"a.{kind}", 11)
     kept = np.arange(11) % 4 != 1
     for keep in (kept, lambda example: record_files.ids(kind, example) % 4 != 1):
-        blocks = split(parts, unit_size=3, decode=decode, keep=keep)
-        numbers = [record_files.ids(kind, block) for block in blocks]
+        some = split([first], unit_size=3, decode=decode, keep=keep)
+        numbers = [record_files.ids(kind, block) for block in some]
         assert numbers == [[0, 2], [3, 4], [6, 7, 8], [10]]
-        assert blocks.sizes.tolist() == [2, 2, 3, 1]
-    whole = split(parts, unit_size=1, decode=decode)
-    source = as_source(whole)
-    assert len(source) == 11
-    assert record_files.ids(kind, source[[3, 10]]) == [[3], [10]]
-
-
-def test_structured_arrays_are_dicts(tmp_path):
-    array = np.zeros(5, [("id", ">i8"), ("of", [("a", "u1"), ("b", "f2", (2,))])])
-    array["id"], array["of"]["b"][:, 1] = np.arange(5), np.arange(5)
-    np.save(tmp_path / "x.npy", array)
-    records = split(files(tmp_path / "**" / "*.npy"), unit_size=3)[1]
-    assert records["id"].tolist() == [3, 4] and records["of"]["b"].tolist() == [[0, 3], [0, 4]]
-
-
-def test_patterns_are_read_in_the_sequence_of_the_list(tmp_path):
-    for name, first in [("b1.npy", 10), ("a2.npy", 20), ("a1.NPY", 30), ("c.npy-1-of-2", 40)]:
-        with open(tmp_path / name, "wb") as file:
-            np.save(file, np.arange(first, first + 2))
-    paths = [tmp_path / "b*.npy", str(tmp_path / "a*"), tmp_path / "c.npy-1-of-2"]
-    blocks = split(files(paths), unit_size=2)
-    assert [block.tolist() for block in blocks] == [[10, 11], [30, 31], [20, 21], [40, 41]]
-    together = split(files(tmp_path / "b1.npy") + files(tmp_path / "a2.npy"), unit_size=3)
-    assert [block.tolist() for block in together] == [[10, 11], [20, 21]]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_part_is_sent_to_another_process(kind, tmp_path):
-    (part,), decode = opened(kind, tmp_path / f"a.{kind}", 50)
-    sent = pickle.loads(pickle.dumps(part))
-    assert (sent.name, len(sent), sent.digest) == (part.name, len(part), part.digest)
-    actual, wanted = (split([p], unit_size=50, decode=decode)[0] for p in (sent, part))
-    assert record_files.ids(kind, actual) == record_files.ids(kind, wanted)
+        assert some.sizes.tolist() == [2, 2, 3, 1]
+    source = as_source(split([first], unit_size=1, decode=decode))
+    assert len(source) == 11 and record_files.ids(kind, source[[3, 10]]) == [[3], [10]]
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*")
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_forked_process_reads_with_a_handle_of_its_own(kind, tmp_path):
-    (part,), decode = opened(kind, tmp_path / f"a.{kind}", 9)
+def test_a_part_goes_to_other_processes(kind, tmp_path):
+    """By pickle; and a forked one reads with a handle of its own."""
+    decode = record_files.write(kind, tmp_path / f"a.{kind}", 9)
+    (part,) = record_files.opened(tmp_path / f"a.{kind}")
     blocks = split([part], unit_size=4, decode=decode)
     wanted = record_files.ids(kind, blocks[1])
+    sent = pickle.loads(pickle.dumps(part))
+    assert (sent.name, len(sent), sent.digest) == (part.name, len(part), part.digest)
+    assert record_files.ids(kind, split([sent], unit_size=4, decode=decode)[1]) == wanted
     opened_here = _opened.cache_info().misses
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()

@@ -15,13 +15,12 @@ import pytest
 
 import ordering
 from ordering import echo
-from ordering.blocks import read_blocks, split
+from ordering.blocks import read_blocks, resize
 from ordering.data import as_source, read_epochs, step_indices
 from tests import block_cases, tables
+from tests.block_cases import FIXED
 from tests.echo_source import Uses
-from tests.ordering import test_blocks_position as position_cases
-from tests.ordering import test_blocks_resize as resize_cases
-from tests.ordering.test_blocks_reads import FIXED
+from tests.ordering import test_blocks_reads as block_runs
 from tests.ordering.test_measured import ANSWERS, Scripted, policy
 from tests.ordering.test_read_epochs import order_of, reads_of
 from tests.refused import names
@@ -178,15 +177,24 @@ def in_blocks(orders=FIXED.orders[0], **settings):
     return next(read_blocks(FIXED.blocks(), order, KEY, workers=len(orders), **given))
 
 
+@functools.cache
+def position_of():
+    reads = block_cases.short_run("global_reshuffling")
+    block_runs.rest(reads, 3)
+    return reads.state()
+
+
 def position(parts=(20, 11), unit_size=2, state=None, **settings):
-    state = state or position_cases.begun("global_reshuffling")[0]
-    blocks = split(block_cases.parts_of(parts), unit_size=unit_size)
-    return position_cases.reads_of("global_reshuffling", state, blocks, **settings)
+    state = state or position_of()
+    return block_cases.short_run("global_reshuffling", state, parts, unit_size, **settings)
 
 
 def resized_blocks(workers=2, steps=3, **changes):
-    state = resize_cases.read("global_reshuffling", 2, most=steps)[1]
-    return resize_cases.resized("global_reshuffling", state._replace(**changes), workers)
+    name, axis = "global_reshuffling", {"axis_name": "dp"}
+    state = block_runs.read(name, 2, most=steps)[1]._replace(**changes)
+    order = block_runs.order_of(name, workers)
+    fresh = ordering.init_workers(order, KEY, PARAMS, workers, **axis)
+    return resize(state, fresh, order, **axis)
 
 
 ONE = ordering.global_reshuffling(4)
