@@ -1,4 +1,4 @@
-"""The calls of `ordering.data` and `ordering.echo`: valid arguments, and bad ones for each."""
+"""The calls of `ordering.data`, echoing and mixtures: valid arguments, and bad ones for each."""
 
 import importlib
 import inspect
@@ -25,6 +25,7 @@ from tests.bad_values import (
     call,
     one_number,
     whole,
+    word,
 )
 from tests.public import returning
 
@@ -103,6 +104,20 @@ CALLS |= {
         first_step=also("first_step", 0, 2 * T + 1),
     ),
 }
+
+
+# Mixtures.
+NAMED = [None, 3, "text", [1, 2], {}, {"a": 1}, {"a": THING, "b": 1}, {"a": NAN, "b": 1}, THING]
+CALLS["mixture"] = call(
+    ordering.mixture,
+    sizes=Arg({"a": 9, "b": 3}, [*NAMED, {"a": 0, "b": 1}, {1: 2, 2: 3}, {"a": 2.5, "b": 1}]),
+    weights=Arg({"a": 1, "b": 0.5}, [*NAMED, {"a": -1, "b": 1}, {"a": 0, "b": 0}]),
+    batch_size=2,
+    total_steps=8,
+    tokens=Arg(None, but_none([*NAMED, {"a": 0, "b": 1}, {"a": [1, 2], "b": 1}])),
+    exhausted=Arg("end", word()),
+    examples_read=Arg(None, but_none([*NAMED, {"a": -1, "b": 1}, {"a": 0.5, "b": 0}])),
+)
 
 
 # Sources and their orders.

@@ -153,17 +153,6 @@ CALLS["scored"] = call(
     axis_name=AXIS,
     key=KEY,
 )
-NAMED = [None, 3, "text", [1, 2], {}, {"a": 1}, {"a": THING, "b": 1}, {"a": NAN, "b": 1}, THING]
-CALLS["mixture"] = call(
-    ordering.mixture,
-    sizes=Arg({"a": 9, "b": 3}, [*NAMED, {"a": 0, "b": 1}, {1: 2, 2: 3}, {"a": 2.5, "b": 1}]),
-    weights=Arg({"a": 1, "b": 0.5}, [*NAMED, {"a": -1, "b": 1}, {"a": 0, "b": 0}]),
-    batch_size=2,
-    total_steps=8,
-    tokens=Arg(None, but_none([*NAMED, {"a": 0, "b": 1}, {"a": [1, 2], "b": 1}])),
-    exhausted=Arg("end", word()),
-    examples_read=Arg(None, but_none([*NAMED, {"a": -1, "b": 1}, {"a": 0.5, "b": 0}])),
-)
 CD, GRAB = ordering.cd_grab(M, units_per_step=B), ordering.grab(M, units_per_step=B)
 NOT_PAIRS = [
     None,

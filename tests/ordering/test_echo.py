@@ -165,16 +165,3 @@ def test_a_plan_without_an_end_stops_with_the_loads():
     for step in range(6):
         rest = Uses(Source(3, first=step // 2), echo.fixed(2), first_step=step)
         assert [use.step for use in rest] == list(range(step, 6))
-
-
-def test_what_has_no_order_is_refused():
-    batches = echo.repeat([np.ones(1)] * 3, echo.fixed(2))
-    next(batches)
-    for call in (batches.state, lambda: batches.observe(0), lambda: batches.advance(0)):
-        with pytest.raises(ValueError, match="loads are a list"):
-            call()
-    reads = ordering.data.read_epochs(
-        np.arange(4), ordering.baselines.shuffle_once(4), jax.random.key(0)
-    )
-    with pytest.raises(ValueError, match="first_step is 2.*read_epochs"):
-        echo.repeat(reads, echo.fixed(2), first_step=2)

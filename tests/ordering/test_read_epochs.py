@@ -1,4 +1,4 @@
-"""read_epochs: batches of every epoch's order, reading ahead, resuming, and errors."""
+"""read_epochs: batches of every epoch's order as by hand, from any state on, and errors."""
 
 import functools
 import json
@@ -12,137 +12,174 @@ import pytest
 
 import ordering
 from ordering import base
-from ordering.data import LoadError, read_epochs
+from ordering.data import LoadError, grain_dataset, read_epochs, tf_dataset
 from tests import reads_of_two, tables
 from tests.cases import mostly_slow
 from tests.commands import start_two
+from tests.sources import Examples
 from tests.waiting import wait_for
 
-NAMES = ["cd_grab", "grab", "block_reshuffling", "shuffle_once"]
-CASES = [*((name, 13, 3) for name in NAMES), ("cd_grab", 1, 1), ("cd_grab", 4, 4), ("grab", 4, 4)]
-KEY = jax.random.key(0)
+KEY, LIKE = jax.random.key(0), jnp.zeros(4)
+VECTORS = tables.whole_numbers((60, 4))
+ORDERS = {
+    "cd_grab": ordering.cd_grab,
+    "cd_grab, at syncs": functools.partial(ordering.cd_grab, gathers="sync"),
+    "global": lambda m, **how: ordering.global_order(ordering.cd_grab(m, **how), m),
+    "global_reshuffling": ordering.global_reshuffling,
+    "grab": ordering.grab,
+    "pair_balance": ordering.pair_balance,
+    "random_reshuffling": ordering.random_reshuffling,
+    "blocks": functools.partial(ordering.baselines.block_reshuffling, block_size=3),
+    "once": ordering.baselines.shuffle_once,
+}
 
 
-def order_of(name, num_units=13, size=3):
-    return tables.ORDERS[name].make(num_units, size)
+class Run(NamedTuple):
+    """An order, the kind of its source, and sizes; None for one worker without an axis."""
+
+    order: str
+    source: str = "arrays"
+    workers: int | None = 2
+    units: int = 13
+    step: int = 3
+    unit_size: int = 1
+    mesh: tuple = ()
+
+    def make(self):
+        axis = {"axis_name": self.mesh[0][0]} if self.mesh else {}
+        return ORDERS[self.order](self.units, units_per_step=self.step, **axis)
+
+    def data(self):
+        """The number of every example, and the gradient of its unit."""
+        numbers = np.arange((self.workers or 1) * self.units * self.unit_size)
+        tree = {"n": numbers, "g": VECTORS[numbers // self.unit_size]}
+        if self.source in ("tf.data", "Grain"):
+            return functools.partial(self.pipeline, Examples(tree))
+        kinds = {"examples": Examples, "JAX": functools.partial(jax.tree.map, jnp.asarray)}
+        return kinds.get(self.source, lambda tree: tree)(tree)
+
+    def pipeline(self, source, indices, first_step, epoch):
+        """As anyone writes it, with the examples of all workers in one batch."""
+        make = tf_dataset if self.source == "tf.data" else grain_dataset
+        return make(source, indices).batch(len(self.lead()) * self.step * self.unit_size)
+
+    def lead(self):
+        return [0] * (self.workers or 1)
+
+    def reads(self, state=None, *, num_epochs=2, **options):
+        workers = self.workers
+        if self.mesh:
+            workers = jax.make_mesh([n for _, n in self.mesh], [name for name, _ in self.mesh])
+        given = {"like": LIKE, "workers": workers, "unit_size": self.unit_size} | options
+        return read_epochs(
+            self.data(), self.make(), KEY, state=state, num_epochs=num_epochs, **given
+        )
 
 
 @functools.cache
-def vectors(num_units=13):
-    return jnp.asarray(tables.whole_numbers((2, num_units, 4)))
-
-
-def source_of(num_units=13):
-    """The numbers of all units of two workers, and the gradient of each."""
-    return np.arange(2 * num_units) * 10, np.asarray(vectors(num_units)).reshape(-1, 4)
-
-
-def reads_of(name, num_units=13, size=3, source=None, **options):
-    source = source_of(num_units) if source is None else source
-    order = order_of(name, num_units, size)
-    options = {"like": jnp.zeros(4), "workers": 2} | options
-    return read_epochs(source, order, KEY, **options)
-
-
-def train(name, num_units, size, *, epochs=3, state=None, ways="observe"):
-    """`(batches, the reader's states before each)` of a user's loop."""
-    reads = reads_of(name, num_units, size, num_epochs=epochs, state=state)
-    step = tables.vmap_workers(order_of(name, num_units, size).observe)
-    batches, states = [], [reads.state()]
-    for numbers, rows in reads:
-        batches.append(np.asarray(numbers))
-        if ways == "observe":
-            reads.observe(rows)
-        else:
-            reads.advance(step(reads.order_state, rows))
-        states.append(reads.state())
-        assert reads.loads == reads.state().loads == states[0].loads + len(batches)
-    return batches, states
-
-
-@functools.cache  # for what it compiles
-def by_hand(name, num_units=13, size=3, epochs=3):
-    order, batches = order_of(name, num_units, size), []
-    observe = tables.vmap_workers(order.observe)
-    state = ordering.init_workers(order, KEY, jnp.zeros(4), 2)
+def by_hand(run, epochs=2):
+    """The examples of every step, from the definition of a unit, by the order's own functions."""
+    order, axis = run.make(), run.mesh[0][0] if run.mesh else "worker"
+    named = {"axis_name": axis} if run.mesh else {}
+    each = functools.partial(jax.vmap, axis_name=axis) if run.workers else lambda f: f
+    observe, following = jax.jit(each(order.observe)), jax.jit(each(order.next_epoch))
+    state = ordering.init_workers(order, KEY, LIKE, run.workers, **named)
+    firsts = run.units * np.arange(run.workers or 1)[:, None] * (not order.is_global)
+    batches = []
     for _ in range(epochs):
-        for start, stop in tables.steps(num_units, size):
-            units = np.asarray(state.current)[:, start:stop]
-            batches.append(source_of(num_units)[0][units + num_units * np.arange(2)[:, None]])
-            rows = np.take_along_axis(vectors(num_units), units[..., None], 1)
-            state = observe(state, rows)
-        state = tables.vmap_workers(order.next_epoch)(state)
+        for start, stop in tables.steps(run.units, run.step):
+            units = np.atleast_2d(state.current)[:, start:stop] + firsts
+            examples = units[..., None] * run.unit_size + np.arange(run.unit_size)
+            batches.append(examples.reshape(len(units), -1).tolist())
+            state = observe(state, VECTORS[units if run.workers else units[0]])
+        state = following(state)
     return batches
 
 
-@pytest.mark.parametrize("name,num_units,size", mostly_slow(CASES, quick=CASES[::2]))
-def test_batches_follow_every_epochs_order_and_resume_at_every_step(name, num_units, size):
-    expected = by_hand(name, num_units, size)
-    whole, states = train(name, num_units, size)
+def train(run, state=None, *, advance=False, **options):
+    """(the examples of every step, the reader's states before each)."""
+    reads, order = run.reads(state, **options), run.make()
+    step = jax.jit(jax.vmap(order.observe, axis_name="worker") if run.workers else order.observe)
+    batches, states = [], [reads.state()]
+    with jax.transfer_guard("disallow" if run.unit_size == 1 else "allow"):
+        for batch in reads:
+            rows = batch["g"][..., :: run.unit_size, :] if run.unit_size > 1 else batch["g"]
+            if advance:
+                reads.advance(step(reads.order_state, rows))
+            else:
+                reads.observe(rows)
+            states.append(reads.state())
+            batches.append(np.reshape(batch["n"], (len(run.lead()), -1)).tolist())
+            assert reads.loads == reads.state().loads == states[0].loads + len(batches)
+    if run.mesh and batches:
+        place = jax.NamedSharding(reads.order_state.current.sharding.mesh, jax.P(run.mesh[0][0]))
+        assert batch["n"].sharding.is_equivalent_to(place, 2)
+    return batches, states
+
+
+def as_dicts(state):
+    return state._asdict() | {"order": state.order._asdict()}
+
+
+SLOW = pytest.mark.slow
+RUNS = [
+    Run("cd_grab"),
+    Run("grab", "examples", None),
+    Run("blocks", "JAX", 4, unit_size=2),
+    Run("pair_balance", "tf.data", None, unit_size=2),
+    Run("random_reshuffling", "Grain", None),
+    Run("cd_grab, at syncs", mesh=(("dp", 4),), workers=4),
+    Run("global", workers=4, units=12, step=5),
+    Run("global_reshuffling", mesh=(("worker", 4), ("data", 2)), workers=4, units=12, step=5),
+    Run("cd_grab", units=1, step=1),
+    Run("cd_grab", "examples", 1, 4, 4),
+    Run("grab", "tf.data", 4, 5, 5),
+    Run("once", "examples", None, unit_size=2),
+]
+
+
+@pytest.mark.parametrize(
+    "run", mostly_slow([(run,) for run in RUNS], quick=[(r,) for r in RUNS[:8]])
+)
+def test_batches_follow_every_epochs_order_and_resume_at_every_step(run):
+    """From a state as it was, and from dicts of NumPy arrays, as of a checkpoint."""
+    expected = by_hand(run)
+    whole, states = train(run)
+    assert whole == expected
     for done, state in enumerate(states):
-        actual, _ = train(name, num_units, size, state=state)
-        jax.tree.map(np.testing.assert_array_equal, actual, expected[done:])
-    jax.tree.map(np.testing.assert_array_equal, whole, expected)
+        saved = as_dicts(jax.tree.map(np.asarray, state)) if done % 2 else state
+        assert train(run, saved)[0] == expected[done:]
 
 
-@pytest.mark.parametrize("name", ["cd_grab", "random_reshuffling"])
-def test_a_step_that_observes_by_itself_gives_the_same_orders(name):
-    (result, states), (other, others) = (train(name, 13, 3, ways=w) for w in ("observe", "advance"))
-    jax.tree.map(np.testing.assert_array_equal, (result, states), (other, others))
+def test_a_step_that_observes_by_itself_gives_the_same_states():
+    observed, advanced = (train(RUNS[0], advance=how) for how in (False, True))
+    jax.tree.map(np.testing.assert_array_equal, observed, advanced)
 
 
-def saved_by(how, state, folder):
-    """The state as a checkpoint gives it back."""
-    if how == "orbax":
-        ocp = pytest.importorskip("orbax.checkpoint")
-        with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(folder / "state", state)
-            checkpointer.wait_until_finished()
-            return checkpointer.restore(folder / "state")
-    state = jax.tree.map(np.asarray, state)
-    return state if how == "NumPy" else state._asdict() | {"order": state.order._asdict()}
+def test_a_state_goes_through_orbax(tmp_path):
+    ocp = pytest.importorskip("orbax.checkpoint")
+    whole, states = train(RUNS[1])
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", states[4])
+        checkpointer.wait_until_finished()
+        assert train(RUNS[1], checkpointer.restore(tmp_path / "state"))[0] == whole[4:]
 
 
-@pytest.mark.parametrize("how", ["orbax", "dicts", "NumPy"])
-@pytest.mark.parametrize("name", ["random_reshuffling", "grab"])
-def test_a_state_goes_on_as_a_checkpoint_gives_it_back(name, how, tmp_path):
-    whole, states = train(name, 13, 3, epochs=2)
-    result, _ = train(name, 13, 3, epochs=2, state=saved_by(how, states[4], tmp_path))
-    jax.tree.map(np.testing.assert_array_equal, result, whole[4:])
+GRAB = Run("grab")
 
 
-def test_a_state_is_not_what_the_next_steps_use_again():
-    reads = reads_of("grab")
-    states = []
-    for _ in range(7):
-        reads.observe(next(reads)[1])
-        states.append(reads.state())
-    for state in states:
-        result, _ = train("grab", 13, 3, state=state)
-        jax.tree.map(np.testing.assert_array_equal, result, by_hand("grab")[int(state.loads) :])
-
-
-def test_a_batch_that_was_not_observed_is_read_again():
-    reads, expected = reads_of("grab"), by_hand("grab")
-    for done in range(7):
-        numbers, rows = next(reads)
-        actual, _ = train("grab", 13, 3, state=reads.state())
-        jax.tree.map(np.testing.assert_array_equal, actual, expected[done:])
-        reads.observe(rows)
-
-
-@pytest.mark.parametrize("name", ["grab", "cd_grab", "greedy_herding"])
-@pytest.mark.parametrize("step", [0, 3, 4])
-def test_a_step_that_was_not_observed_is_refused_by_the_next(name, step):
-    reads = reads_of(name)
-    for _ in range(step):
-        reads.observe(next(reads)[1])
-    next(reads)
-    for _ in range(2):
-        with pytest.raises(ValueError, match=f"batch {step} .*reads.observe"):
-            next(reads)
-        with pytest.raises(ValueError, match="observe"):
-            reads.wait()
+def test_a_batch_that_was_not_observed_is_read_again_and_the_next_is_refused():
+    reads, expected = GRAB.reads(), by_hand(GRAB)
+    for done in range(6):
+        batch = next(reads)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=f"batch {done} .*reads.observe"):
+                next(reads)
+            with pytest.raises(ValueError, match="observe"):
+                reads.wait()
+        again = next(GRAB.reads(reads.state()))["n"]
+        assert np.reshape(again, (2, -1)).tolist() == expected[done]
+        reads.observe(batch["g"])
 
 
 def test_the_next_epoch_is_read_ahead_as_far_as_it_is_known():
@@ -152,9 +189,10 @@ def test_the_next_epoch_is_read_ahead_as_far_as_it_is_known():
         steps = indices.reshape(-1, 2, 2)  # [step, worker, unit]
         inside = steps - 20 * np.arange(2)[:, None]
         asked.append((epoch, first_step, np.concatenate(inside, axis=-1)))
-        return ((units, source_of(20)[1][units]) for units in steps)
+        return ((units, VECTORS[units]) for units in steps)
 
-    reads = reads_of("pair_balance", 20, 2, source=read, ahead=4)
+    order = ordering.pair_balance(20, units_per_step=2)
+    reads = read_epochs(read, order, KEY, like=LIKE, workers=2, ahead=4)
     for _ in range(10):
         reads.observe(next(reads)[1])
     assert [(*place, orders.shape) for *place, orders in asked] == [(0, 0, (2, 20)), (1, 0, (2, 4))]
@@ -185,27 +223,93 @@ def test_an_order_of_ones_own_that_counts_nothing_and_knows_nothing():
         return state._replace(current=state.current[::-1], next=jnp.copy(state.current))
 
     order = ordering.Ordering(init, lambda state, rows: state, turned, units_per_step=2)
+
+    def read(state=None):
+        return read_epochs(np.arange(5), order, KEY, num_epochs=3, state=state)
+
     batches, states = [], []
-    with read_epochs(np.arange(5), order, KEY, num_epochs=3) as reads:
+    with read() as reads:
         for batch in reads:
             batches.append(batch.tolist())
             states.append(reads.state())
     assert batches == [[0, 1], [2, 3], [4], [4, 3], [2, 1], [0], [0, 1], [2, 3], [4]]
     for done, state in enumerate(states, 1):
-        rest = [
-            x.tolist() for x in read_epochs(np.arange(5), order, KEY, num_epochs=3, state=state)
-        ]
-        assert rest == batches[done:]
+        assert [x.tolist() for x in read(state)] == batches[done:]
+
+
+# Other sizes of a step, other numbers of workers, and units that are left out
+
+
+def numbers(batch):
+    return np.ravel(jax.tree.leaves(batch)[0]).tolist()
+
+
+def goes_on(make, sizes):
+    """The units of every batch of one run, with so many steps of each size in turn."""
+    batches, state = [], None
+    for size, most in sizes:
+        with read_epochs(
+            np.arange(60), make(60, units_per_step=size), KEY, like=jnp.zeros(2), state=state
+        ) as reads:
+            for _ in range(most):
+                batch = next(reads)
+                batches.append(numbers(batch))
+                reads.observe(jnp.ones((len(batch), 2)) * batch[:, None])
+            state = reads.state()
+    return batches
+
+
+STEP_SIZES = [
+    (ordering.random_reshuffling, ((6, 2), (12, 4), (4, 15), (60, 1))),
+    (ordering.grab, ((4, 3), (12, 4), (10, 6))),
+    (ordering.pair_balance, ((10, 6), (6, 10), (20, 1))),
+]
+
+
+@pytest.mark.parametrize("make,sizes", mostly_slow(STEP_SIZES, quick=STEP_SIZES[:2]))
+def test_another_step_size_goes_on_without_loss(make, sizes):
+    """In an epoch, at its end, and into the next one: no unit is read twice or never."""
+    visited = sum(goes_on(make, sizes), [])
+    for epoch in range(-(-len(visited) // 60)):
+        units = visited[60 * epoch :][:60]
+        assert len({*units}) == len(units), epoch
+
+
+def test_an_order_without_gradients_goes_on_between_steps():
+    """15 of 60 units in steps of 5, then steps of 10, of which the last has the rest."""
+    units = goes_on(ordering.random_reshuffling, ((5, 3), (10, 6)))
+    assert list(map(len, units)) == [5] * 3 + [10] * 4 + [5, 10]
+    assert sorted(sum(units[:-1], [])) == list(range(60))
+
+
+def test_less_than_a_step_may_be_left_over():
+    order = ordering.random_reshuffling(60, units_per_step=5)
+    batches = list(read_epochs(np.arange(64), order, KEY, num_epochs=1))
+    assert sorted(sum(map(numbers, batches), [])) == list(range(60))
+
+
+@pytest.mark.parametrize("workers,num_units", [(2, 4), (None, 8)])
+def test_a_global_order_that_leaves_out_units_reads_all_in_turn(workers, num_units):
+    axis = {"axis_name": "worker" if workers else None}
+    order = ordering.global_reshuffling(num_units, units_per_step=2, total=9, **axis)
+    reads = read_epochs(np.arange(9), order, KEY, workers=workers, num_epochs=6)
+    batches = np.array([numbers(batch) for batch in reads]).reshape(6, 8)
+    assert all(len({*units}) == 8 for units in batches.tolist())
+    assert len({sum(range(9)) - sum(units) for units in batches.tolist()}) > 1, "who is left out"
+
+
+# Pipelines that fail or end
 
 
 def test_an_error_names_its_load():
-    *_, state = train("random_reshuffling", 13, 3, epochs=2)[1][:8]
+    run = Run("random_reshuffling")
+    state = train(run)[1][7]
 
     def fails(indices, first_step, epoch):
         yield indices[:6]
         raise OSError(f"no disk in epoch {epoch}")
 
-    reads = reads_of("random_reshuffling", source=fails, state=state)
+    reads = read_epochs(fails, run.make(), KEY, workers=2, state=state)
     assert (reads.epoch, reads.loads) == (1, 7)
     assert reads.ready(), "nothing loads before the first batch is asked for"
     next(reads)
@@ -222,122 +326,58 @@ def test_ready_is_right_at_the_end_of_an_epoch():
             gates[epoch].acquire()
             yield part.reshape(2, -1) - 13 * np.arange(2)[:, None]
 
-    options = {"num_epochs": 2, "timeout": 0.05, "source": read}
-    with reads_of("random_reshuffling", **options) as reads:
+    def following(epoch, count):
+        batches = []
+        for _ in range(count):
+            gates[epoch].release()
+            wait_for(reads.ready)  # longer than `timeout` on a busy machine
+            batches.append(next(reads))
+        return np.concatenate(batches, -1)
+
+    begun, order = threading.active_count(), Run("random_reshuffling").make()
+    with read_epochs(read, order, KEY, workers=2, num_epochs=2, timeout=0.05) as reads:
         with pytest.raises(LoadError, match="load 0 .* 0.05 s"):
             next(reads)
-        gates[0].release(5)
-        for _ in range(5):
-            wait_for(reads.ready)
-            next(reads)
+        following(0, 5)
         assert reads.epoch_ended and not reads.ready()
-        gates[1].release()
-        wait_for(reads.ready)
-        first = next(reads)
-        state = reads.order_state
-        np.testing.assert_array_equal(first, state.current[:, :3])
+        first = following(1, 1)
         assert not reads.ready()
-        gates[1].release(4)
-        rest = []
-        for _ in range(4):
-            wait_for(reads.ready)  # longer than `timeout` on a busy machine
-            rest.append(next(reads))
-        np.testing.assert_array_equal(np.concatenate(rest, -1), state.current[:, 3:])
+        units = np.concatenate([first, following(1, 4)], -1)
+        np.testing.assert_array_equal(units, reads.order_state.current)
         assert next(reads, None) is None
-    begun = threading.active_count()
-    with reads_of("random_reshuffling") as reads:
+    with Run("random_reshuffling").reads() as reads:
         next(reads)
         assert threading.active_count() > begun
     assert threading.active_count() == begun, "no thread is left"
 
 
 def test_a_source_that_ends_within_an_epoch_is_an_error():
-    reads = reads_of("random_reshuffling", source=lambda *_: [np.zeros((2, 3))])
+    reads = read_epochs(
+        lambda *_: [np.zeros((2, 3))], Run("random_reshuffling").make(), KEY, workers=2
+    )
     next(reads)
     for _ in range(2):
         with pytest.raises(LoadError, match="load 1 is missing"):
             next(reads)
 
 
-@pytest.mark.parametrize("pieces", [2, 3, 6])
-def test_a_pipeline_of_smaller_batches_is_refused(pieces):
+def test_a_pipeline_of_smaller_batches_is_refused():
     """Half of each epoch, or more, would never be read; also where a shape looks right."""
-
-    def read(indices, first_step, epoch):
-        return [
-            np.repeat(x[:, None], 6, 1)[:, :, None]
-            for x in np.split(indices, len(indices) // pieces)
-        ]
-
-    def smaller(indices, first_step, epoch):
-        return np.split(indices, len(indices) // pieces)
-
     order = ordering.random_reshuffling(12, units_per_step=6)
-    if pieces < 6:
+
+    def of(size):
+        return lambda indices, *_: np.split(indices, len(indices) // size)
+
+    def shaped(indices, *_):
+        return [np.tile(x[:, None, None], (1, 6, 1)) for x in np.split(indices, 2)]
+
+    for size in (2, 3):
         with pytest.raises(LoadError, match="load 0 .* 6 examples: .* unit_size="):
-            next(read_epochs(smaller, order, KEY))
-        with pytest.raises(LoadError, match="load 1 .* 2 batches"):
-            list(read_epochs(lambda *a: [np.zeros((6, 1))] * 3, order, KEY, num_epochs=1))
-    else:
-        assert len(list(read_epochs(smaller, order, KEY, num_epochs=1))) == 2
-        assert len(list(read_epochs(read, order, KEY, num_epochs=1))) == 2
-
-
-MESHES = [None, (("dp", 4),), (("worker", 4), ("data", 2))]
-
-
-@pytest.mark.parametrize(
-    "name,axes",
-    [*(("cd_grab", axes) for axes in MESHES[1:]), ("global", None)],
-)
-def test_epochs_of_all_workers_simulated_and_on_a_mesh(name, axes):
-    """Where transfers are forbidden; batches lie where their workers are."""
-    axis_name = axes[0][0] if axes else "worker"
-    sizes = {"units_per_step": 5}
-    order = {
-        "cd_grab": ordering.cd_grab(12, gathers="sync", axis_name=axis_name, **sizes),
-        "global": ordering.global_reshuffling(12, axis_name=axis_name, **sizes),
-    }[name]
-    workers = 4 if axes is None else jax.make_mesh([n for _, n in axes], [n for n, _ in axes])
-    key, like, rows = np.asarray(jax.random.PRNGKey(0)), jnp.zeros(3), jnp.eye(48, 3)
-    state = ordering.init_workers(order, KEY, like, 4, axis_name=axis_name)
-    first_units = 0 if name == "global" else 12 * np.arange(4)[:, None]
-    observe, following = (
-        jax.jit(jax.vmap(f, axis_name=axis_name)) for f in (order.observe, order.next_epoch)
-    )
-    source = np.arange(48), np.asarray(rows)
-    with jax.transfer_guard("disallow"):
-        reads = read_epochs(source, order, key, like=like, workers=workers, num_epochs=3)
-        for numbers, rows in reads:
-            reads.observe(rows)
-            with jax.transfer_guard("allow"):
-                first = 5 * ((reads.loads - 1) % 3)
-                units = state.current[:, first : first + 5] + first_units
-                np.testing.assert_array_equal(numbers, units)
-                state = observe(state, np.asarray(rows))
-                state = following(state) if reads.epoch_ended else state
-            if axes is not None:
-                rows_of_workers = jax.NamedSharding(workers, jax.P(axis_name))
-                assert numbers.sharding.is_equivalent_to(rows_of_workers, 2)
-    assert reads.loads == 9
-
-
-def test_a_global_order_that_leaves_out_units_reads_all_in_turn():
-    """For two workers, and for one without an axis."""
-    for workers, num_units in ((2, 4), (None, 8)):
-        axis_name = "worker" if workers else None
-        order = ordering.global_reshuffling(
-            num_units, units_per_step=2, total=9, axis_name=axis_name
-        )
-        batches, left_out = [], set()
-        reads = read_epochs(np.arange(9), order, KEY, workers=workers, num_epochs=6)
-        for batch in reads:
-            batches += np.asarray(batch).ravel().tolist()
-            if reads.epoch_ended:
-                assert len(set(batches)) == len(batches) == 8
-                left_out |= {*range(9)} - {*batches}
-                batches = []
-        assert len(left_out) > 1
+            next(read_epochs(of(size), order, KEY))
+    with pytest.raises(LoadError, match="load 1 .* 2 batches"):
+        list(read_epochs(lambda *_: [np.zeros((6, 1))] * 3, order, KEY, num_epochs=1))
+    for pipeline in (of(6), shaped):
+        assert len(list(read_epochs(pipeline, order, KEY, num_epochs=1))) == 2
 
 
 @pytest.mark.slow
@@ -353,21 +393,17 @@ def test_two_processes_read_as_one_does(tmp_path):
         assert together == [[*map(list, batch)] for batch in expected], name
 
 
-def test_equal_readers_compile_once():
+def test_equal_readers_compile_once_and_the_next_state_takes_over_the_memory_of_the_last():
     base.compiled.cache_clear()
     for _ in range(3):
-        train("grab", 13, 3, epochs=2)
-    of_all = base.compiled(order_of("grab"), base.Scope(2, "worker"))
+        train(GRAB)
+    of_all = base.compiled(GRAB.make(), base.Scope(2, "worker"))
     assert base.compiled.cache_info().currsize == 1
     assert of_all.observe._cache_size() == 2, "whole steps and a short one"
     assert of_all.next_epoch._cache_size() == 1
-
-
-def test_the_next_order_takes_over_the_memory_of_the_last():
-    reads = reads_of("grab", size=13)
-    states = []
+    reads, states = Run("grab", step=13).reads(num_epochs=None), []
     for _ in range(2):
-        rows = next(reads)[1]
+        rows = next(reads)["g"]
         states.append(reads.order_state)
         reads.observe(rows)
         states.append(reads.order_state)

@@ -22,7 +22,7 @@ from tests.block_cases import FIXED
 from tests.echo_source import Uses
 from tests.ordering import test_blocks_reads as block_runs
 from tests.ordering.test_measured import ANSWERS, Scripted, policy
-from tests.ordering.test_read_epochs import order_of, reads_of
+from tests.ordering.test_read_epochs import Run
 from tests.refused import names
 from tests.sources import Examples
 
@@ -107,30 +107,67 @@ def of_loss(params):
 # Sources, and readers in orders.
 
 
-def reading(name="random_reshuffling", state=lambda: None, **options):
-    return next(reads_of(name, state=state(), **options))
+GRAB = Run("grab")
 
 
-def saved(name="grab", steps=3, **options):
-    reads = reads_of(name, **options)
+def reading(run=GRAB, **options):
+    return next(run.reads(**options))
+
+
+def saved(steps=3):
+    reads = GRAB.reads()
     for _ in range(steps):
-        reads.observe(next(reads)[1])
+        reads.observe(next(reads)["g"])
     return reads.state()
 
 
 def observed_twice():
-    reads = reads_of("grab")
-    batch = next(reads)
-    reads.observe(batch[1]), reads.observe(batch[1])
+    reads = GRAB.reads()
+    rows = next(reads)["g"]
+    reads.observe(rows), reads.observe(rows)
 
 
 def ended_by_hand(name):
-    reads, order = reads_of(name, size=13), order_of(name, size=13)
+    run = Run(name, step=13)
+    reads, order = run.reads(), run.make()
     for _ in range(2):
-        rows = next(reads)[1]
         state = tables.vmap_workers(lambda s, g: order.next_epoch(order.observe(s, g)))
-        reads.advance(state(reads.order_state, rows))
-        next(reads)
+        reads.advance(state(reads.order_state, next(reads)["g"]))
+
+
+def of_numbers(count):
+    """A source of so many examples, for two workers with 13 units each."""
+    return read_epochs(np.arange(count), Run("random_reshuffling").make(), KEY, workers=2)
+
+
+def scored(**options):
+    return ordering.scored(np.array([3.0, 1.0, 2.0]), **options)
+
+
+MIXED = ordering.mixture({"a": 9, "b": 3}, weights={"a": 2, "b": 1}, batch_size=4, total_steps=3)
+
+
+def mixed_of(a, b):
+    return MIXED.source({"a": a, "b": b})
+
+
+def cut(load=None, **options):
+    load = np.ones(4) if load is None else load
+    options = {"key": KEY, "minibatches": 2} | options
+    return next(echo.repeat([load] * 2, echo.fixed(2, total_steps=4), **options))
+
+
+def of_minibatches(parts, act=lambda batches, batch: None, state=None):
+    """Of steps of three units; `act` follows the first minibatch."""
+    reads = Run("grab", units=12).reads(state)
+    batches = echo.repeat(reads, echo.fixed(2), minibatches=parts, key=KEY)
+    act(batches, next(batches))
+    return batches.state()
+
+
+def inside_a_use():
+    state = of_minibatches(3, lambda batches, batch: batches.observe(batch["g"]))
+    of_minibatches(1, state=state)
 
 
 class OnlyCurrent(NamedTuple):
@@ -201,7 +238,7 @@ ONE = ordering.global_reshuffling(4)
 ONE = jax.vmap(lambda key: ONE.init(key, None), axis_name="worker")(jax.random.split(KEY, 1))
 ONCE = ordering.baselines.shuffle_once(4).init(KEY, None)
 NO_WORKERS = jax.make_mesh((2, 1), ("data", "model"))
-CUT, CD_GRAB = ordering.grab(8, units_per_step=4), ordering.cd_grab(4)
+CUT, RANDOM = ordering.grab(8, units_per_step=4), ordering.random_reshuffling(16)
 REFUSED = {  # the call, and what its message names: arguments, values, places in a tree
     # Orders.
     "another axis": (
@@ -211,6 +248,30 @@ REFUSED = {  # the call, and what its message names: arguments, values, places i
     "fewer units": (lambda: resized((2, 4, 2)), "3 workers", "6 units", "2 workers", "4 units"),
     "another rule": (
         lambda: resized(rule=ordering.baselines.self_balancing_walk()), "sign rules"),
+    "layers of sorted scores": (lambda: scored(layers=2), "layers is 2", "'sorted'"),
+    "ends of a saw": (lambda: scored(pattern="saw", ends=0.1), "radius", "ends"),
+    "ends that meet": (lambda: scored(pattern="segments", ends=0.6), "ends is 0.6", "[0, 0.5]"),
+    "segments that are shuffled": (lambda: scored(pattern="segments", jitter=2), "jitter is 2"),
+    "layers of few scores": (lambda: scored(pattern="folded", layers=4), "layers is 4"),
+    "other workers than the axis": (
+        lambda: ordering.init_workers(scored(workers=2), KEY, None, 3), "workers=3"),
+    "no axis of workers": (lambda: scored(workers=2).init(KEY, None), "scope"),
+    "groups that are mixed": (lambda: ordering.counted(12, group_size=4), "groups", "'mixed'"),
+    "groups that do not divide": (
+        lambda: ordering.counted(12, group_size=5, groups="spread"), "5", "num_units 12"),
+    "a group of more than all": (
+        lambda: ordering.counted(12, group_size=13, groups="together"), "group_size is 13"),
+    "units beyond 32 bits": (lambda: ordering.random_reshuffling(2**31), "ordering.counted"),
+    # Mixtures.
+    "one of two sources": (lambda: MIXED.source({"a": [0] * 9}), "sources", "b"),
+    "a source of another size": (lambda: mixed_of([0] * 9, [0] * 4), "4 examples", "3"),
+    "a source of other examples": (lambda: mixed_of([{"x": 1}] * 9, [0] * 3), "examples of b"),
+    "workers that share no batch": (lambda: MIXED.order(workers=3), "workers", "batch_size"),
+    "an order of no source": (lambda: MIXED.order(orders={"c": ordering.counted(3)}), "orders"),
+    "an order of other units": (
+        lambda: MIXED.order(orders={"a": ordering.counted(3)}), "orders[a]", "3 units"),
+    "no dict of orders": (lambda: MIXED.order(orders=ordering.counted(9)), "name", "Ordering"),
+    "a unit of no source": (lambda: MIXED.locate([12]), "units", "[0, 11]"),
     # Plans to echo.
     "steps of numbers": (lambda: echo.EchoPlan([1, 0]), "fresh is int64[2]"),
     "no load at first": (lambda: echo.EchoPlan([False, True]), "fresh[0] is False"),
@@ -220,6 +281,29 @@ REFUSED = {  # the call, and what its message names: arguments, values, places i
         lambda: Uses(Scripted(ANSWERS), policy(decided=[True, False]), first_step=3),
         "first_step", "3",
     ),
+    "what no order has": (
+        lambda: echo.repeat([np.ones(1)], echo.fixed(2)).state(), "loads", "list"),
+    "a step of a reader": (
+        lambda: echo.repeat(GRAB.reads(), echo.fixed(2), first_step=2), "first_step is 2"),
+    "minibatches without a key": (lambda: cut(key=None), "minibatches is 2", "key is None"),
+    "minibatches that do not divide": (lambda: cut(minibatches=3), "4 rows", "3 minibatches"),
+    "a scalar to cut": (lambda: cut({"x": np.ones(4), "n": np.float32(1)}), "batch['n']"),
+    "other rows to cut": (lambda: cut((np.ones(4), np.ones(6))), "batch[1]", "6", "4"),
+    "an axis to cut": (lambda: cut(axis=1), "(4,)"),
+    "a step after the last": (lambda: cut(first_step=99), "first_step is 99"),
+    "minibatches of a short step": (lambda: of_minibatches(4), "3 units", "4 minibatches"),
+    "an order inside a use": (
+        lambda: of_minibatches(3, lambda b, x: b.advance(b.order_state)), "advance"),
+    "rows of another minibatch": (
+        lambda: of_minibatches(3, lambda b, x: b.observe(x["g"][:, :0])), "(2, 0, 4)", "1 rows"),
+    "a state inside a use": (inside_a_use, "1 units", "use"),
+    "a minibatch observed twice": (
+        lambda: of_minibatches(3, lambda b, x: [b.observe(x["g"])] * 2 and b.observe(x["g"])),
+        "1 of 1"),
+    "minibatches of blocks": (
+        lambda: echo.repeat(
+            read_blocks(FIXED.blocks(), RANDOM, KEY, batch_size=4), echo.fixed(2),
+            minibatches=2, key=KEY), "read_epochs"),
     # Examples of a batch.
     "two indices": (lambda: as_source([0, 1])[(np.zeros(1, int), 2)], "indices", "tuple"),
     "an index below 0": (lambda: as_source([0, 1])[np.array([-1])], "-1"),
@@ -242,24 +326,24 @@ REFUSED = {  # the call, and what its message names: arguments, values, places i
         lambda: step_indices([0, 1, 2], units_per_step=1, num_units=2, total=9), "2 units"),
     "no units of all": (lambda: step_indices([], units_per_step=1), "num_units"),
     # Readers.
-    "nothing like a gradient": (lambda: reading("grab", like=None), "params"),
+    "nothing like a gradient": (lambda: reading(like=None), "params"),
     "observed twice": (observed_twice, "observe"),
-    "observed before": (lambda: reads_of("grab").observe(0), "observe"),
-    "advanced by no state": (lambda: reads_of("shuffle_once").advance(3), "advance", "int"),
+    "observed before": (lambda: GRAB.reads().observe(0), "observe"),
+    "advanced by no state": (lambda: Run("once").reads().advance(3), "advance", "int"),
     "next_epoch by hand": (lambda: ended_by_hand("grab"), "next_epoch"),
     "next_epoch by hand, shuffled": (lambda: ended_by_hand("random_reshuffling"), "next_epoch"),
     "current alone": (lambda: read_epochs(np.arange(4), ONLY_CURRENT, KEY), "next", "left"),
     "a last batch that devices cannot share": (lambda: split_over_four(18), "last"),
-    "a source that grew": (lambda: reading(source=np.arange(40)), "40", "26"),
-    "a source that shrank": (lambda: reading(source=np.arange(25)), "25", "26"),
+    "a source that grew": (lambda: of_numbers(40), "40", "26"),
+    "a source that shrank": (lambda: of_numbers(25), "25", "26"),
     "a step more": (
         lambda: read_epochs(
             np.arange(65), ordering.random_reshuffling(60, units_per_step=5), KEY), "65", "60"),
-    "another order's state": (lambda: reading("cd_grab", state=saved), "running_sum"),
+    "another order's state": (lambda: reading(Run("cd_grab"), state=saved()), "running_sum"),
     "of other units": (
-        lambda: reading("grab", num_units=12, state=saved), "order.current", "(2, 13"),
+        lambda: reading(Run("grab", units=12), state=saved()), "order.current", "(2, 13"),
     "a place between steps": (
-        lambda: reading("grab", size=5, state=saved), "9 of 13", "5"),
+        lambda: reading(Run("grab", step=5), state=saved()), "9 of 13", "5"),
     # Blocks.
     "a large seed": (lambda: in_blocks(seed=2**31), "seed", "2147483648"),
     "units that are none": (lambda: in_blocks(FIXED.orders[0] + 1), "0 .. 15"),

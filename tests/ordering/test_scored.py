@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -144,31 +143,3 @@ def test_a_run_that_is_saved_goes_on_as_the_same_run_also_with_other_workers(aft
         state = state._replace(order=kept)
     reads = read_epochs(data, order, jax.random.key(9), workers=after, state=state)
     assert steps(reads, 9) == expected[8:]
-
-
-@pytest.mark.parametrize(
-    "options,message",
-    [
-        ({"scores": [0.0, np.nan, 1.0]}, r"scores\[1\] is nan \(1 of 3"),
-        ({"scores": [[1.0]]}, "one number per unit"),
-        ({"pattern": "sawtooth"}, "choose one of sorted, folded, zigzag, segments, stairs, saw"),
-        ({"layers": 2}, "layers is 2, and pattern is 'sorted', which takes none of its kind"),
-        ({"pattern": "saw", "ends": 0.1}, "which takes layers, sections, radius: leave ends out"),
-        ({"pattern": "segments", "ends": 0.6}, r"ends is 0.6: .* in \[0, 0.5\]"),
-        ({"pattern": "segments", "jitter": 2}, "jitter is 2, and the pattern shuffles its parts"),
-        ({"pattern": "folded", "layers": 4}, "layers is 4"),
-        ({"workers": 4}, r"workers is 4: pass a whole number in 1 \.\. 3"),
-        ({"fixed": 1}, "fixed is 1: pass True"),
-    ],
-)
-def test_an_argument_that_does_not_fit_is_refused_by_name(options, message):
-    with pytest.raises(ValueError, match=message):
-        scored(**{"scores": [3.0, 1.0, 2.0]} | options)
-
-
-def test_the_workers_of_the_axis_are_those_of_the_order():
-    for workers, here in ((1, 2), (2, 4)):
-        with pytest.raises(ValueError, match=f"make it with workers={here}"):
-            ordering.init_workers(scored(jnp.arange(8.0), workers=workers), KEY, None, here)
-    with pytest.raises(ValueError, match="not in scope"):
-        scored(jnp.arange(8.0), workers=2).init(KEY, None)

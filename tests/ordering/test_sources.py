@@ -1,6 +1,5 @@
 """The examples that an order names, the steps of an epoch, and sources of other libraries."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,7 +8,6 @@ from hypothesis import strategies as st
 
 from ordering.data import as_source, step_indices
 from tests import tables
-from tests.sources import SIZES, Examples, epoch_of, reads_in
 
 
 @given(st.integers(1, 4), st.integers(1, 30), st.integers(1, 3), st.data())
@@ -40,23 +38,8 @@ def test_step_indices_are_the_units_of_every_worker(workers, num_units, unit_siz
     np.testing.assert_array_equal(of_all, indices)
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_the_steps_of_an_epoch(size):
-    source, orders, sizes, wanted = epoch_of(size)
-    for data in (source, jax.tree.map(jnp.asarray, source), Examples(source)):
-        batches = [*reads_in(data, orders, num_epochs=1, **sizes)]
-        jax.tree.map(np.testing.assert_array_equal, batches, wanted)
-
-
 def read(source, *indices):
     return as_source(source)[np.array(indices)]
-
-
-def test_tables_of_columns_are_refused():
-    frame = pytest.importorskip("pandas").DataFrame({"x": [1, 2, 3]})
-    for table in (frame, frame["x"], pytest.importorskip("pyarrow").table({"x": [1, 2, 3]})):
-        with pytest.raises(ValueError, match=r"write .*\.to_numpy\(.* in its place"):
-            as_source(table)
 
 
 def objects(values):

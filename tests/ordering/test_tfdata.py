@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import ordering
-from ordering.data import datasets, read_epochs, reordered, step_indices, tf_dataset
-from tests.sources import SIZES, Examples, assert_same, epoch_of
+from ordering.data import datasets, read_epochs, reordered, tf_dataset
+from tests.sources import Examples, assert_same
 
 tf = None  # imported where it is used: every process of the tests collects this file
 
@@ -38,6 +38,12 @@ class ManyExamples(Examples):
         return [self[i] for i in indices]
 
 
+class Slow(Examples):
+    def __getitem__(self, index):
+        time.sleep(0.0005 * (index % 5))
+        return super().__getitem__(index)
+
+
 def data(size):
     rng = np.random.default_rng(0)
     return {
@@ -57,7 +63,8 @@ SOURCES = {
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_equals_the_plain_loop(name):
-    for kind, size, batch_size in ((lambda x: x, 23, 5), (Examples, 200, 7), (ManyExamples, 1, 7)):
+    """However long reading takes."""
+    for kind, size, batch_size in ((lambda x: x, 23, 5), (Slow, 99, 7), (ManyExamples, 1, 7)):
         arrays, order = SOURCES[name](size), np.random.default_rng(1).permutation(size)
         dataset = tf_dataset(kind(arrays), order)
         result = list(dataset.batch(batch_size).prefetch(2).as_numpy_iterator())
@@ -67,24 +74,6 @@ def test_equals_the_plain_loop(name):
         assert shapes == [x.shape[1:] for x in jax.tree.leaves(arrays)]
 
 
-class Slow(Examples):
-    def __getitem__(self, index):
-        time.sleep(0.0005 * (index % 5))
-        return super().__getitem__(index)
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_batches_are_the_steps_of_all_workers_and_go_on_from_any(size):
-    """However long reading and mapping take."""
-    source, orders, sizes, wanted = epoch_of(size)
-    indices, per_step = step_indices(orders, **sizes)
-    for step in (0, 1):
-        dataset = tf_dataset(Slow(source), indices[step * per_step :])
-        batches = list(dataset.batch(per_step).as_numpy_iterator())
-        flat = [jax.tree.map(lambda x: x.reshape(-1, *x.shape[orders.ndim :]), b) for b in wanted]
-        assert_same(batches, flat[step:])
-
-
 def test_text_keeps_its_zeros():
     texts = [b"abc\0\0", b"", b"\0x", "é"]
     examples = list(tf_dataset(texts, [2, 3, 0, 1]).as_numpy_iterator())
@@ -92,23 +81,6 @@ def test_text_keeps_its_zeros():
     for dtype in ("S3", "U3", object):
         examples = list(tf_dataset(np.array(["a", "bcd"], dtype), [1, 0]).as_numpy_iterator())
         assert examples == [b"bcd", b"a"]
-
-
-def test_a_pipeline_is_read_ahead_of_the_next_epoch():
-    """Four workers; the last step of an epoch has fewer examples."""
-    order, actual, wanted = ordering.random_reshuffling(13, units_per_step=3), [], []
-
-    def pipeline(indices, first_step, epoch):
-        return tf_dataset(Examples(np.arange(104)), indices).map(lambda x: 2 * x).batch(24)
-
-    options = {"unit_size": 2, "num_epochs": 3, "workers": 4}
-    with read_epochs(pipeline, order, jax.random.key(0), **options) as reads:
-        for batch in reads:
-            if reads.loads % 5 == 1:
-                orders = reads.order_state.current
-                wanted += list(step_indices(orders, units_per_step=3, unit_size=2)[0])
-            actual += batch.tolist()
-    assert actual == [2 * i for i in wanted] and len(actual) == 312
 
 
 @pytest.mark.slow
