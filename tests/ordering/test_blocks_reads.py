@@ -110,7 +110,7 @@ def test_a_permutation_is_the_same_in_every_version():
 
 
 def test_each_block_is_one_request_and_only_the_next_window_is_read_ahead():
-    """Of every epoch, also where the last window is shorter."""
+    """In every epoch, also where the last window is shorter."""
     parts = block_cases.parts_of([12, 8])
     order = ordering.random_reshuffling(5, units_per_step=2)
     options = {"batch_size": 1, "num_epochs": 3, "depth": 1}
