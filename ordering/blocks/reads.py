@@ -1,7 +1,6 @@
 """An iterator over all epochs of blocks, which keeps the state of the order."""
 
 import functools
-import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,10 +16,9 @@ from ordering.blocks import position
 from ordering.blocks.position import BlockState
 from ordering.blocks.sums import add_gradients
 from ordering.blocks.units import Blocks
-from ordering.blocks.windows import Windows, batches_of, num_batches
+from ordering.blocks.windows import Windows, batches_of, num_batches, reading_by
 from ordering.data.batches import Sizes
 from ordering.data.epochs import Epochs, copied, num_units_of, on_devices
-from ordering.data.loader import spreading
 from ordering.data.place import ReadState, check_place, restored
 from ordering.data.reading import check_orders, first_units, total_of
 from ordering.indices import Indices
@@ -267,7 +265,7 @@ def read_blocks(
             saved = restored(start, position.check(state, start, blocks))
             check_place(saved, num_units, scope.workers or 1, window, aligned=True)
             start = start._replace(**dict(zip(BlockState._fields[:9], saved, strict=False)))
-        load = _loading(blocks, order, scope, start, num_units, batches, _reading(readers))
+        load = _loading(blocks, order, scope, start, num_units, batches, reading_by(readers))
     sharding = scope.sharding if sharding is None else sharding
     options = {"sharding": sharding, "depth": depth, "timeout": timeout}
 
@@ -323,32 +321,3 @@ def _loading(blocks, order, scope, start, num_units, batches, read):
         return batches_of(windows, first_step % batches)
 
     return load
-
-
-def _reading(readers: int | Callable) -> Callable[[Windows], Iterable]:
-    """A function that reads the windows of an epoch, each while the one before is used."""
-    if callable(readers):
-        return readers
-    slots = threading.Semaphore(plans.check_whole("readers", readers, 1))  # for all epochs
-
-    def read(epoch):
-        with spreading(readers) as spread:
-
-            def begin(number):
-                put, jobs, finish = epoch.begin(number)
-
-                def put_in_turn(job):
-                    with slots:
-                        put(job)
-
-                return spread(put_in_turn, jobs), finish
-
-            wait, finish = begin(0)
-            for number in range(1, len(epoch) + 1):
-                wait()
-                window = finish()
-                if number < len(epoch):
-                    wait, finish = begin(number)
-                yield window
-
-    return read

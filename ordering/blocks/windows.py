@@ -1,6 +1,8 @@
 """Windows over several blocks, whose records are shuffled and cut into batches."""
 
+import contextlib
 import math
+import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -10,7 +12,8 @@ import numpy as np
 from jaxtyping import Int, PyTree
 
 from ordering.blocks.units import Blocks
-from ordering.data.loader import check_batches
+from ordering.data.loader import carried_settings, check_batches
+from syncopate import plans
 
 ALIGNED = 64  # bytes
 TOGETHER = 256  # records; a thread reads small blocks together up to this number,
@@ -128,6 +131,81 @@ def _empty(size: int, like: np.ndarray) -> np.ndarray:
     room = np.empty(count + ALIGNED, np.uint8)
     start = -room.ctypes.data % ALIGNED
     return room[start : start + count].view(like.dtype).reshape(shape)
+
+
+def reading_by(readers: int | Callable) -> Callable[[Windows], Iterable]:
+    """A function that reads the windows of an epoch, each while the one before is used."""
+    if callable(readers):
+        return readers
+    slots = threading.Semaphore(plans.check_whole("readers", readers, 1))  # for all epochs
+
+    def read(epoch):
+        with spreading(readers) as spread:
+
+            def begin(number):
+                put, jobs, finish = epoch.begin(number)
+
+                def put_in_turn(job):
+                    with slots:
+                        put(job)
+
+                return spread(put_in_turn, jobs), finish
+
+            wait, finish = begin(0)
+            for number in range(1, len(epoch) + 1):
+                wait()
+                window = finish()
+                if number < len(epoch):
+                    wait, finish = begin(number)
+                yield window
+
+    return read
+
+
+@contextlib.contextmanager
+def spreading(threads: int) -> Iterator[Callable]:
+    """Threads that live until the context ends; Python does not wait for them at exit.
+
+    The context's value is `spread(function, jobs)`. The threads then call the function with each
+    job. `spread` returns a function that waits until all are done, and raises the error of a call.
+    """
+    calls, settings = queue.SimpleQueue(), carried_settings()
+
+    def call_one() -> bool:
+        function, job, done = calls.get()
+        if function is None:
+            return False
+        try:
+            function(job)
+            done.put(None)
+        except BaseException as error:  # raised again where the end is awaited
+            done.put(error)
+        return True
+
+    def work():
+        with settings():
+            while call_one():  # a function, so that no name keeps a job until the next one
+                pass
+
+    def spread(function: Callable[[Any], None], jobs: Sequence) -> Callable[[], None]:
+        done = queue.SimpleQueue()
+        for job in jobs:
+            calls.put((function, job, done))
+
+        def wait():
+            for _ in jobs:
+                if (error := done.get()) is not None:
+                    raise error
+
+        return wait
+
+    for _ in range(threads):
+        threading.Thread(target=work, daemon=True).start()
+    try:
+        yield spread
+    finally:
+        for _ in range(threads):
+            calls.put((None, None, None))
 
 
 def num_batches(blocks: Blocks, units: int, batch_size: int) -> int:

@@ -5,7 +5,7 @@ import contextlib
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -173,52 +173,6 @@ def carried_settings() -> Callable[[], contextlib.AbstractContextManager]:
             yield
 
     return entered
-
-
-@contextlib.contextmanager
-def spreading(threads: int) -> Iterator[Callable]:
-    """Threads that live until the context ends; Python does not wait for them at exit.
-
-    The context's value is `spread(function, jobs)`. The threads then call the function with each
-    job. `spread` returns a function that waits until all are done, and raises the error of a call.
-    """
-    calls, settings = queue.SimpleQueue(), carried_settings()
-
-    def call_one() -> bool:
-        function, job, done = calls.get()
-        if function is None:
-            return False
-        try:
-            function(job)
-            done.put(None)
-        except BaseException as error:  # raised again where the end is awaited
-            done.put(error)
-        return True
-
-    def work():
-        with settings():
-            while call_one():  # a function, so that no name keeps a job until the next one
-                pass
-
-    def spread(function: Callable[[Any], None], jobs: Sequence) -> Callable[[], None]:
-        done = queue.SimpleQueue()
-        for job in jobs:
-            calls.put((function, job, done))
-
-        def wait():
-            for _ in jobs:
-                if (error := done.get()) is not None:
-                    raise error
-
-        return wait
-
-    for _ in range(threads):
-        threading.Thread(target=work, daemon=True).start()
-    try:
-        yield spread
-    finally:
-        for _ in range(threads):
-            calls.put((None, None, None))
 
 
 def check_batches(name: str, batches: object) -> None:
