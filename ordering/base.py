@@ -304,6 +304,13 @@ def checked(
     )
 
 
+def observe_nothing(state: State, gradients: PyTree) -> State:
+    """The state, unchanged: the `observe` of orders that use no gradients."""
+    if gradients is not None:
+        trees.check_gradients(gradients)
+    return state
+
+
 def first_order(key: Key[Array, ""], num_units: int) -> Int[Array, "M"]:
     """The random order that every ordering starts from under `key`."""
     return permutation(jax.random.fold_in(check_key(key), 0), num_units)

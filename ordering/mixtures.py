@@ -9,17 +9,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int, Key, PyTree
 
-from ordering import base, trees
+from ordering import base
 from ordering.base import Ordering
 from ordering.data.sources import Source, as_source, check_indices
 from ordering.indices import Indices
-from ordering.permutations import MOST, computed, domain_of, keys_of
+from ordering.permutations import MOST, computed, computed_order, domain_of, keys_of
 from syncopate import plans, schedules
 
 EXHAUSTED = ("repeat", "stop", "end")
@@ -373,45 +372,17 @@ class Passes:
 
 
 def _order(plan: MixturePlan, orders: dict[str, Ordering], units_per_step: int) -> Ordering:
-    def init(key, params=None):
-        return MixtureState(jax.random.clone(plans.check_key(key)), jnp.zeros((), jnp.int32))
-
-    def observe(state, gradients):
-        if gradients is not None:
-            trees.check_gradients(gradients)
-        return check(state, "observe")
-
-    def next_epoch(state):
-        return check(state, "next_epoch")._replace(epoch=state.epoch + 1)
-
-    def check(state, called):
-        if type(state) is not MixtureState:
-            raise ValueError(
-                f"{called} got a {type(state).__name__}: pass the state that init or the last call "
-                "of this order returned."
-            )
-        return state
-
     def indices(state):
-        key, run = check(state, "indices").key, int(state.epoch)
         passes = []
         for name, size in plan.sizes.items():
-            of_source = jax.random.fold_in(key, zlib.crc32(name.encode()))
+            of_source = jax.random.fold_in(state.key, zlib.crc32(name.encode()))
             words = np.asarray(jax.random.key_data(of_source))
             given = orders.get(name)
             passes.append(Passes(given, of_source) if given else Reshuffled(words, size))
-        return Indices(functools.partial(_units, plan, passes, run), plan.counts.sum())
+        units = functools.partial(_units, plan, passes, int(state.epoch))
+        return Indices(units, plan.counts.sum())
 
-    allow = jax.transfer_guard("allow")
-    return Ordering(
-        allow(init),
-        allow(observe),
-        allow(next_epoch),
-        units_per_step=units_per_step,
-        is_global=True,
-        total=int(plan._first[-1]),
-        indices=allow(indices),
-    )
+    return computed_order(MixtureState, indices, int(plan._first[-1]), units_per_step)
 
 
 def _units(plan: MixturePlan, passes: Sequence, run: int, places: np.ndarray) -> np.ndarray:

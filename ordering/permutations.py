@@ -21,8 +21,8 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int, Key, UInt32
 
-from ordering import base, trees
-from ordering.base import Ordering
+from ordering import base
+from ordering.base import Ordering, State
 from ordering.indices import Indices
 from syncopate import plans
 
@@ -313,22 +313,7 @@ def counted(
     check_groups(groups, group_size, num_units)
     domain, grouped = domain_of(num_units), groups_of(num_units, group_size)
 
-    def init(key, params=None):
-        # A copy of the key, which the caller keeps when the state is donated.
-        return CountedState(jax.random.clone(plans.check_key(key)), jnp.zeros((), jnp.int32))
-
-    def observe(state, gradients):
-        check(state, "observe")
-        if gradients is not None:
-            trees.check_gradients(gradients)
-        return state
-
-    def next_epoch(state):
-        check(state, "next_epoch")
-        return state._replace(epoch=state.epoch + 1)
-
     def indices(state):
-        check(state, "indices")
         words, epoch = np.asarray(jax.random.key_data(state.key)), int(state.epoch)
         if groups == "mixed":
             keys = keys_of(words, epoch, domain)
@@ -337,15 +322,42 @@ def counted(
         words = np.append(words, np.uint32(epoch))
         return Indices(functools.partial(function, groups=grouped, words=words), num_units)
 
-    allow = jax.transfer_guard("allow")
+    return computed_order(CountedState, indices, num_units, units_per_step)
+
+
+def computed_order(
+    kind: type, indices: Callable[[State], Indices], total: int, units_per_step: int
+) -> Ordering:
+    """The order of all workers whose epochs are `indices(state)`, of states `kind(key, epoch)`."""
+
+    def init(key, params=None):
+        # A copy of the key, which the caller keeps when the state is donated.
+        return kind(jax.random.clone(plans.check_key(key)), jnp.zeros((), jnp.int32))
+
+    def of_state(name, function):
+        """The function, which refuses what is no state of this order."""
+
+        def checked(state, *args):
+            if type(state) is not kind or np.shape(state.epoch):
+                raise ValueError(
+                    f"{name} got a {type(state).__name__}: pass the state that init or the last "
+                    "call of this order returned; all workers share one."
+                )
+            return function(state, *args)
+
+        return jax.transfer_guard("allow")(checked)
+
+    def next_epoch(state):
+        return state._replace(epoch=state.epoch + 1)
+
     return Ordering(
-        allow(init),
-        allow(observe),
-        allow(next_epoch),
+        jax.transfer_guard("allow")(init),
+        of_state("observe", base.observe_nothing),
+        of_state("next_epoch", next_epoch),
         units_per_step=units_per_step,
         is_global=True,
-        total=num_units,
-        indices=allow(indices),
+        total=total,
+        indices=of_state("indices", indices),
     )
 
 
@@ -363,13 +375,4 @@ def check_groups(groups: str, group_size: int, num_units: int) -> None:
         raise ValueError(
             f"group_size is {group_size}, which does not divide num_units {num_units}: groups that "
             "are spread have equal numbers of units. Leave out the last units, or pass another."
-        )
-
-
-def check(state: Any, called: str) -> None:
-    """Raises ValueError unless it is a state of such an order."""
-    if type(state) is not CountedState or np.shape(state.epoch):
-        raise ValueError(
-            f"{called} got a {type(state).__name__}: pass the state that init or the last call of "
-            "this order returned; all workers share one."
         )

@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int, Key
 
-from ordering import base, trees
+from ordering import base
 from ordering.base import Ordering
 from syncopate import mesh, plans
 from syncopate.unstable import axis_names
@@ -184,17 +184,17 @@ def scored(
         state = ScoredState(of_all, of_all, left, epoch, jax.random.clone(key), of_all)
         return state._replace(current=draw(state, epoch), next=draw(state, epoch + 1))
 
-    def observe(state, gradients):
-        if gradients is not None:
-            trees.check_gradients(gradients)
-        return state
-
     def next_epoch(state):
         epoch = state.epoch + 1
         return state._replace(current=state.next, next=draw(state, epoch + 1), epoch=epoch)
 
     order = Ordering(
-        init, observe, next_epoch, units_per_step=units_per_step, is_global=True, total=total
+        init,
+        base.observe_nothing,
+        next_epoch,
+        units_per_step=units_per_step,
+        is_global=True,
+        total=total,
     )
     return base.checked(order, num_units, ScoredState, observes=False)
 
