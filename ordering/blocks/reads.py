@@ -21,7 +21,6 @@ from ordering.data.batches import Sizes
 from ordering.data.epochs import Epochs, copied, num_units_of, on_devices
 from ordering.data.place import ReadState, check_place, restored
 from ordering.data.reading import check_orders, first_units, total_of
-from ordering.indices import Indices
 from ordering.resizing import redistributed
 from syncopate import plans
 
@@ -135,20 +134,9 @@ class BlockEpochs(Epochs):
         waits = self.observes and not self.observed
         return waits and (self._sums_rows or self.window_ended)
 
-    def current_order(self, state: State) -> list:
-        if self._pure.indices is None:
-            return super().current_order(state)
-        return [self._rows(self._pure.indices(state), self._batches.position.unit)]
-
-    def next_order(self, state: State) -> list:
-        if self._pure.indices is None:
-            return super().next_order(state)
-        following = self._pure.indices(self._pure.next_epoch(state))
-        return [self._rows(following, 0), self._sizes.num_units]
-
-    def _rows(self, indices: Indices, unit: int) -> np.ndarray:
+    def computed_order(self, state: State, unit: int) -> np.ndarray:
         """The order of each worker, whose windows share the units of all from this unit on."""
-        units, workers = np.asarray(indices), self._workers
+        units, workers = np.asarray(super().computed_order(state, unit)), self._workers
         begun, rest = np.split(units, [unit * workers])
         windows = redistributed(rest[None], workers, workers * self._sizes.window)
         rows = np.concatenate([begun.reshape(workers, -1), windows], axis=1)

@@ -113,15 +113,19 @@ class Blocks(Sequence):
         Otherwise NumPy would silently convert, as int64 and uint64 to float64.
         """
         leaves = jax.tree_util.tree_leaves_with_path(records)
-        types = {name_of(path): f"{x.dtype}{list(x.shape[1:])}" for path, x in leaves}
+        types = {path: (x.dtype, x.shape[1:]) for path, x in leaves}
         first, wanted = self._first.setdefault("unit", (unit, types))
-        for name in types | wanted if types != wanted else ():
-            if types.get(name) != wanted.get(name):
+        for path in types | wanted if types != wanted else ():
+            if types.get(path) != wanted.get(path):
+                here, there = (_text(of.get(path)) for of in (types, wanted))
                 raise ValueError(
-                    f"{name} of unit {unit} is {types.get(name, 'missing')}, and of unit {first} "
-                    f"{wanted.get(name, 'missing')}: pass files whose records have the same types "
-                    "and shapes."
+                    f"{name_of(path)} of unit {unit} is {here}, and of unit {first} {there}: pass "
+                    "files whose records have the same types and shapes."
                 )
+
+
+def _text(kind):
+    return "missing" if kind is None else f"{kind[0]}{list(kind[1])}"
 
 
 def split(

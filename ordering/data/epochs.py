@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -150,15 +150,19 @@ class Epochs(Reader):
         self.order_state = self._order_of_all.next_epoch(self.order_state)
 
     def current_order(self, state: State) -> list:
-        indices = self._pure.indices
-        return [indices(state)] if indices else super().current_order(state)
+        if self._pure.indices is None:
+            return super().current_order(state)
+        return [self.computed_order(state, self._batches.position.unit)]
 
     def next_order(self, state: State) -> list:
-        indices = self._pure.indices
-        if indices is None:
+        if self._pure.indices is None:
             return super().next_order(state)
-        following = indices(self._pure.next_epoch(state))
-        return [following, len(following)]
+        return [self.computed_order(self._pure.next_epoch(state), 0), self._sizes.num_units]
+
+    def computed_order(self, state: State, unit: int) -> Any:
+        """The order of an epoch that is computed, to be read from this unit on."""
+        del unit
+        return cast(Callable, self._pure.indices)(state)
 
     def check_order(self, *epochs_of_workers: np.ndarray) -> None:
         for epochs in epochs_of_workers:
