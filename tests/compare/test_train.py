@@ -98,9 +98,10 @@ def test_the_loop_equals_a_slow_reference(sync, echo):
     assert last["epoch"] == loads / 4 and last["ended"] and last["drift"] > 0
 
 
-@pytest.mark.parametrize(
-    "order,reads", [("cd_grab", "tfdata"), ("cd_grab+sketch16+dealt", "thread")]
-)
+READS = [("cd_grab", "tfdata"), ("cd_grab+sketch16+dealt", "thread")]
+
+
+@pytest.mark.parametrize("order,reads", mostly_slow(READS, quick=READS[:1]))
 def test_streamed_batches_are_those_on_the_devices(order, reads):
     if reads == "tfdata":
         pytest.importorskip("tensorflow")

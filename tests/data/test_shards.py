@@ -13,6 +13,7 @@ from experiments.data import base, shards
 from experiments.data.shards import units_per_worker
 from experiments.trainer import config, measure, pipeline, program
 from tests import little_run
+from tests.cases import mostly_slow
 from tests.refused import refuses
 
 RATE = 2.0**-10
@@ -55,7 +56,7 @@ def test_classes_are_sorted_and_cut_and_the_same_examples_are_left_out():
     assert every == config.sizes_of(task, little_run.SETTING, deals="units")
 
 
-@pytest.mark.parametrize("kind", UNEQUAL)
+@pytest.mark.parametrize("kind", mostly_slow(UNEQUAL, quick=("sizes",)))
 def test_batches_that_are_read_are_those_that_stay_on_devices(kind):
     plans = little_run.plans_of()
     states = [
@@ -74,10 +75,10 @@ def least_squares():
     return base.Task("line", model, data, data, little_run.SETTING)
 
 
-@pytest.mark.parametrize(
-    ("sync", "order"),
-    [("parallel", "rr"), ("parallel", "cd_grab"), ("accumulate", "rr"), ("constant", "rr")],
-)
+WAYS = [("parallel", "cd_grab"), ("constant", "rr"), ("parallel", "rr"), ("accumulate", "rr")]
+
+
+@pytest.mark.parametrize(("sync", "order"), mostly_slow(WAYS, quick=WAYS[:2]))
 def test_weights_make_a_step_that_of_all_examples(sync, order):
     """At a small rate, two steps of half a shard move parameters by the shard's mean gradient."""
     task, moved = least_squares(), {}

@@ -122,6 +122,7 @@ def test_a_command_that_does_not_fit_ends_with_one(lines, last, command):
 
 PARSED = """
 import os, sys
+import experiments.compare.flags  # which most commands import
 from syncopate import command
 
 for name in command.experiments():

@@ -90,7 +90,6 @@ GIVEN = {"cd_grab": CASES, "combined": (*OTHERS, "zero")}
 
 ALL = [(name, case) for name in STUDIES for case in GIVEN.get(name, OTHERS)]
 OFTEN = [("cd_grab", case) for case in ("one of everything", "zero")]
-OFTEN += [("combined", "one of everything")]
 OFTEN += [("qsr", "all diverge"), ("echoing", "all diverge")]  # others are drawn as in these
 
 
