@@ -91,7 +91,7 @@ def test_a_run_that_is_killed_over_and_over_is_the_same_run(name, tmp_path):
                 landed.append(written)
             late += bool(status) and written == len(whole[0])  # before its report was written
         assert ended(folder) == whole
-    assert len(landed) == KILLS and {0} < {*landed}  # before the first record, and after it
+    assert len(landed) == KILLS and len({*landed}) > 4  # between different records
     print(f"\n{name}: {KILLS} kills landed after {sorted(landed)} of {len(whole[0])} records")
     print(f"and {late} after the last, in {runs} runs")
 
