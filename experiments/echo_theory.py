@@ -14,7 +14,6 @@ softmax regression on digits and logistic regression on HMDA are trained, under 
 
 import functools
 import itertools
-import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -430,19 +429,18 @@ def main(values: flags.FlagValues) -> None:
     from experiments.report import page, records
 
     with page.opened("echo_theory", values) as folder:
-        path, rows = os.path.join(folder, records.METRICS), []
-        base = base_of(values.workers)
+        rows, base = [], base_of(values.workers)
         for name in values.problems:  # missing data are refused before the first run
             problem_of(name, values.data_dir)
         listed = jobs(values.problems, values.shares, values.workers, base)
         for job in listed[values.part - 1 :: values.of]:
             rows += trained_rows(*job, values.steps, values.seeds, values.data_dir)
-            records.write_lines(path, rows)
+            records.rewrite(folder, rows)
             print(job, flush=True)
         texts = {f"table_{name}.md": text for name, text in trained_tables(rows).items()}
         exact = exact_tables(values.shares)
         texts |= {f"table_exact_{name}.md": text for name, text in exact.items()}
-        print(page.write_all(folder, "The theory of echoing", texts, {}))
+        print(page.write_all(folder, "The theory of echoing", texts))
         print(f"\nWritten to {folder}")
 
 

@@ -29,7 +29,6 @@ from experiments.compare.arms import Arm, arm_of
 from experiments.data import Recipe, Task
 from experiments.data.base import FACTOR, POSITIVE, SECONDS, SPEED
 from experiments.report import plots
-from experiments.report.statistics import volume
 from experiments.report.tables import markdown
 from experiments.trainer.config import Plans, num_params, plans_of, sizes_of
 from syncopate.refusals import UserError
@@ -120,7 +119,7 @@ def row_of(
     return {
         "rule": row.label,
         "rounds": plan.rounds,
-        "volume": f"{volume({'allreduces': sent, 'step': plan.total_steps}):.3%}",
+        "volume": f"{sent / plan.total_steps:.3%}",
         "GB sent": f"{sent_bytes / 1e9:,.0f}",
         "H": f"{least} to {most}" if least < most else most,
         "compute h": f"{compute / 3600:.2f}",
@@ -171,8 +170,9 @@ def main(values: flags.FlagValues) -> None:
     with page.opened("forecast", values) as folder:
         text = "\n".join(text for _, text, _ in forecasts)
         shown = {label: plans for label, _, plans in forecasts}
-        pictures = {"periods.png": functools.partial(plots.periods, shown)}
-        print(page.write_all(folder, "Steps between syncs", {"table.md": text.rstrip()}, pictures))
+        draw = functools.partial(plots.periods, shown)
+        parts = {"table.md": text.rstrip(), "periods.png": draw}
+        print(page.write_all(folder, "Steps between syncs", parts))
         print(f"\nWritten to {folder}: periods.png, table.md, report.html")
 
 

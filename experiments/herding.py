@@ -13,7 +13,6 @@ D-RR 350 to 400.
 
 import functools
 import itertools
-import os
 from collections.abc import Iterable, Mapping, Sequence
 
 from absl import flags
@@ -117,10 +116,12 @@ def main(values: flags.FlagValues) -> None:
     with page.opened("herding", values) as folder:
         labels = {name: row_of("order", name).label for name in values.arms}
         measured, title = measure(values, labels), f"{values.num_vectors:,} unit vectors"
-        records.write_lines(os.path.join(folder, records.METRICS), measured)
-        texts = {"table_herding.md": table(measured, labels, values.rounds)}
-        pictures = {"herding.png": functools.partial(plots.herding, measured, labels)}
-        print(page.write_all(folder, title, texts, pictures))
+        records.rewrite(folder, measured)
+        parts = {
+            "table_herding.md": table(measured, labels, values.rounds),
+            "herding.png": functools.partial(plots.herding, measured, labels),
+        }
+        print(page.write_all(folder, title, parts))
         print(f"\nWritten to {folder}")
 
 

@@ -304,18 +304,18 @@ def main(values: flags.FlagValues) -> None:
     dialect.check_shards(values.shards)
     task, recipe = dialect.setting_from_flags(values)
     with page.opened("one_plan", values) as folder:
-        path, rows, programs = os.path.join(folder, records.METRICS), [], {}
+        rows, programs = [], {}
         measures = measures_of(task)
         for name in progress.bar(values.arms):
             use = use_of(name)
             kind = use.rounds, use.outer, use.moments  # arms of one kind share a program
             train = programs.setdefault(kind, trainer(task, recipe, use))
             rows += rows_of(task, recipe, name, values.seeds, train, measures)
-            records.write_lines(path, rows)
+            records.rewrite(folder, rows)
         comparison = compared(task, recipe, rows)
         described = archive.describe(comparison)
         files.write_json(os.path.join(folder, archive.COMPARISON), described)
-        print(page.write_all(folder, values.task, {"table.md": table(comparison)}, {}))
+        print(page.write_all(folder, values.task, {"table.md": table(comparison)}))
         print(f"\nWritten to {folder}")
 
 

@@ -10,7 +10,6 @@ T^(-2/3) n^(-1/3) and T^(-2) n^(-1). docs/results/order_rates.md has the tables.
 """
 
 import functools
-import os
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -347,14 +346,13 @@ def main(values: flags.FlagValues) -> None:
     from experiments.report import page, records
 
     with page.opened("order_rates", values) as folder:
-        path, rows = os.path.join(folder, records.METRICS), []
-        listed = jobs(values.toy, values.problems)
+        rows, listed = [], jobs(values.toy, values.problems)
         for kind, name, m, n, epochs in listed[values.part - 1 :: values.of]:
             rows += rows_of(kind, name, m, n, epochs, values.seeds)
-            records.write_lines(path, rows)
+            records.rewrite(folder, rows)
             print(kind, name, m, n, flush=True)
         texts = {f"table_{name}.md": text for name, text in slope_tables(rows).items()}
-        print(page.write_all(folder, "Rates of orders", texts, {}))
+        print(page.write_all(folder, "Rates of orders", texts))
         print(f"\nWritten to {folder}")
 
 

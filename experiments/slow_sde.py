@@ -14,7 +14,6 @@ and a part of the tables are in docs/results/slow_sde.md.
 import functools
 import itertools
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -305,9 +304,9 @@ def main(values: flags.FlagValues) -> None:
     cells = list(itertools.product(PROBLEMS, values.workers, rates))
     with page.opened("slow_sde", values) as folder:
         measured = [r for cell in progress.bar(cells) for r in measure(*cell, values.repetitions)]
-        records.write_lines(os.path.join(folder, records.METRICS), measured)
+        records.rewrite(folder, measured)
         texts = {f"table_{name}.md": f"### {name}\n\n{table(measured, name)}" for name in PROBLEMS}
-        print(page.write_all(folder, "Drift of SGD in 4 / η² steps", texts, {}))
+        print(page.write_all(folder, "Drift of SGD in 4 / η² steps", texts))
         print(f"\nWritten to {folder}")
 
 

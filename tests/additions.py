@@ -452,7 +452,7 @@ STUDY = Study(
     columns=tables.SYNC_COLUMNS,
     panels=(plots.Panel("train/loss", ("step", "rounds")), plots.Panel("losses/spread")),
     question=__doc__,
-)  # fmt: skip
+)
 
 if __name__ == "__main__":
     study.main(STUDY)

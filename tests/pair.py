@@ -102,7 +102,7 @@ def main(argv) -> None:
     results |= {"differs": differences(number), "alone": str(alone.value)}
     results["done"] = records.read_folder(str(folder / "run"))
     records.open_folder(str(folder / "run"), {"workers": WORKERS})
-    records.write_lines(str(folder / "run" / "metrics.jsonl"), [{"process": number}])
+    records.rewrite(str(folder / "run"), [{"process": number}])
     results |= trained(mesh)
     (folder / f"{number}.json").write_text(json.dumps(results))
 

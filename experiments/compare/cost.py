@@ -23,7 +23,6 @@ from experiments.compare.arms import Arm
 from experiments.compare.rows import Order, SyncRule
 from experiments.data.base import Recipe, Task, size_of
 from experiments.distributed.devices import replicated_sharding, worker_sharding
-from experiments.report.statistics import volume
 from experiments.report.tables import markdown, show_bytes
 from experiments.trainer.config import UNITS, Sizes, left_out, num_params, plans_of, sizes_of
 from experiments.trainer.program import mapped, state_shapes, steps_of
@@ -299,7 +298,7 @@ def _row(task, recipe, arm, speed, step_seconds, shapes: Shapes, gigabits: float
         "steps": steps,
         "loads": loads,
         "rounds": rounds,
-        "volume": f"{volume({'allreduces': sent, 'step': steps}):.3%}",
+        "volume": f"{sent / steps:.3%}",
         "sent per worker": show_bytes(sent * local_opt.costs.sync_bytes(size, **ring)),
         "state of the order": show_bytes(shapes.bytes_of("orders")),
         "forecast": _time(computed) + (f" + {_time(waited)} of syncs" if waited else ""),

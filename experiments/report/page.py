@@ -55,23 +55,22 @@ def write(comparison: Comparison, study, folder: str, title: str) -> str:
         speed; and its sections, functions of the comparison that give a text below the main table,
         (file name, text), or for a picture (file name, function of a path and a title).
     """
-    texts, pictures = {TABLE: []}, {}
+    main, parts = [], {TABLE: ""}
     for speed in comparison.speeds:
         end = "" if speed is None else f"_R{speed:g}"
         head = "" if speed is None else f"### R = {speed:g}\n\n"
-        texts[TABLE].append(head + tables.table(comparison, study.columns, speed))
+        main.append(head + tables.table(comparison, study.columns, speed))
         draw = functools.partial(plots.comparison, comparison, study.panels, speed=speed)
-        pictures[f"comparison{end}.png"] = draw
+        parts[f"comparison{end}.png"] = draw
     for section in study.sections:
         made = section(comparison)
-        name, made = (TABLE, made) if isinstance(made, str) else made
-        if made and not callable(made):
-            texts.setdefault(name, []).append(made)
-        elif name not in texts:
-            pictures[name] = made
-    texts = {name: "\n\n".join(parts) for name, parts in texts.items()}
+        if isinstance(made, str):
+            main.append(made)
+        else:
+            name, parts[name] = made
+    parts[TABLE] = "\n\n".join(filter(None, main))
     question = (study.question or "").partition("\n")[0]
-    return write_all(folder, title, texts, pictures, (question, tables.answer(comparison)))
+    return write_all(folder, title, parts, (question, tables.answer(comparison)))
 
 
 def write_run(rows: Sequence[Mapping], label: str, folder: str, title: str) -> str:
@@ -81,8 +80,8 @@ def write_run(rows: Sequence[Mapping], label: str, folder: str, title: str) -> s
     compared = statistics.compare(statistics.data_of(rows), {"run": label}, criterion)
     draw = functools.partial(plots.comparison, compared, plots.RUN_PANELS)
     sentence = tables.result(rows[-1])
-    texts, pictures = {"table_run.md": tables.course(rows)}, {"run.png": draw}
-    write_all(folder, title, texts, pictures, (label, sentence))
+    parts = {"table_run.md": tables.course(rows), "run.png": draw}
+    write_all(folder, title, parts, (label, sentence))
     return sentence
 
 
@@ -105,28 +104,29 @@ def opened(command: str, values: flags.FlagValues) -> Iterator[str]:
 def write_all(
     folder: str,
     title: str,
-    texts: Mapping[str, str],
-    pictures: Mapping[str, Callable | str],
+    parts: Mapping[str, str | Callable],
     asked: tuple[str, str] = ("", ""),
 ) -> str:
     """Writes tables, pictures, and report.html of both. Returns the tables.
 
     Args:
-      texts: Markdown by the name of its file, of which tables, headings and emphasis are shown as
-        such, and everything else as it stands.
-      pictures: functions of a path and a title, by the name of theirs; "" if there is none. What an
-        earlier call left under its name is removed.
+      parts: by the names of their files, the tables and pictures. A table is Markdown, of which
+        tables, headings and emphasis are shown as such, and everything else as it stands. A picture
+        is a function of a path and a title, which may draw none. Of "", and where none is drawn,
+        the file of an earlier call is removed.
       asked: the question, and its answer in a sentence.
     """
-    drawn = []
-    for name, draw in pictures.items():
+    texts, drawn = {}, []
+    for name, part in parts.items():
         path = pathlib.Path(folder, name)
+        if part and not callable(part):
+            texts[name] = part
+            files.write_whole(str(path), part + "\n")
+            continue
         path.unlink(missing_ok=True)
-        if draw:
-            draw(path=str(path), title=title)
+        if part:
+            part(path=str(path), title=title)
         drawn += [path] * path.exists()
-    for name, text in texts.items():
-        files.write_whole(os.path.join(folder, name), text + "\n")
     fields = {"title": html.escape(title), "style": STYLE.read_text(encoding="utf-8")}
     body = "\n".join(_body(pathlib.Path(folder), title, texts, drawn, asked))
     files.write_whole(os.path.join(folder, "report.html"), PAGE.format(body=body, **fields))

@@ -12,13 +12,13 @@ import numpy as np
 
 from experiments import files
 from experiments.report import statistics
-from experiments.report.statistics import AVERAGED, Chosen, Comparison, interval, tested
+from experiments.report.statistics import AVERAGED, Chosen, Comparison, interval, named, tested
 from experiments.report.tables import LABELS, name_of
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart, as rows of a table get them.
 COLOURS = BLACK, BLUE, ORANGE, GREEN, PINK, SKY, RED, GREY = (
-    "#000000", "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999",
-)  # fmt: skip
+    "#000000 #0072B2 #E69F00 #009E73 #CC79A7 #56B4E9 #D55E00 #999999".split()
+)
 MARKERS = "os^DvXP"
 CURVES = 5  # of one panel, at most
 LOGARITHMIC = (
@@ -227,10 +227,6 @@ def _trim(block, width: int, wide: int):
 
 def _rows(compared, panels, speed) -> list[Panel]:
     """The panels of what was recorded."""
-    names = {
-        "objective": tested(compared.criterion).scalar,
-        "metric": f"test/{statistics.metric_of(compared)}",
-    }
     runs = [one.runs.select_dtypes("number") for one in compared.at(speed)]
     scalars = {name for rows in runs for name in rows if np.isfinite(rows[name]).any()}
     if not all(one.runs.timed.all() for one in compared.at(speed)):
@@ -238,7 +234,7 @@ def _rows(compared, panels, speed) -> list[Panel]:
     new = (k for k in scalars if re.match("(?!train|valid|test).+/", k) and k not in LABELS)
     panels = [*panels, *(Panel(name, ("step",), panels[0].fastest) for name in sorted(new))]
     rows = [
-        p._replace(scalar=names.get(p.scalar, p.scalar), x=tuple(n for n in p.x if n in scalars))
+        p._replace(scalar=named(compared, p.scalar), x=tuple(n for n in p.x if n in scalars))
         for p in panels
     ]
     return list(dict.fromkeys(row for row in rows if row.scalar in scalars and row.x))

@@ -197,8 +197,10 @@ def read(path: str) -> list[dict]:
     return files.load_lines(lines, path)
 
 
-def write_lines(path: str, records: Iterable[Mapping]) -> None:
-    files.write_whole(path, "".join(files.dumps(r) + "\n" for r in records))
+def rewrite(folder: str, records: Iterable[Mapping]) -> None:
+    """Writes the records of a folder, in place of those that it has."""
+    lines = "".join(files.dumps(r) + "\n" for r in records)
+    files.write_whole(os.path.join(folder, METRICS), lines)
 
 
 @contextlib.contextmanager
@@ -221,10 +223,10 @@ def writing(
     if not processes.is_first():
         yield lambda record: None
         return
-    path, keep = os.path.join(folder, METRICS), list(keep)
+    keep = list(keep)
     with tracking.hook(trackers, folder, anew=not keep) as track:
-        write_lines(path, keep)
-        with open(path, "ab", buffering=0) as file:
+        rewrite(folder, keep)
+        with open(os.path.join(folder, METRICS), "ab", buffering=0) as file:
 
             def write(record: Mapping) -> None:
                 lock.check()
@@ -248,8 +250,13 @@ def numbers_of(record: Mapping) -> dict[str, float]:
 
 def console_line(record: Mapping) -> str:
     """The numbers of a record in one line, and which of its scalars are not finite."""
-    numbers = {"step": record["step"]} | numbers_of(record)
-    whole = lambda k, v: isinstance(v, int) or k == "allreduces"  # noqa: E731
-    words = [f"{k} {v:,.0f}" if whole(k, v) else f"{k} {v:.4g}" for k, v in numbers.items()]
-    words += [f"{k} not finite" for k, v in record.items() if v is None and "/" in k]
-    return "  ".join(words)
+    shown = {"step": record["step"]} | numbers_of(record)
+    shown |= {name: None for name, value in record.items() if value is None and "/" in name}
+    return "  ".join(f"{name} {text_of(name, value)}" for name, value in shown.items())
+
+
+def text_of(name: str, value: float | None) -> str:
+    """A number of a record, as it is read."""
+    if value is None:
+        return "not finite"
+    return f"{value:,.0f}" if isinstance(value, int) or name == "allreduces" else f"{value:.4g}"

@@ -130,14 +130,9 @@ def tuned(rows, criterion: Criterion):
 
 def curves(rows, scalar: str):
     """A scalar [step, (learning rate, seed)]: a column per run; nan where it was not measured."""
-    import pandas
-
-    runs, column = np.unique(rows[["learning_rate", "seed"]], axis=0, return_inverse=True)
-    steps, row = np.unique(rows.step, return_inverse=True)
-    values = np.full((len(steps), len(runs)), math.nan)
-    values[row, column.ravel()] = rows.get(scalar, math.nan)
-    names = pandas.MultiIndex.from_arrays([*runs.T], names=["learning_rate", "seed"])
-    return pandas.DataFrame(values, pandas.Index(steps, name="step"), names)
+    runs = ["learning_rate", "seed"]
+    values = rows[["step", *runs]].assign(value=rows.get(scalar, math.nan))
+    return values.pivot(index="step", columns=runs, values="value").sort_index(axis=1)
 
 
 def finalists(rows, criterion: Criterion) -> list[float]:
@@ -254,7 +249,7 @@ def frame(comparison: Comparison, rate: str | float = "best", speed: float | Non
     It has a row per (arm, seed) and a column per scalar, with its value at the end of the run. That
     is inf or -inf if it was not finite, and nan if it was not measured. "to NAME" is the cost of
     that name up to the target, inf if the run never arrives; seconds are of timed runs.
-    "lowest" is the criterion's scalar at the best point of its mean over seeds.
+    "lowest" is the objective, as of `named`, at the best point of its mean over seeds.
     """
     import pandas
 
@@ -265,10 +260,9 @@ def frame(comparison: Comparison, rate: str | float = "best", speed: float | Non
     costs = [cost for cost in COSTS if cost in table]
     complete = table[costs].notna().groupby("arm").transform("all")
     table.loc[~runs.timed.all(), "seconds"] = math.nan
-    for one in (one for one in arms if len(one.runs)):
-        best = lowest(curves(one.runs, comparison.criterion.scalar), comparison.criterion)
-        table.loc[one.arm, "lowest"] = best
     goal = tested(comparison.criterion)._replace(target=target_of(comparison))
+    for one in (one for one in arms if len(one.runs)):
+        table.loc[one.arm, "lowest"] = lowest(curves(one.runs, goal.scalar), goal)
     if not math.isfinite(goal.target):
         return table
     first = rows[reached(rows.get(goal.scalar, rows.step * math.nan), goal)]
@@ -288,12 +282,13 @@ def metric_of(comparison: Comparison) -> str:
 
 
 def named(comparison: Comparison, scalar: str) -> str:
-    """The column of a scalar, "objective" being the criterion's, "metric" what is reported of it.
+    """The column of a scalar, "objective" being the criterion's, "metric" that of the test.
 
-    In a comparison of averaged weights it is the column of those, if there is one.
+    Both are of what is reported. In a comparison of averaged weights it is the column of those, if
+    there is one.
     """
     scalar = f"test/{metric_of(comparison)}" if scalar == "metric" else scalar
-    scalar = comparison.criterion.scalar if scalar == "objective" else scalar
+    scalar = tested(comparison.criterion).scalar if scalar == "objective" else scalar
     averaged = comparison.criterion.scalar.endswith(AVERAGED)
     return scalar + AVERAGED * (averaged and scalar + AVERAGED in comparison.data)
 
@@ -320,15 +315,6 @@ def ratio_of(after, before, least: float = 1e-12):
     """
     after, before = after.align(before, join="inner")
     return np.log(before.clip(least)) - np.log(after.clip(least))
-
-
-def volume(record: Mapping):
-    """All-reduces per step that a run has sent up to a record; 1 if workers sync in every step.
-
-    Older records have the number of rounds alone; their runs sent nothing else.
-    """
-    sent = record["allreduces"] if "allreduces" in record else record["rounds"]
-    return sent / record["step"]
 
 
 def interval(sample, level: float = 0.95) -> tuple[float, float]:

@@ -8,6 +8,7 @@ import numpy as np
 
 from experiments.data.metrics import METRICS
 from experiments.report import statistics
+from experiments.report.records import text_of
 from experiments.report.statistics import (
     COSTS,
     Chosen,
@@ -28,7 +29,6 @@ LABELS = {
     "drift": "worker drift at syncs, |x_w - mean| / |mean|",
     "step": "steps",
     "epoch": "epochs",
-    "loads": "loads",
     "rounds": "communication rounds",
     "allreduces": "sent, in all-reduces of the parameters",
     "seconds": "seconds of training",
@@ -89,7 +89,7 @@ def table(comparison: Comparison, columns: Sequence, speed: float | None = None)
     words = {
         "base": next(iter(comparison.arms.values())),
         "train_loss": _train_loss(comparison),
-        "objective": name_of(comparison.criterion.scalar),
+        "objective": name_of(named(comparison, "objective")),
         "metric": name_of(named(comparison, "metric")),
     }
     rows = [
@@ -314,7 +314,7 @@ def result(record: Mapping) -> str:
     """A sentence with the scalars of a record: of the test set, then of training."""
     names = [name for part in ("test/", "train/") for name in record if name.startswith(part)]
     names = [name for name in names if name != "train/batch_loss"] or names
-    words = [f"{_label_of(name)} {_one(name, record[name])}" for name in names]
+    words = [f"{_label_of(name)} {text_of(name, record[name])}" for name in names]
     return f"After {record['step']:,} steps: {', '.join(words)}."
 
 
@@ -326,7 +326,7 @@ def course(rows: Sequence[Mapping]) -> str:
     return markdown(
         [
             {"of the run": _label_of(name)}
-            | {f"step {r['step']:,}": _one(name, r.get(name)) for r in (first, last)}
+            | {f"step {r['step']:,}": text_of(name, r.get(name)) for r in (first, last)}
             for name in names
         ]
     )
@@ -334,13 +334,6 @@ def course(rows: Sequence[Mapping]) -> str:
 
 def _label_of(scalar: str) -> str:
     return name_of(scalar) + " of averaged weights" * scalar.endswith(statistics.AVERAGED)
-
-
-def _one(name: str, value: float | None) -> str:
-    if value is None:
-        return "not finite"
-    whole = name in ("loads", "rounds", "allreduces")
-    return f"{value:,.0f}" if whole else f"{value:.4g}"
 
 
 # Sections of a report.
@@ -356,9 +349,8 @@ def answer(comparison: Comparison) -> str:
     speed, criterion = comparison.speeds[-1], comparison.criterion
     spent = "to seconds" if speed is not None else "to step"
     costs = {"lowest": ("to epoch", "fastest"), "target": (spent, "best")}
-    scalar, rate = costs.get(criterion.when, (criterion.scalar, "best"))
+    scalar, rate = costs.get(criterion.when, ("objective", "best"))
     is_cost, words = scalar.startswith("to "), {"to epoch": "epochs", "to step": "steps"}
-    scalar = "metric" if scalar.startswith("valid/") else scalar
     base, others = comparison.baseline(speed), []
     if base is None or len(comparison.at(speed)) < 2:
         return ""

@@ -152,7 +152,7 @@ def of_other_lengths():
     return trained(built(), plans._replace(rates=plans.rates[:-1]))
 
 
-test_what_cannot_run_is_named = refuses({
+UNFIT = {
     "warmup": (lambda: plans_of(warmup_steps=60), "is 60 of 60 steps: .* lower the warmup"),
     "length": (lambda: check_recipe(SETTING._replace(total_steps=None)), "pass --epochs or"),
     "growth": (lambda: plans_of(growth=0.0), r"--growth is 0.0: pass a number in \(0, inf\)"),
@@ -166,4 +166,5 @@ test_what_cannot_run_is_named = refuses({
     "units": (lambda: sizes_of(units_per_step=12), "4 workers with 12 units of 1 examples"),
     "dealt": (lambda: sizes_of("examples", workers=17), "at least 51 examples; the training set"),
     "turns": (lambda: built_of(run="turns"), "CD-GraB coordinates workers in every step, and work"),
-})  # fmt: skip
+}
+test_what_cannot_run_is_named = refuses(UNFIT)

@@ -84,9 +84,17 @@ def test_weights_make_a_step_that_of_all_examples(sync, order):
     task, moved = least_squares(), {}
     for weights in shards.WEIGHTS:
         recipe = little_run.SETTING._replace(
-            units_per_step=8, shards="sizes", weights=weights, momentum=0.0, weight_decay=0.0,
-            total_steps=2, warmup_steps=0, h_base=2, schedule="constant", bound_every=1,
-        )  # fmt: skip
+            units_per_step=8,
+            shards="sizes",
+            weights=weights,
+            momentum=0.0,
+            weight_decay=0.0,
+            total_steps=2,
+            warmup_steps=0,
+            h_base=2,
+            schedule="constant",
+            bound_every=1,
+        )
         rows = row_of("order", order), row_of("sync", sync), row_of("echo", "none")
         built = program.build(task, recipe, rows[0], rows[1].rounds)
         setting = config.config_of(recipe, built.sizes, seed=0)
@@ -144,9 +152,10 @@ def without_classes():
     return task._replace(train=task.train | {"y": np.zeros((46, 3), np.float32)})
 
 
-test_shards_that_cannot_be_are_named = refuses({
+CANNOT_BE = {
     "workers": (lambda: sizes_of(shards="sizes", workers=6), "is sizes with 6 workers: of every"),
     "classes": (lambda: sizes_of(without_classes(), shards="by_class"), "needs one class of every"),
     "few": (lambda: units_per_worker("sizes", 7, 4), "7 units of 4 workers"),
     "kind": (lambda: sizes_of(shards="cats"), "--shards is cats"),
-})  # fmt: skip
+}
+test_shards_that_cannot_be_are_named = refuses(CANNOT_BE)

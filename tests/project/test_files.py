@@ -20,10 +20,11 @@ from tests.commands import ROOT, SAVED, environment, records, train_run
 from tests.refused import refuses
 
 DEEP = "[" * 10**5
-test_only_objects_of_strict_json_are_read = refuses({
+NO_OBJECTS = {
     text[:9]: (lambda text=text: files.loads(text, "'x.json'"), r"^'x.json' is broken \(.*--over")
     for text in (DEEP, '{"a":' * 10**5, "[]", "null", "7", '"text"', "", "{", b"\xff", "9" * 5000)
-})  # fmt: skip
+}
+test_only_objects_of_strict_json_are_read = refuses(NO_OBJECTS)
 
 
 def test_numbers_that_are_not_finite_are_null():

@@ -100,7 +100,7 @@ def test_a_folder_and_its_page_keep_every_command_until_one_overwrites(tmp_path,
     for flags in starts:
         typed(monkeypatch, *flags)
         records.open_folder(str(tmp_path), {}, overwrite="--overwrite" in flags)
-        page.write_all(str(tmp_path), "title", {}, {})
+        page.write_all(str(tmp_path), "title", {})
         lines.append((tmp_path / "command.txt").read_text())
         assert f"<pre>{lines[-1]}</pre>" in (tmp_path / "report.html").read_text()
     start = "python -m experiments.qsr --seeds="
@@ -113,9 +113,9 @@ def test_the_report_escapes_and_embeds_its_content(tmp_path, monkeypatch):
     records.open_folder(str(tmp_path), {"x": EVIL})
     (tmp_path / "table_old.md").write_text("of an earlier call")
     Image.new("RGB", (3, 2)).save(tmp_path / "old.png")
-    texts = {f"table{EVIL.replace('/', '')}.md": f"{EVIL}\n\n| a |\n| - |\n| {EVIL} |\n"}
-    drawn = {"comparison R2.png": lambda path, title: Image.new("RGB", (3, 2)).save(path)}
-    page.write_all(str(tmp_path), EVIL, texts, drawn)
+    parts = {f"table{EVIL.replace('/', '')}.md": f"{EVIL}\n\n| a |\n| - |\n| {EVIL} |\n"}
+    parts |= {"comparison R2.png": lambda path, title: Image.new("RGB", (3, 2)).save(path)}
+    page.write_all(str(tmp_path), EVIL, parts)
     text = (tmp_path / "report.html").read_text()
     # Title and heading, text and cell, settings and command.
     assert text.count(html.escape(EVIL)) == 6 and "<script" not in text
@@ -147,7 +147,7 @@ def test_markup_in_labels_stands_as_it_is(tmp_path):
         f"table_{label.replace('/', '')}.md": f"{label}\n\n{markdown([row])}"
         for label, row in zip([*LABELS, "last"], rows, strict=True)
     }
-    page.write_all(str(tmp_path), LABELS[0], texts, {})
+    page.write_all(str(tmp_path), LABELS[0], texts)
     whole = (tmp_path / "report.html").read_text()
     body = whole.split("<body>")[1]
     results = set(re.findall(r"<(\w+)", body))

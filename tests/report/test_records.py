@@ -39,13 +39,12 @@ RECORDS = [
 )
 def test_records_that_name_paths_are_refused(tmp_path, field, value):
     """A run's name becomes that of a folder, which is made and removed."""
-    path = tmp_path / records.METRICS
-    records.write_lines(str(path), [RECORDS[0], RECORDS[1] | {field: value}])
+    records.rewrite(str(tmp_path), [RECORDS[0], RECORDS[1] | {field: value}])
     with pytest.raises(
         ValueError, match=rf"line 2 of .* as its {field}, which is no name of one: "
     ):
         records.read_folder(str(tmp_path))
-    records.write_lines(str(path), [r | {"arm": "cd_grab+sketch256+qsr"} for r in RECORDS])
+    records.rewrite(str(tmp_path), [r | {"arm": "cd_grab+sketch256+qsr"} for r in RECORDS])
     assert len(records.read_folder(str(tmp_path))) == len(RECORDS)
 
 
