@@ -1,7 +1,6 @@
 """A small problem for local steps: workers with their own least squares."""
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from jax.sharding import AxisType, PartitionSpec
 import local_opt
 from experiments.compare import rows
 from syncopate import mesh
-from tests.plain_loop import Mean, Streaming, history
+from tests.plain_loop import Streaming, history
 
 W = 4
 RATE, MOMENTUM = 0.05, 0.9
@@ -201,26 +200,13 @@ def run_segments(stream, segments, run="vmap", weights=None, lost=0.0, begin=Non
     return np.stack(history), params, state
 
 
-def expected_squares(plan=PLAN, momentum=MOMENTUM, clip=math.inf, weights=None):
-    """As `run_all`, by the plain loop in float64; weights [R, W] at every sync."""
-
-    def step(w, t, x, trace):
-        gradient = square_gradient(w, t, x)
-        trace = momentum * trace + gradient * min(1.0, clip / np.linalg.norm(gradient))
-        return x - RATE * trace, trace
-
-    weights = [None] * plan.rounds if weights is None else weights
-    means = {
-        end - 1: Mean(weights=each, state=set())
-        for end, each in zip(ends_of(plan), weights, strict=True)
-    }
-    start, traces = flat(START).astype(np.float64), [np.zeros(6)] * W
-    return history(step, start, traces, plan.total_steps, means)
+def plain_sgd(rate=RATE):
+    """A step of SGD of the plain loop, without a state."""
+    return lambda w, t, x, state: (x - rate * square_gradient(w, t, x), state)
 
 
 def expected_stream(ends, delay, mixing, outer, weights=None, rate=RATE):
     """As `run_segments`, by the plain loop: fragments are b and w, sent after the ends of each."""
     first, more = flat(START).astype(np.float64), {"mixing": mixing, "weights": weights}
     stream = Streaming(first, PLACES, ends, 13, delay=delay, outer=outer, **more)
-    step = lambda w, t, x, state: (x - rate * square_gradient(w, t, x), state)  # noqa: E731
-    return history(step, first, [()] * W, 13, dict.fromkeys(range(13), stream))
+    return history(plain_sgd(rate), first, [()] * W, 13, dict.fromkeys(range(13), stream))

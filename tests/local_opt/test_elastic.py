@@ -22,7 +22,7 @@ import pytest
 
 import local_opt
 from benchmarks import elastic as kills
-from local_opt import elastic
+from local_opt import corrections, elastic
 from tests.plain_loop import Mean, history
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -446,6 +446,14 @@ def test_control_variates_add_up_to_nothing_over_those_that_live():
         np.testing.assert_allclose(x, wanted[0], atol=1e-5)
         np.testing.assert_allclose(state.correction.variate, wanted[1], atol=1e-4)
         np.testing.assert_allclose(state.correction.variate.sum(), 0, atol=1e-4)
+
+
+def test_control_variates_are_centred_under_the_weights_of_the_sync():
+    state = corrections.ControlState(jnp.array([1.0, 2, 6, 9]), jnp.zeros(4))
+    is_new, weight = jnp.array([False, False, False, True]), jnp.array([1.0, 2, 1, 0])
+    centre = lambda state, new, weight: corrections.recentred(state, new, "worker", weight)  # noqa: E731
+    result = jax.vmap(centre, axis_name="worker")(state, is_new, weight).variate
+    np.testing.assert_allclose(result, [1 - 11 / 4, 2 - 11 / 4, 6 - 11 / 4, 0], rtol=1e-6)
 
 
 def test_residuals_and_legacy_keys_of_one_that_comes_back_are_its_own():

@@ -10,7 +10,7 @@ import pytest
 
 import local_opt
 from tests.cases import mostly_slow
-from tests.problems import COMPRESSORS, copies, vmap
+from tests.problems import COMPRESSORS, SGD, copies, vmap
 
 START = np.random.default_rng(3).normal(size=40).astype(np.float32)
 OUTER = {
@@ -76,6 +76,15 @@ def test_narrow_parameters_move_under_an_outer_optimizer_as_wide_ones_do(kind, o
     assert x.dtype == kind and state.anchor.dtype == jnp.float32
     np.testing.assert_allclose(np.float32(x), wide, atol=0.02)
     assert abs(float(wide[0, 0]) - 1) > 0.1
+
+
+def test_the_wide_anchor_of_narrow_parameters_stays_where_no_worker_moves():
+    """Though parameters are the anchor rounded, which is no change."""
+    rounds, anchor = local_opt.local_rounds(SGD, outer=OUTER["adam"]), copies(jnp.float32(1.001))
+    x = anchor.astype(jnp.bfloat16)
+    state = jax.vmap(rounds.init)(x)._replace(anchor=anchor)
+    result, state = jax.jit(vmap(rounds.sync))(x, state)
+    assert (state.anchor == anchor).all() and (result == x).all()
 
 
 KINDS = ("bfloat16", "int8", "int4", "top_k")

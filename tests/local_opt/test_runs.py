@@ -47,6 +47,7 @@ from tests.problems import (
     distance,
     flat,
     of_one,
+    plain_sgd,
     run_all,
     square_gradient,
     square_loss,
@@ -66,6 +67,8 @@ planned = functools.partial(local_opt.local_steps, plan=PLAN, axis_name="worker"
 
 # Steps of one worker, on six numbers.
 
+plain = plain_sgd()
+
 
 def momentum(w, t, x, v):
     v = MOMENTUM * v + square_gradient(w, t, x)
@@ -76,10 +79,6 @@ def clipped(w, t, x, v):
     gradient = square_gradient(w, t, x)
     v = MOMENTUM * v + gradient * min(1.0, 1 / np.linalg.norm(gradient))
     return x - RATE * v, v
-
-
-def plain(w, t, x, state):
-    return x - RATE * square_gradient(w, t, x), state
 
 
 def falling(w, t, x, state):
@@ -133,6 +132,12 @@ def one_step(t, params, states, weights=None):
     means = [np.mean(gradients, axis=0) for _, *gradients in states]
     v = MOMENTUM * states[0][0] + np.average(means, axis=0, weights=weights and weights[t])
     return [params[0] - RATE * v] * len(params), [[v]] * len(params)
+
+
+def begun_anew(t, params, states):
+    """With z as it is at first, the parameters."""
+    params, _ = EVERYTHING(t, params, states)
+    return params, [state._replace(z=params[0]) for state in states]
 
 
 def of_fields(plans):
@@ -193,6 +198,7 @@ def controlled(weights=None):
 MUON = optax.contrib.muon(
     0.1, beta=0.9, nesterov=False, adam_b2=0.99, weight_decay=0.1, adam_weight_decay=0.1
 )
+FREE = optax.contrib.schedule_free_sgd(RATE)
 WEIGHTS = np.float32([[1, 2, 3, 4], [0, 1, 1, 5], [2, 0, 0, 0], [1, 1, 0, 1e4], [0.1, 3, 1e-3, 2]])
 WEIGHTS = np.repeat(WEIGHTS, PLAN.periods, axis=0)
 FIELDS = {
@@ -275,6 +281,9 @@ ROWS = {
             sync_opt_state={"mu": FIELDS["u"], "nu": FIELDS["v"]}),
         adam, {"u": ZERO, "v": ZERO}, of_fields(FIELDS), more, error=1e-5)
        for name, more in DES_LOC.items()},
+    "reset": Row(
+        planned(FREE, sync_opt_state={"z": "reset"}), by_optax(FREE), None,
+        ends(PLAN, begun_anew), error=2e-6, start=START),
     "snoo": Row(
         planned(PLAIN, axis_name=(), outer=optax.sgd(0.6, 0.8, nesterov=True)),
         plain, (), outer(0.6, 0.8), error=2e-6, workers=1),
@@ -360,11 +369,12 @@ def test_states_are_those_of_the_plain_loop():
     assert_workers_bitwise_equal(actual("accumulated", "vmap")[1])
 
 
-def test_the_drift_of_a_sync_is_measured():
-    rounds = local_opt.local_rounds(SGD, drift=True)
-    state = run_all(rounds)[1]
-    before = list(plain_loop(momentum, X, [ZERO] * W, T, ends(local_opt.SyncPlan(PLAN.starts, 14))))
-    x = np.array(before[-1][0])  # without the last sync
+@pytest.mark.parametrize("more", [{}, {"outer": NESTEROV}], ids=["mean", "outer"])
+def test_the_drift_of_a_sync_is_that_from_their_mean(more):
+    rounds = local_opt.local_rounds(SGD, drift=True, **more)
+    _, state = run_all(rounds, plan=local_opt.constant(T, total_steps=T))
+    before = list(plain_loop(momentum, X, [ZERO] * W, T, {}))
+    x = np.array(before[-1][0])
     drift = np.linalg.norm(x - x.mean(axis=0), axis=1) / np.linalg.norm(x.mean(axis=0))
     np.testing.assert_allclose(rounds.drift(state), drift, rtol=1e-4)  # of float32 numbers
 

@@ -229,6 +229,21 @@ def test_a_finish_takes_back_a_worker_that_does_not_count(compressor):
     np.testing.assert_array_equal(result, same)
 
 
+def test_the_period_of_a_fragment_is_that_of_its_round():
+    def update(updates, state, params=None, *, period, **extra):
+        return jax.tree.map(lambda x: 0 * x + period, updates), state
+
+    outer = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    stream = local_opt.streaming.streaming_rounds(SGD, axis_name=(), fragments=2, outer=outer)
+    x = {"a": jnp.zeros(()), "b": jnp.zeros(())}
+    state = stream.init(x)
+    for fragment, steps in ((0, 2), (1, 3), (0, 4)):
+        for _ in range(steps):
+            _, state = stream.update(x, state, x)
+        state = stream.start(x, state, fragment=fragment)
+    assert state.anchor == {"a": 2 + 7, "b": 5}
+
+
 def test_weights_are_one_collective_of_a_start_and_none_of_a_finish():
     stream = local_opt.streaming.streaming_rounds(optax.sgd(RATE), fragments=2, mixing=0.5)
     x, weight = copies(START), jnp.ones(W)
