@@ -128,15 +128,10 @@ def mapped(worker: Worker, over, function: Callable, *more: str, in_turn=False) 
       over: a number of workers, or their mesh; more: words of `local_opt.map_workers` for the
         arguments after the state.
     """
-    fields = len(TrainState._fields)
-    of_all = local_opt.map_workers(
-        lambda *a: tuple(function(TrainState(*a[:fields]), *a[fields:])),
-        over,
-        in_specs=(*worker.sides, *more),
-        out_specs=tuple(worker.sides),
-        in_turn=in_turn,
-    )
-    return jax.jit(lambda state, *rest: TrainState(*of_all(*state, *rest)), donate_argnums=0)
+    sides = worker.sides
+    specs = {"in_specs": (sides, *more), "out_specs": sides}
+    of_all = local_opt.map_workers(function, over, **specs, in_turn=in_turn)
+    return jax.jit(of_all, donate_argnums=0)
 
 
 def steps_of(worker: Worker, over, *, reads: bool, in_turn=False) -> Callable:
@@ -160,15 +155,16 @@ def start_of(worker: Worker, over) -> Callable:
         orders, opt_state = worker.order.init(order_key, like), worker.rounds.init(params)
         means = worker.averages.init(params)
         scale = worker.scale(opt_state, params) if worker.scale else ()
-        return params, opt_state, orders, key, step.zero_stats(worker), means, scale
+        stats = step.zero_stats(worker)
+        return TrainState(params, opt_state, orders, key, stats, means, scale)
 
     words = (worker.sides.params, "worker", "worker")
-    started = local_opt.map_workers(start, over, in_specs=words, out_specs=tuple(worker.sides))
+    started = local_opt.map_workers(start, over, in_specs=words, out_specs=worker.sides)
     # Called once in a run: on a CPU its optimisation takes half of its compilation.
     options = {"xla_backend_optimization_level": 0} if platform() == "cpu" else None
 
     def of_seed(params, seed):
-        return TrainState(*started(params, *keys_of(seed, worker.sizes.workers)[1:]))
+        return started(params, *keys_of(seed, worker.sizes.workers)[1:])
 
     return jax.jit(of_seed, compiler_options=options)
 
