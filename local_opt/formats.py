@@ -22,6 +22,8 @@ TOGETHER = 64  # blocks whose values share four means
 class Compressor(NamedTuple):
     """A format in which workers send the changes of their parameters.
 
+    Both directions are functions of the rows alone: a format keeps no state and draws no numbers.
+
     Attributes:
       rule: a description.
       encode: `float32[r, 128] -> unsigned[q, 128]`.

@@ -37,7 +37,7 @@ class Scalar(NamedTuple):
     applies: Callable = lambda worker: True  # whether a worker has it
 
 
-SCALARS = {  # by their names in records; here alone the trainer knows them
+SCALARS = {  # by their names in records, PART/NAME; here alone the trainer knows them
     "train/batch_loss": Scalar("step", lambda worker, state, losses: jnp.mean(losses)),
     "drift": Scalar(  # the distance from the workers' mean
         "round",

@@ -17,6 +17,7 @@ from experiments.data.base import check_task, size_of
 from experiments.distributed.devices import worker_mesh
 from experiments.trainer import config, measure, program
 from experiments.trainer.config import Plans
+from experiments.trainer.step import SCALARS
 from ordering.echo import EchoPlan
 from syncopate.refusals import UserError
 from tests import little_run, tables
@@ -237,6 +238,11 @@ def test_batch_normalised_models_are_ordered_by_microbatches():
     with pytest.raises(ValueError, match="one example is no unit"):
         built(task, recipe._replace(unit_size=1), "cd_grab")
     built(task, recipe._replace(unit_size=1), "rr+dealt")  # its batch is the unit
+
+
+def test_scalars_have_names_that_no_other_field_of_a_record_has():
+    wrong = [name for name in SCALARS if "/" not in name and name != "drift"]
+    assert not wrong, "a name needs a slash, as losses/spread, or null would not mean infinite"
 
 
 @pytest.mark.parametrize("halves", [False, True])
