@@ -23,6 +23,11 @@ class Workers(NamedTuple):
 def count_of(workers: int | Mesh | AbstractMesh | None, axis_name: Any) -> Workers:
     """W, the name of the workers' axis, and their mesh; see `map_workers` for the arguments."""
     workers = mesh_in_scope() if workers is None else workers
+    if not isinstance(axis_name, str | None):
+        raise ValueError(
+            f"axis_name is {axis_name!r}: pass one name, as 'worker'; where workers are the places "
+            "of two axes of a mesh, make a mesh in which these are one axis."
+        )
     if isinstance(workers, Mesh | AbstractMesh):
         axis_name = axis_of(axis_name, workers.axis_names)
         if axis_name not in workers.shape:
@@ -33,8 +38,6 @@ def count_of(workers: int | Mesh | AbstractMesh | None, axis_name: Any) -> Worke
         return Workers(workers.shape[axis_name], axis_name, workers)
     if not is_whole(workers) or int(workers) < 1:
         raise ValueError(f"workers is {workers!r}: pass a whole number >= 1, or a mesh.")
-    if not isinstance(axis_name, str | None):
-        raise ValueError(f"axis_name is {axis_name!r}: pass one name, as 'worker'.")
     return Workers(int(workers), axis_of(axis_name, ()), None)
 
 

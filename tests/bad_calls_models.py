@@ -1,5 +1,7 @@
 """The models: valid arguments and batches, and bad ones for each."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,6 +73,7 @@ CLASSES = jnp.zeros(2, int)
 FEATURES = Arg(
     jnp.ones((2, 4)), [*NO_ARRAYS, jnp.ones((2, 5)), jnp.ones(7), jnp.ones((3, 4)), [[1.0]]]
 )
+STEPS = Arg(jnp.ones((2, 5, 4)), [*NO_ARRAYS, jnp.ones((2, 4)), jnp.ones((2, 5, 6)), [[1.0]]])
 LABELS = Arg(CLASSES, [*NO_ARRAYS, jnp.zeros(3, int), jnp.zeros((2, 1), int)])
 WHOLE_LABELS = Arg(CLASSES, [*LABELS.bad, jnp.zeros(2)])
 TOKENS = jnp.zeros((2, 4), int)
@@ -120,13 +123,26 @@ CHANGES = {
 }
 
 
+def features_of(make, args):
+    """The batch of a model of features, or of series of them; {} of one that takes neither."""
+    if make.__name__ in CHANGES:
+        return {"x": FEATURES, "y": WHOLE_LABELS}
+    for x in (FEATURES, STEPS):
+        with contextlib.suppress(ValueError, TypeError):
+            made(make, x.valid, CLASSES)(**{name: arg.valid for name, arg in args.items()})
+            return {"x": x, "y": WHOLE_LABELS}
+    return {}
+
+
 def model_call(make, changes):
     args = arguments(make, **USUAL | changes)
     if "vocab_size" in args:
         batch = BY_WORDS
     else:
-        batch = BY_IMAGES if "image_shape" in args else {"x": FEATURES, "y": WHOLE_LABELS}
+        batch = BY_IMAGES if "image_shape" in args else features_of(make, args)
     args = batch | args | changes
+    if "x" not in args:
+        return call(lambda **args: jax.eval_shape(make(**args).init, KEY), **args)
     return call(made(make, args["x"].valid, args["y"].valid), **args)
 
 

@@ -75,8 +75,8 @@ def test_metrics_that_a_study_names_are_recorded_and_wrong_ones_refused():
     assert named.metrics == {"accuracy", "perplexity", "smape"}
     values(["test", "--metric=loss"])
     assert flags.with_metrics(asked(criterion=Criterion("train/loss")), values).metrics == {"loss"}
-    with pytest.raises(UserError, match="'brier', which is not in METRICS: choose one of accuracy"):
-        flags.with_metrics(asked(criterion=Criterion("valid/brier")), values)
+    with pytest.raises(UserError, match="'heard', which is not in METRICS: choose one of accuracy"):
+        flags.with_metrics(asked(criterion=Criterion("valid/heard")), values)
     with pytest.raises(UserError, match="chooses the worst rate: pass lower=False"):
         flags.with_metrics(asked(criterion=Criterion("valid/accuracy")), values)
     task, recipe = TASKS["digits"](), TASKS["digits"](abstract=True).recipe

@@ -21,6 +21,7 @@ from tests.refused import names
 
 SGD, X = optax.sgd(0.1), jnp.zeros((2, 3))
 PLAN = local_opt.constant(2, total_steps=4)
+AXES = ("host", "chip")
 MAKERS = {
     "local_steps": functools.partial(local_opt.local_steps, plan=PLAN),
     "local_rounds": local_opt.local_rounds,
@@ -80,6 +81,10 @@ ADAM, TREE = optax.adam(0.1), {"x": jnp.zeros((2, 3)), "n": jnp.zeros(2)}
 BOTH_KEYS = jax.random.split(jax.random.key(0), 2)
 segments, pull = local_opt.streaming.stream_segments, local_opt.corrections.fedprox(1.0)
 REFUSED = {  # the call, and what its message names: arguments, values, places in a tree
+    "two axes as the workers": (
+        lambda: local_opt.replicate(X, jax.make_mesh((1, 1), AXES), axis_name=AXES),
+        "('host', 'chip'): pass one name", "make a mesh in which these are one axis",
+    ),
     # Plans.
     "a rate below 0": (lambda: with_plan(lr=lambda t: 0.55 - t / 10), "lr(6)", "-0.05"),
     "a rate of 0 at first": (
