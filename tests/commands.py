@@ -1,5 +1,6 @@
 """The flags of commands, and their runs: in this process, and as processes that signals reach."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -7,12 +8,14 @@ import re
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import numpy as np
 from absl import flags as absl_flags
 
 from experiments import train
 from experiments.compare import commands, study
+from experiments.report import plots
 from tests.cases import FAST_XLA
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -67,13 +70,20 @@ def parsed(module, *arguments):
     return values
 
 
-def study_run(module, arguments, folder):
+def study_run(module, arguments, folder, *, draw=False):
     """What `study.main` does, in flags of its own."""
-    commands.run_study(module.STUDY, parsed(module, *arguments, f"--output_dir={folder}"))
+    with contextlib.nullcontext() if draw else undrawn():
+        commands.run_study(module.STUDY, parsed(module, *arguments, f"--output_dir={folder}"))
 
 
-def train_run(arguments, folder):
-    train.run(parsed(train, *arguments, f"--output_dir={folder}"))
+def train_run(arguments, folder, *, draw=False):
+    with contextlib.nullcontext() if draw else undrawn():
+        train.run(parsed(train, *arguments, f"--output_dir={folder}"))
+
+
+def undrawn():
+    """A report without the picture of its curves, which takes half of the time of a short run."""
+    return mock.patch.object(plots, "comparison")
 
 
 def environment(devices=1):

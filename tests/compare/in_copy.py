@@ -32,7 +32,8 @@ def test_bad_arguments_of_the_additions_are_refused_by_name():
 
 def test_a_study_of_the_additions_runs(tmp_path):
     flags = ["--distance=3", "--total_steps=40", "--schedule=power", "--evaluations=2"]
-    study_run(importlib.import_module("experiments.to_and_fro"), [*flags, "--seeds=2"], tmp_path)
+    study = importlib.import_module("experiments.to_and_fro")
+    study_run(study, [*flags, "--seeds=2"], tmp_path, draw=True)
     results = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     last = next(r for r in reversed(results) if r["arm"] == "all")
     assert (last["step"], last["rounds"], last["loads"], last["epoch"]) == (40, 3, 30, 3.0)

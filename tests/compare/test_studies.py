@@ -67,7 +67,7 @@ RESUMED = [n if n in OFTEN else pytest.param(n, marks=pytest.mark.slow) for n in
 def test_a_stopped_study_resumes_with_the_same_results(name, tmp_path, monkeypatch, capsys):
     module, arguments, pictures = STUDIES[name]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    study_run(module, [*SMALL, *arguments], whole)
+    study_run(module, [*SMALL, *arguments], whole, draw=True)
     text = capsys.readouterr().out
     assert (whole / "table.md").read_text().strip() in text
     for picture in pictures:

@@ -280,7 +280,7 @@ def interrupted():
 def test_a_run_that_had_ended_says_so_and_shows_its_result(finished, tmp_path, capsys):
     folder = shutil.copytree(finished, tmp_path / "run")
     last = records.read_folder(str(folder))[-1]
-    train_run(SAVED, folder)
+    train_run(SAVED, folder, draw=True)
     text = capsys.readouterr()
     assert f"The run in {folder} had come to its end, step 24." in text.out
     result = f"After 24 steps: test accuracy {last['test/accuracy']:.4g}, train loss "
