@@ -17,6 +17,7 @@ from experiments import (
     advise,
     combined,
     echo_theory,
+    echoing,
     order_rates,
     progress,
     slow_sde,
@@ -356,6 +357,7 @@ ROUNDS = (  # seconds of several calls do not compare
     plots.Panel("drift", ("step", "rounds")),
 )
 COUNTS = (plots.Panel("metric", ("loads", "step", "rounds")),)  # of runs without a delay
+RACE = echoing.STUDY.panels
 EPOCHS = plots.Panel("objective", ("epoch",)), plots.Panel("metric", ("epoch",))
 COINS = (  # at e times the rates no echo is the same
     *("none", "accumulate", "local", "bernoulli", "algorithm2", "bernoulli_every"),
@@ -374,12 +376,12 @@ PICTURES = {  # a function and its arguments after the path
         curves,
         "combined_digits",
         "digits, 32 workers, 2400 steps",
-        plots.COMBINED_PANELS,
+        combined.STUDY.panels,
     ),
     "combined_shakespeare_effects.png": (factorial,),
     "echo_theory.png": (lags,),
-    "echoing_digits_R4.png": (curves, "echo_digits", "digits", plots.ECHO_PANELS[:1], 4),
-    "echoing_shakespeare_R2.png": (curves, "echo_shakespeare", "Shakespeare", plots.ECHO_PANELS, 2),
+    "echoing_digits_R4.png": (curves, "echo_digits", "digits", RACE[:1], 4),
+    "echoing_shakespeare_R2.png": (curves, "echo_shakespeare", "Shakespeare", RACE, 2),
     "load_and_step.png": (load_and_step,),
     "machine_map.png": (machine_map,),
     "one_plan.png": (uses, {"one_plan_digits": ""}, "Digits"),

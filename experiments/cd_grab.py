@@ -26,13 +26,35 @@ from absl import flags as absl_flags
 from experiments.compare import flags, study
 from experiments.compare.arms import arm_of
 from experiments.compare.study import Study
-from experiments.report import plots, tables
+from experiments.report import tables
+from experiments.report.plots import Panel
 from experiments.report.statistics import Criterion
+from experiments.report.tables import Column, times
 from syncopate.refusals import UserError
 
 # The short comparison of digits: among its rates is every order's best of the long one.
 SHORT = {"arms": ["rr", "id_pair", "cd_grab"], "learning_rates": [0.125, 0.25, 1.0], "seeds": 3}
-FIRST = plots.Panel("objective", ("epoch",), fastest=True)
+COLUMNS = (
+    tables.arm("order"),
+    tables.rate("best lr"),
+    Column("best {objective}", "{:.2e}", "lowest"),
+    Column("epochs to {base}'s best, its lr", "{:.0f}", "to epoch", at="baseline"),
+    tables.fastest_rate("own lr"),
+    Column("epochs, own lr", "{:.0f}", "to epoch", at="fastest"),
+    Column("times fewer", times, "to epoch", at="fastest", than="ratio"),
+    Column("seconds, own lr", "{:.2f}", "to seconds", at="fastest"),
+    Column("{metric}", "{:.4f}", "metric"),
+    Column("last bound L∞", "{:.2f}", "bound/linf"),
+)
+FIRST = Panel("objective", ("epoch",), fastest=True)
+FIRST_COLUMNS = (
+    tables.arm("order"),
+    Column("epochs to {base}'s best", "{:.0f}", "to epoch", at="fastest"),
+    tables.fastest_rate("at lr"),
+    Column("times fewer", times, "to epoch", at="fastest", than="ratio"),
+    Column("lowest {objective}", "{:.1e}", "lowest"),
+    tables.rate("reached at lr"),
+)
 
 
 def define_flags(values: absl_flags.FlagValues) -> None:
@@ -70,7 +92,7 @@ def fit(study, task, recipe, values):
     if not is_short(values):
         return study
     return study._replace(
-        columns=tables.FIRST_ORDER_COLUMNS,
+        columns=FIRST_COLUMNS,
         panels=(FIRST,),
         sections=(chosen_rates, *study.sections[1:]),
     )
@@ -82,8 +104,8 @@ STUDY = Study(
     recipe="digits",
     criterion=Criterion("train/loss", lower=True, when="lowest"),
     finalists=None,
-    columns=tables.ORDER_COLUMNS,
-    panels=plots.ORDER_PANELS,
+    columns=COLUMNS,
+    panels=(Panel("objective"), Panel("metric"), Panel("bound/linf")),
     sections=(tables.gains, tables.diverged_rates),
     define=define_flags,
     default=default,

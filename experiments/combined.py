@@ -35,7 +35,9 @@ from experiments.compare.study import Study
 from experiments.data.base import SECONDS, STEPS
 from experiments.data.metrics import METRICS
 from experiments.report import plots, statistics, tables
+from experiments.report.plots import Panel
 from experiments.report.statistics import Comparison, Criterion, column, frame, interval, ratio_of
+from experiments.report.tables import Column
 from syncopate.refusals import UserError
 
 FACTORS = tuple(TABLES)  # fields of the records
@@ -238,8 +240,17 @@ STUDY = Study(
     arms_of(Arm(order="rr"), Arm(order="cd_grab", sync="qsr", echo="diffusion+cosine")),
     recipe="digits_cosine",
     criterion=Criterion("train/loss"),
-    columns=tables.COMBINED_COLUMNS,
-    panels=plots.COMBINED_PANELS,
+    columns=(
+        tables.arm("arm"),
+        tables.rate("best lr"),
+        Column("last {objective}", "{:.3g}", "objective"),
+        Column("{metric}", "{:.4g}", "metric"),
+        Column("steps to the target", "{:.0f}", "to step"),
+        Column("loads", "{:.0f}", "to loads"),
+        Column("sent, in all-reduces", "{:.0f}", "to allreduces"),
+        Column("seconds", "{:.2f}", "to seconds"),
+    ),
+    panels=(Panel("objective", (*COSTS,)), Panel("metric", (*COSTS,))),
     sections=(tables.target_line, effects_table, effects_picture),
     define=define_flags,
     fit=fit,

@@ -21,12 +21,16 @@ Writes metrics, table.md and pictures into --output_dir; give the command again 
 docs/results/echoing.md holds the tables of these commands and explains their numbers.
 """
 
+import numpy as np
+
 from experiments.compare import study
 from experiments.compare.arms import Arm, arm_of
 from experiments.compare.study import Study
 from experiments.data.metrics import METRICS
-from experiments.report import plots, tables
-from experiments.report.statistics import Criterion
+from experiments.report import tables
+from experiments.report.plots import Panel
+from experiments.report.statistics import Comparison, Criterion, column, frame, interval
+from experiments.report.tables import Column, times
 from syncopate.refusals import UserError
 
 USUAL = {"sync": "every_load"}  # unless an arm says otherwise
@@ -57,6 +61,57 @@ ARMS = {
 }
 
 
+def mean_alone(values) -> str:
+    return f"{interval(values)[0]:.2f}"
+
+
+FASTER = Column("times faster than {base}", times, "to seconds", than="ratio")
+LOADS, STEPS, ROUNDS = (
+    Column(head, "{:.0f}", f"to {cost}", word="arrive")
+    for head, cost in (("loads", "loads"), ("steps", "step"), ("rounds", "rounds"))
+)
+COLUMNS = (
+    tables.arm("arm"),
+    tables.rate("lr"),
+    Column("seconds", "{:.2f}", "to seconds", word="arrive"),
+    FASTER,
+    LOADS,
+    STEPS,
+    ROUNDS,
+    Column("ms per step", "{:.2f}", lambda runs: 1e3 * (runs.seconds / runs.step)),
+    Column("loads per step", mean_alone, lambda runs: runs.loads / runs.step),
+)
+COUNTS = (  # of runs without a delay: their seconds mean nothing
+    tables.arm("arm"),
+    tables.rate("lr"),
+    LOADS,
+    Column("times fewer loads than {base}", times, "to loads", than="ratio"),
+    STEPS,
+    ROUNDS,
+    Column("times fewer rounds", times, "to rounds", than="ratio"),
+)
+
+
+def times_faster(comparison: Comparison) -> str:
+    """Section: how many times faster than the baseline an arm is at the target, by speed."""
+
+    def cell(arm, speed):
+        if (arm, speed) not in comparison.chosen:
+            return "-"
+        taken = column(frame(comparison, speed=speed), arm, "to seconds")
+        if np.isinf(taken).any():
+            return tables.show(taken, "", "arrive")
+        return FASTER.cell(comparison, comparison.chosen[arm, speed])
+
+    head = f"times faster than {next(iter(comparison.arms.values()))}"
+    return tables.markdown(
+        [
+            {head: label} | {f"R = {speed:g}": cell(arm, speed) for speed in comparison.speeds}
+            for arm, label in comparison.arms.items()
+        ]
+    )
+
+
 def fit(study, task, recipe, values):
     """Takes the metric and the target from the setting, and leaves out seconds without a delay."""
     del task
@@ -68,7 +123,7 @@ def fit(study, task, recipe, values):
     criterion = Criterion(f"valid/{recipe.metric}", metric.lower, "target", recipe.target)
     study = study._replace(criterion=criterion)
     if values.step_seconds == 0:
-        return study._replace(columns=tables.COUNT_COLUMNS, sections=(tables.rates_tried,))
+        return study._replace(columns=COUNTS, sections=(tables.rates_tried,))
     return study
 
 
@@ -77,9 +132,9 @@ STUDY = Study(
     ARMS,
     recipe="digits_wide",
     criterion=Criterion("valid/accuracy", lower=False, when="target"),
-    columns=tables.ECHO_COLUMNS,
-    panels=plots.ECHO_PANELS,
-    sections=(tables.times_faster, tables.rates_tried),
+    columns=COLUMNS,
+    panels=(Panel("metric", ("loads", "step")), Panel("metric", ("seconds", "rounds"))),
+    sections=(times_faster, tables.rates_tried),
     fit=fit,
     usual=USUAL,
     speeds=(1, 2, 4, 8),

@@ -41,18 +41,12 @@ class Panel(NamedTuple):
     fastest: bool = False  # at the rates that reach the target first; a dotted line shows it
 
 
-ORDER_PANELS = (Panel("objective"), Panel("metric"), Panel("bound/linf"))
 SYNC_PANELS = (
     Panel("metric", ("rounds", "seconds")),
     Panel("train/loss", ("step", "seconds")),
     Panel("drift", ("step", "rounds")),
 )
 RUN_PANELS = tuple(Panel(name, ("step",)) for name in ("objective", "metric", "drift"))
-ECHO_PANELS = (Panel("metric", ("loads", "step")), Panel("metric", ("seconds", "rounds")))
-COMBINED_PANELS = (
-    Panel("objective", ("step", "loads", "allreduces", "seconds")),
-    Panel("metric", ("step", "loads", "allreduces", "seconds")),
-)
 
 
 def styles_of(names: Iterable[str]) -> dict[str, dict]:

@@ -222,44 +222,12 @@ def _volume(runs):
     return runs.get("allreduces", runs.rounds).fillna(runs.rounds) / runs.step
 
 
-def _milliseconds(runs):
-    return 1e3 * (runs.seconds / runs.step)
-
-
-def _loads(runs):
-    return runs.loads / runs.step
-
-
-def _mean(values):
-    return f"{interval(values)[0]:.2f}"
-
-
 def _diverged(comparison, chosen):
     return ", ".join(f"{rate:g}" for rate in chosen.diverged) or "-"
 
 
 SEEDS = Fact("seeds", _seeds, always=False)
-FIRST_ORDER_COLUMNS = (
-    arm("order"),
-    Column("epochs to {base}'s best", "{:.0f}", "to epoch", at="fastest"),
-    fastest_rate("at lr"),
-    Column("times fewer", times, "to epoch", at="fastest", than="ratio"),
-    Column("lowest {objective}", "{:.1e}", "lowest"),
-    rate("reached at lr"),
-)
-ORDER_COLUMNS = (
-    arm("order"),
-    rate("best lr"),
-    Column("best {objective}", "{:.2e}", "lowest"),
-    Column("epochs to {base}'s best, its lr", "{:.0f}", "to epoch", at="baseline"),
-    fastest_rate("own lr"),
-    Column("epochs, own lr", "{:.0f}", "to epoch", at="fastest"),
-    Column("times fewer", times, "to epoch", at="fastest", than="ratio"),
-    Column("seconds, own lr", "{:.2f}", "to seconds", at="fastest"),
-    Column("{metric}", "{:.4f}", "metric"),
-    Column("last bound L∞", "{:.2f}", "bound/linf"),
-)
-SYNC_COLUMNS = (
+SYNC_COLUMNS = (  # of studies of syncs; others have theirs beside their arms
     arm("rule"),
     rate("peak lr"),
     SEEDS,
@@ -271,41 +239,6 @@ SYNC_COLUMNS = (
     Column("seconds", "{:.1f}", "seconds"),
     Column("last drift", "{:.4f}", "drift"),
     Fact("diverged", _diverged),
-)
-FASTER = Column("times faster than {base}", times, "to seconds", than="ratio")
-LOADS, STEPS, ROUNDS = (
-    Column(head, "{:.0f}", f"to {cost}", word="arrive")
-    for head, cost in (("loads", "loads"), ("steps", "step"), ("rounds", "rounds"))
-)
-ECHO_COLUMNS = (
-    arm("arm"),
-    rate("lr"),
-    Column("seconds", "{:.2f}", "to seconds", word="arrive"),
-    FASTER,
-    LOADS,
-    STEPS,
-    ROUNDS,
-    Column("ms per step", "{:.2f}", _milliseconds),
-    Column("loads per step", _mean, _loads),
-)
-COUNT_COLUMNS = (  # of runs without a delay: their seconds mean nothing
-    arm("arm"),
-    rate("lr"),
-    LOADS,
-    Column("times fewer loads than {base}", times, "to loads", than="ratio"),
-    STEPS,
-    ROUNDS,
-    Column("times fewer rounds", times, "to rounds", than="ratio"),
-)
-COMBINED_COLUMNS = (
-    arm("arm"),
-    rate("best lr"),
-    Column("last {objective}", "{:.3g}", "objective"),
-    Column("{metric}", "{:.4g}", "metric"),
-    Column("steps to the target", "{:.0f}", "to step"),
-    Column("loads", "{:.0f}", "to loads"),
-    Column("sent, in all-reduces", "{:.0f}", "to allreduces"),
-    Column("seconds", "{:.2f}", "to seconds"),
 )
 
 
@@ -460,26 +393,6 @@ def arrival(run, scalar: str, target: float) -> float:
         return math.inf
     i = int(np.argmax(values <= target))
     return float(np.interp(-target, -values[max(i - 1, 0) : i + 1], at[max(i - 1, 0) : i + 1]))
-
-
-def times_faster(comparison: Comparison) -> str:
-    """Section: how many times faster than the baseline an arm is at the target, by speed."""
-
-    def cell(arm, speed):
-        if (arm, speed) not in comparison.chosen:
-            return "-"
-        taken = column(frame(comparison, speed=speed), arm, "to seconds")
-        if np.isinf(taken).any():
-            return show(taken, "", "arrive")
-        return FASTER.cell(comparison, comparison.chosen[arm, speed])
-
-    head = f"times faster than {next(iter(comparison.arms.values()))}"
-    return markdown(
-        [
-            {head: label} | {f"R = {speed:g}": cell(arm, speed) for speed in comparison.speeds}
-            for arm, label in comparison.arms.items()
-        ]
-    )
 
 
 def rates_tried(comparison: Comparison) -> str:

@@ -9,7 +9,6 @@ import pytest
 
 from experiments import cd_grab
 from experiments.compare import flags, recipes, runs, search
-from experiments.report import tables
 from experiments.report.records import Run
 from experiments.trainer import measure, train
 from tests import commands, little_run
@@ -157,7 +156,7 @@ def test_one_arm_is_compared_with_the_baseline(given, arms, tmp_path, monkeypatc
 
 def test_the_first_table_has_six_columns_and_the_long_one_all():
     assert len(asked()[0].columns) <= 6
-    assert asked("--long")[0].columns == tables.ORDER_COLUMNS
+    assert asked("--long")[0].columns == cd_grab.COLUMNS
 
 
 def test_the_short_table_is_a_part_of_the_long_one():

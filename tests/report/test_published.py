@@ -8,7 +8,7 @@ import shlex
 import pytest
 
 from docs import shards
-from experiments import combined, echo_theory, one_plan, order_rates, scored, slowrun
+from experiments import combined, echo_theory, echoing, one_plan, order_rates, scored, slowrun
 from experiments.compare import cost
 from experiments.compare.arms import arms_of
 from experiments.report import archive, tables
@@ -45,7 +45,7 @@ def test_the_factorials(name):
     check(tables.target_line(comparison), whole)
     check(combined.effects_table(comparison)[1], whole)
     if name in ("digits", "shakespeare"):
-        check(tables.table(comparison, tables.COMBINED_COLUMNS), whole)
+        check(tables.table(comparison, combined.STUDY.columns), whole)
     if name == "digits":
         check(combined.modelled_table(comparison, cost.machines(4.0, 2.0))[1], whole)
     check_commands(f"combined_{name}", whole)
@@ -94,13 +94,13 @@ def test_the_arms_of_slow_input(name):
     comparison, whole = archive.load(f"echo_{name}"), page("echoing.md")
     assert comparison.speeds == (2, 8)
     for speed in comparison.speeds:
-        check(tables.table(comparison, tables.ECHO_COLUMNS, speed), whole)
+        check(tables.table(comparison, echoing.COLUMNS, speed), whole)
 
 
 @pytest.mark.parametrize("task", ["digits", "shakespeare", "resnet"])
 def test_coins_for_loads_and_syncs(task):
     name, whole = f"algorithm2_{task}", page("algorithm2.md")
-    check(tables.table(archive.load(name), tables.COUNT_COLUMNS, 4), whole)
+    check(tables.table(archive.load(name), echoing.COUNTS, 4), whole)
     check_commands(name, whole)
 
 

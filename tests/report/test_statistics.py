@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from experiments import combined
+from experiments import cd_grab, combined, echoing
 from experiments.compare import cost
 from experiments.report import statistics, tables
 from experiments.report.statistics import Criterion, compare, data_of
@@ -47,7 +47,7 @@ def test_epochs_to_the_baselines_best_are_counted():
         *run("unzip", 0.1, 0, [8, 7, 6, 5]),
         *run("unzip", 0.1, 1, [8, 4, 3, 2]),
     ]
-    rows = cells(tables.table(compare(data_of(kept), ARMS, LOWEST), tables.ORDER_COLUMNS))
+    rows = cells(tables.table(compare(data_of(kept), ARMS, LOWEST), cd_grab.COLUMNS))
     rr, balanced, unzip = rows["D-RR"], rows["CD-GraB"], rows["unzip control"]
     assert rr["best lr"] == "0.1 (edge)" and rr["epochs, own lr"] == "3 ± 0"
     assert balanced["best lr"] == "0.1 (edge)" and balanced["own lr"] == "0.2 (edge)"
@@ -69,9 +69,9 @@ def test_averaged_weights_have_a_table_at_their_own_best_rates():
         *run_of("cd_grab", 0.2, [8, 4, 4], [8, 1, 0.5]),
     ]
     compared = compare(data_of(kept), ARMS, LOWEST)
-    last, title, averaged = tables.table(compared, tables.ORDER_COLUMNS).split("\n\n")
+    last, title, averaged = tables.table(compared, cd_grab.COLUMNS).split("\n\n")
     alone = [{k: v for k, v in r.items() if not k.endswith("averaged")} for r in kept]
-    assert last == tables.table(compare(data_of(alone), ARMS, LOWEST), tables.ORDER_COLUMNS)
+    assert last == tables.table(compare(data_of(alone), ARMS, LOWEST), cd_grab.COLUMNS)
     assert title == "Averaged weights, each arm at its best rate for them:"
     rows = [cells(text)["CD-GraB"] for text in (last, averaged)]
     assert [row["best lr"] for row in rows] == ["0.1 (edge)", "0.2 (edge)"]
@@ -224,7 +224,7 @@ def test_a_rate_with_a_diverging_seed_is_dropped():
     assert "diverged" in tables.sweep(compare(data_of(kept), {"rr": "D-RR"}, last))
     lost = run("cd_grab", 0.2, 0, [3], diverged="loss is nan")
     compared = compare(data_of(kept + lost), {"rr": "D-RR", "cd_grab": "CD-GraB"}, LOWEST)
-    row = cells(tables.table(compared, tables.ORDER_COLUMNS))["CD-GraB"]
+    row = cells(tables.table(compared, cd_grab.COLUMNS))["CD-GraB"]
     assert row["best lr"] == "all diverge" and row["epochs, own lr"] == "-"
     assert tables.diverged_rates(compared).endswith("CD-GraB diverged at learning rate 0.2.")
 
@@ -261,7 +261,7 @@ def test_the_arm_with_most_arriving_seeds_and_fewest_steps_is_chosen():
         "1 of 2 arrive",
         "0 of 1 arrive",
     ]
-    row = cells(tables.table(compared, tables.ECHO_COLUMNS, 2.0))["no echo"]
+    row = cells(tables.table(compared, echoing.COLUMNS, 2.0))["no echo"]
     assert row["lr"] == "0.1 (edge)" and row["steps"] == "0 ± 0"  # on the half that is reported
 
 
