@@ -11,6 +11,7 @@ import ordering
 from ordering import blocks
 from tests.bad_values import (
     KEY,
+    NOTHING,
     THING,
     Arg,
     Foreign,
@@ -34,23 +35,17 @@ NO_PARTS = [
     [PART, 3], (PART, None), {"x": THING}, [[1, 2], [1]],
 ]  # fmt: skip
 KEPT = np.arange(12) % 3 != 0
-NO_FILTERS = [
-    3,
-    "text",
-    THING,
-    {},
+NO_ARRAYS = [
     [],
     KEPT[:5],
     KEPT.astype(int),
     KEPT * 0.5,
     KEPT[None],
     np.zeros(12, bool),
-    lambda: True,
-    lambda a, b: True,
-    lambda record: False,
     [None] * 12,
-    Foreign(12),
 ]
+NO_RULES = [lambda: True, lambda a, b: True, lambda record: False]
+NO_FILTERS = [*but_none(NOTHING), *NO_ARRAYS, *NO_RULES, Foreign(12)]
 BLOCKS = blocks.split(np.arange(12), unit_size=2)  # 6 units
 NO_BLOCKS = [None, 3, "text", THING, {}, [], np.arange(12), [PART], PART, blocks.files, KEY]
 WINDOW = Arg(2, [4, *but_none(whole())])
@@ -66,16 +61,8 @@ def order_of(workers):
 (ORDER, STATE), (OF_ONE, FRESH) = order_of(2), order_of(1)
 SINGLE = ordering.random_reshuffling(6)
 SINGLE_STATE = SINGLE.init(KEY, None)
-NO_ORDERS = [
-    None,
-    3,
-    "text",
-    THING,
-    STATE,
-    lambda: ORDER,
-    ordering.global_reshuffling,
-    ordering.global_reshuffling(5),
-]
+MAKE = ordering.global_reshuffling
+NO_ORDERS = [*NOTHING, STATE, lambda: ORDER, MAKE, MAKE(5)]
 
 
 def read(blocks_=BLOCKS, order=ORDER, key=KEY, **args):
@@ -87,31 +74,17 @@ def read(blocks_=BLOCKS, order=ORDER, key=KEY, **args):
 with blocks.read_blocks(BLOCKS, ORDER, KEY, window=2, batch_size=2, workers=2) as first:
     next(first), next(first)  # a window
     POSITION = first.state()
-CHANGES = [
-    {"units": np.array(99)},
-    {"units": -1},
-    {"epoch": "a"},
-    {"seed": np.arange(4)},
-    {"epoch": -1},
-    {"files": POSITION.files + 1},
-    {"batch": THING},
-    {"batch": 0.5},
-    {"filter": np.array(3)},
-    {"batch": [1, 2]},
-    {"files": None},
-    {"order": {}},
-    {"order": FRESH},
-    {"unit_size": 3},
-]
+CHANGES = {
+    "units": [np.array(99), -1], "epoch": ["a", -1], "seed": [np.arange(4)],
+    "files": [POSITION.files + 1, None], "batch": [THING, 0.5, [1, 2]], "filter": [np.array(3)],
+    "order": [{}, FRESH], "unit_size": [3],
+}  # fmt: skip
 NO_POSITIONS = [
-    3,
-    "text",
-    THING,
-    {},
+    *but_none(NOTHING),
     STATE,
     POSITION._asdict() | {"batch": None},
     {name: value for name, value in POSITION._asdict().items() if name != "units"},
-    *(POSITION._replace(**change) for change in CHANGES),
+    *(POSITION._replace(**{name: x}) for name, values in CHANGES.items() for x in values),
 ]
 SUMS = {"w": jnp.zeros((2, 3))}
 ROWS = {"w": jnp.ones((3, 3))}

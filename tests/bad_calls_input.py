@@ -15,6 +15,7 @@ from tests.bad_values import (
     KEY,
     NAN,
     NOT_FRESH,
+    NOTHING,
     THING,
     Arg,
     Foreign,
@@ -47,31 +48,10 @@ def batches(count=T):
 
 
 PLAN = echo.fixed(2, total_steps=T)
-POLICIES = [
-    None,
-    3,
-    "fixed",
-    echo.fixed,
-    echo.EchoPlan,
-    local_opt.constant(2, total_steps=T),
-    FRESH,
-    THING,
-    {},
-    lambda t: True,
-]
-LOADS = [
-    3,
-    "text",
-    THING,
-    {},
-    [None] * T,
-    [{}] * T,
-    ["text"] * T,
-    [np.array(["a"])] * T,
-    {"x": np.ones(2)},
-    [THING] * T,
-    [{"x": THING}] * T,
-]
+SYNCS = local_opt.constant(2, total_steps=T)
+POLICIES = [*NOTHING, echo.fixed, echo.EchoPlan, SYNCS, FRESH, lambda t: True]
+NO_LOADS = [None, {}, "text", np.array(["a"]), THING, {"x": THING}]
+LOADS = [3, "text", THING, {}, {"x": np.ones(2)}, *([load] * T for load in NO_LOADS)]
 
 
 def echoed(loads=batches, plan=PLAN, **args):
@@ -123,32 +103,14 @@ CALLS["mixture"] = call(
 # Sources and their orders.
 SOURCE = {"x": np.arange(12.0), "y": np.arange(12)}
 NO_SOURCES = [
-    None, 3, "text", b"text", THING, {}, [], (), np.ones(()), np.ones((0, 3)), {"x": "text"},
+    *NOTHING, b"text", [], (), np.ones(()), np.ones((0, 3)), {"x": "text"},
     {"x": np.ones(3), "y": np.ones(4)}, {"x": 3}, {"x": [1, 2, 3]}, dict, iter([1, 2]), {1, 2},
     (3, 4), {"x": None}, {"x": KEY}, KEY, {"x": np.ones(3), "y": 4}, [[1, 2], [1]],
     [{"x": 1}, {"y": 1}], [None, 1], ["a", 1], [np.ones(2), np.ones(3)], Foreign(3, 2),
     {"x": THING}, [{"x": 1}, 3],
 ]  # fmt: skip
-NO_INDICES = [
-    None,
-    3,
-    1.0,
-    "text",
-    [0.5],
-    [[0]],
-    [12],
-    [-13],
-    [NAN],
-    THING,
-    {},
-    ["a"],
-    np.array([0.0, 1.0]),
-    [True, False],
-    1j,
-    [2**40],
-    [None],
-    Foreign(2),
-]
+NO_INDEX = [0.5, [0], 12, -13, NAN, "a", 2**40, None]
+NO_INDICES = [*NOTHING, 1.0, 1j, [0.0, 1.0], [True, False], Foreign(2), *([i] for i in NO_INDEX)]
 ORDER = ordering.random_reshuffling(6, units_per_step=2)
 STATE = ORDER.init(KEY, None)
 PLACE = ordering.data.ReadState(ordering.init_workers(ORDER, KEY, None, 2))

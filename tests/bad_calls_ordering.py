@@ -17,6 +17,7 @@ from tests.bad_values import (
     KINDS,
     LIKE_PARAMS,
     NAN,
+    NOTHING,
     THING,
     Arg,
     X,
@@ -127,17 +128,7 @@ COORDINATED = {
 for when in ("step", "sync"):
     make = lambda gathers=when, **args: ordering.cd_grab(gathers=gathers, **args)  # noqa: E731
     CALLS[f"cd_grab, {when}"] = call(epoch(make), **COORDINATED)
-NO_SCORES = [
-    None,
-    3,
-    "text",
-    [],
-    [1.0, NAN],
-    [1.0, "a"],
-    np.ones((2, 2)),
-    np.ones(2, complex),
-    THING,
-]
+NO_SCORES = [*NOTHING, [], [1.0, NAN], [1.0, "a"], np.ones((2, 2)), np.ones(2, complex)]
 CALLS["scored"] = call(
     epoch(ordering.scored),
     scores=Arg(np.arange(W * M), NO_SCORES),
@@ -154,18 +145,8 @@ CALLS["scored"] = call(
     key=KEY,
 )
 CD, GRAB = ordering.cd_grab(M, units_per_step=B), ordering.grab(M, units_per_step=B)
-NOT_PAIRS = [
-    None,
-    3,
-    ordering.cd_grab,
-    "cd_grab",
-    THING,
-    {},
-    GRAB,
-    ordering.random_reshuffling(M),
-    ordering.cd_grab(M + 2, units_per_step=B),
-    ordering.global_order(CD, M),
-]
+NO_PAIRS = [GRAB, ordering.random_reshuffling(M), ordering.global_order(CD, M), ordering.cd_grab]
+NOT_PAIRS = [*NOTHING, *NO_PAIRS, ordering.cd_grab(M + 2, units_per_step=B)]
 CALLS["global_order"] = call(
     epoch(ordering.global_order),
     order=Arg(CD, NOT_PAIRS),
@@ -208,16 +189,8 @@ def at(part, function, units=B):
 for name, make in ORDERS.items():
     shuffles = "reshuffling" in name
     wrong = [n for n in ORDERS if n != name and not (shuffles and "reshuffling" in n)]
-    states = [
-        None,
-        3,
-        (),
-        {},
-        THING,
-        lambda make=make: make(M),
-        state_of(name, M - 2),
-        *(state_of(n, M) for n in wrong),
-    ]
+    states = [*NOTHING, (), lambda make=make: make(M), state_of(name, M - 2)]
+    states += [state_of(n, M) for n in wrong]
     if name in ("pair_balance", "cd_grab"):  # the ends of their epochs are alike
         states.pop(-1 - wrong[::-1].index("cd_grab" if name == "pair_balance" else "pair_balance"))
     for part in ("observe", "next_epoch", "sync"):
@@ -269,17 +242,8 @@ LOSSES = wrong_functions(
 )
 PER_EXAMPLE = [lambda p, x, key: jnp.stack([loss_of(p, x, key)] * 3), lambda p, x, key: jnp.ones(2)]
 EMPTY = [{}, None, (), jnp.ones((0, 3))]
-BATCHES = [
-    *EMPTY,
-    "text",
-    3,
-    THING,
-    jnp.ones(()),
-    {"x": jnp.ones((4, 3)), "y": jnp.ones(3)},
-    {"x": jnp.ones((4, 3)), "y": "text"},
-    [np.ones(3), np.ones(3), "a"],
-    np.array(["a"] * 4),
-]
+BATCHES = [*EMPTY, "text", 3, THING, jnp.ones(()), [np.ones(3), "a"], np.array(["a"] * 4)]
+BATCHES += [{"x": jnp.ones((4, 3)), "y": y} for y in (jnp.ones(3), "text")]
 # JAX takes legacy keys, and so may a loss.
 NO_KEYS = [key for key in KEYS if getattr(key, "dtype", None) != np.uint32]
 OF_LOSS = {
@@ -321,18 +285,6 @@ CALLS |= {
             ordering.sketch_plan(loss, params, batch, **args)), size=2,
         **OF_LOSS | {"key": Arg(KEY, [None, "0", THING])}),
 }  # fmt: skip
-STACKS = [
-    {},
-    None,
-    3,
-    jnp.ones(()),
-    {"w": jnp.ones((0, 3))},
-    {"w": [[1.0, 2.0], [3.0, 4.0]]},
-    {"a": jnp.ones((2, 3)), "b": jnp.ones((3, 3))},
-    {"w": None},
-    *leaves_of(2, 3),
-    {"w": 1j * jnp.ones((2, 3))},
-]
 ADAM, LEAVES = optax.adam(0.1), [ordering.SketchLeaf("w", (3,), "formed", "product")]
 ONE = [{}, None, {"w": [1.0, "a"]}, {"w": 1j * jnp.ones(3)}, *leaves_of(3)]
 VECTORS, ORDER = jnp.arange(12.0).reshape(4, 3), jnp.arange(4)

@@ -55,6 +55,7 @@ class Thing:
 
 
 THING = Thing()
+NOTHING = [None, 3, "text", THING, {}]  # that no array, tree of arrays, order or source is
 NO_NUMBER = ["3", 1j, [2], np.arange(2, 4), jnp.ones(2), {}, Foreign(), THING]
 
 

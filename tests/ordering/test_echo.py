@@ -1,7 +1,6 @@
 """repeat: the right batch in every step, each loaded once, resumed runs, and donation."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,6 @@ import pytest
 import ordering
 from ordering import echo
 from tests import reference, tables
-from tests.cases import mostly_slow
 from tests.echo_source import PLAN, Source, Uses, assert_same, batch, whole_run
 
 
@@ -97,66 +95,6 @@ def test_a_donated_batch_that_is_used_again_is_an_error():
             next(uses)
     uses = Uses(Source(99), echo.fixed(1, total_steps=3))
     assert len([donating(0, use.batch) for use in uses]) == 3  # no batch is used again
-
-
-ORDERS = ["grab", "random_reshuffling"]
-
-
-def echoed_run(name, plan, stop, state=None, way="observe"):
-    """The uses of a run until `stop`, of which each fresh one is observed; and its state then."""
-    order = tables.ORDERS[name].make(13, 3)
-    rows = tables.whole_numbers((13, 4))
-    reads = ordering.data.read_epochs(
-        (np.arange(13), rows), order, jax.random.key(0), like=jnp.zeros(4), state=state
-    )
-    batches, uses = echo.repeat(reads, plan), []
-    for numbers, gradients in batches:
-        uses.append((batches.step, batches.load, batches.fresh, numbers.tolist()))
-        if way == "observe":
-            batches.observe(gradients)
-        elif batches.fresh:
-            batches.advance(jax.jit(order.observe)(batches.order_state, gradients))
-        if batches.step + 1 == stop:
-            break
-    return uses, batches.state()
-
-
-PLANS = {
-    "a plan": echo.fixed(3, total_steps=36),
-    "no end": echo.fixed(3),
-    "bernoulli": echo.bernoulli(0.4, total_steps=36, key=jax.random.key(1)),
-}
-
-
-ALL = [*itertools.product(ORDERS, PLANS)]
-
-
-@pytest.mark.parametrize("name,plan", mostly_slow(ALL, quick=ALL[::2]))
-def test_a_run_with_an_order_resumes_between_any_two_uses(name, plan):
-    """Also between two uses of the last load of an epoch, whose order is still needed then."""
-    whole, _ = echoed_run(name, PLANS[plan], 36)
-    assert whole == echoed_run(name, PLANS[plan], 36, way="advance")[0]
-    fresh = [use[2] for use in whole]
-    assert fresh == [PLANS[plan].decide(t, uses=1 + (t - 1) % 3) for t in range(36)]
-    for epoch in range(sum(fresh) // 5):
-        loads = [use[3] for use in whole if use[2]][5 * epoch : 5 * epoch + 5]
-        assert sorted(sum(loads, [])) == list(range(13))
-    for stop in range(1, 36):
-        result, state = echoed_run(name, PLANS[plan], stop)
-        saved = jax.tree.map(np.asarray, state)
-        assert result + echoed_run(name, PLANS[plan], 36, saved)[0] == whole, stop
-
-
-def test_adaptive_goes_on_with_the_batch_that_it_had():
-    policy = echo.adaptive(max_factor=4)
-    state, seen = None, []
-    for stop in (2, 3, 7, 20):
-        result, state = echoed_run("grab", policy, stop, state)
-        seen += result
-    assert [use[0] for use in seen] == list(range(20))
-    for before, after in zip(seen, seen[1:], strict=False):
-        assert after[1] == before[1] + after[2]
-        assert after[2] or after[3] == before[3]
 
 
 def test_a_plan_without_an_end_stops_with_the_loads():

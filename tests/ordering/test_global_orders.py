@@ -112,7 +112,6 @@ def test_the_units_that_wait_next_follow_those_that_wait(total, count):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda axis: ordering.cd_grab(4, units_per_step=2, axis_name=axis),
         lambda axis: ordering.global_order(
             ordering.cd_grab(4, units_per_step=2, axis_name=axis), 4, axis_name=axis
         ),

@@ -15,7 +15,7 @@ from tests.cases import mostly_slow
 
 MODELS = {
     "softmax": (lambda: models.softmax_regression(num_features=6, num_classes=3, l2=0.1), (6,)),
-    "mlp": (lambda: models.mlp(num_features=64, hidden=(32, 8), num_classes=3), (64,)),
+    "mlp": (lambda: models.mlp(num_features=64, hidden=(32,), num_classes=3), (64,)),
 }
 
 
@@ -285,7 +285,7 @@ def test_a_loss_may_take_any_number_of_arguments(name, key):
     given = {"key": key} if "key" in name else {}
     ordering.check_separable(loss, w, *batch, **given)
     assert len(ordering.sketch_plan(loss, w, *batch, **given)) == 1
-    for maker in OF_BATCHES:
+    for maker in OF_BATCHES if name == "a key by name" else ("per_example", "sketched"):
         run = jax.jit(MAKERS[maker](loss))
         _, mean, _ = run(w, *batch, **given)
         if not given:

@@ -25,10 +25,10 @@ def test_bounds_equal_the_reference(workers, units, norm):
 
 
 def test_the_bound_of_coordinated_orders_does_not_grow_with_the_workers():
-    """The published experiment, smaller: 20,000 vectors of dimension 16, 10 rounds."""
+    """The published experiment, smaller: 8,000 vectors of dimension 16, 10 rounds."""
     bounds = {}
     for workers in (4, 20):
-        vectors = herding.unit_vectors(workers, 20_000 // workers)
+        vectors = herding.unit_vectors(workers, 8_000 // workers)
         for name in ("id_pair", "cd_grab"):
             first, *_, last = herding.bounds_over_rounds(vectors, name, rounds=10)
             bounds[name, workers] = last

@@ -1,7 +1,5 @@
 """repeat with minibatches: the loop of PPO, resumed at any step, for trees, orders and meshes."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -118,19 +116,29 @@ def gradients(x, size=1):
     return jnp.asarray(TABLE)[x[..., ::size] // size]
 
 
-@functools.cache
-def steps_of(name, minibatches, stop, state=None, **options):
-    batches, _ = read(name, minibatches, state=state, **options)
+def steps_of(name, minibatches, stop, state=None, *, advance=False, **options):
+    """(what every step until `stop` uses, the state then)."""
+    batches, order = read(name, minibatches, state=state, **options)
     steps = []
     for x in batches:
         steps.append((batches.step, batches.load, batches.fresh, batches.age, x.tolist()))
-        batches.observe(gradients(x, options.get("size", 1)))
+        if not advance:
+            batches.observe(gradients(x, options.get("size", 1)))
+        elif batches.fresh:
+            batches.advance(jax.jit(order.observe)(batches.order_state, gradients(x)))
         if batches.step + 1 == stop:
             return steps, batches.state()
 
 
-@pytest.mark.parametrize("options", [{}, {"workers": 2}, {"size": 2}, {"units": 10}], ids=str)
-@pytest.mark.parametrize("name", ["grab", "random_reshuffling"])
+@pytest.mark.parametrize(
+    "name,options",
+    [
+        ("random_reshuffling", {}),
+        ("grab", {"workers": 2}),
+        ("grab", {"size": 2}),
+        ("grab", {"units": 10}),
+    ],
+)
 def test_an_order_observes_minibatches_as_it_observes_batches(name, options):
     whole, state = steps_of(name, 2, 2 * 2 * 7, **options)
     once, expected = steps_of(name, 1, 2 * 7, **options)
@@ -147,26 +155,43 @@ def test_an_order_observes_minibatches_as_it_observes_batches(name, options):
         assert (units - units[..., :1] == np.arange(size)).all(), "units stay whole"
 
 
-RESUMED = [("grab", 2), ("random_reshuffling", None), ("grab", None), ("random_reshuffling", 2)]
+RESUMED = [
+    ("grab", 1, {"plan": echo.fixed(3), "step": 5}),
+    ("random_reshuffling", 1, {"plan": echo.bernoulli(0.4, total_steps=16, key=KEY)}),
+    ("grab", 2, {"workers": 2}),
+    ("random_reshuffling", 2, {}),
+    ("grab", 1, {"plan": echo.bernoulli(0.4, total_steps=16, key=KEY)}),
+    ("grab", 2, {"plan": echo.fixed(3, total_steps=8)}),
+]
 
 
-@pytest.mark.parametrize("name,workers", mostly_slow(RESUMED, quick=RESUMED[:2]))
-def test_a_run_with_an_order_resumes_between_any_two_minibatches(name, workers):
-    options = {"workers": workers}
-    whole, _ = steps_of(name, 2, 26, **options)
-    for stop in range(1, 26):
-        before, state = steps_of(name, 2, stop, **options)
+@pytest.mark.parametrize("name,parts,options", mostly_slow(RESUMED, quick=RESUMED[:3]))
+def test_a_run_with_an_order_resumes_between_any_two_steps(name, parts, options):
+    """Also between two uses of the last load of an epoch, whose order is still needed then."""
+    whole, _ = steps_of(name, parts, 16, **options)
+    if parts == 1:
+        assert whole == steps_of(name, parts, 16, advance=True, **options)[0]
+        first = sum([x for *_, fresh, _, x in whole if fresh][: -(-12 // len(whole[0][4]))], [])
+        assert sorted(first) == [*range(12)], "an epoch"
+    for stop in range(1, 16):
+        before, state = steps_of(name, parts, stop, **options)
         saved = jax.tree.map(np.asarray, state)._asdict()  # as from a checkpoint
-        batches, _ = read(name, 2, state=saved, **options)
+        batches, _ = read(name, parts, state=saved, **options)
         again = jax.tree.map(np.asarray, batches.state())._asdict()
         jax.tree.map(np.testing.assert_array_equal, again, saved)
-        after = []
-        for x in batches:
-            after.append((batches.step, batches.load, batches.fresh, batches.age, x.tolist()))
-            batches.observe(gradients(x))
-            if batches.step == 25:
-                break
-        assert before + after == whole, stop
+        assert before + steps_of(name, parts, 16, saved, **options)[0] == whole, stop
+
+
+def test_adaptive_goes_on_with_the_batch_that_it_had():
+    state, seen = None, []
+    for stop in (2, 3, 7, 20):
+        state = state and state._asdict()
+        result, state = steps_of("grab", 1, stop, state, plan=echo.adaptive(max_factor=4))
+        seen += result
+    assert [use[0] for use in seen] == list(range(20))
+    for before, after in zip(seen, seen[1:], strict=False):
+        assert after[1] == before[1] + after[2]
+        assert after[2] or after[4] == before[4]
 
 
 def test_a_step_that_was_not_observed_is_made_again():

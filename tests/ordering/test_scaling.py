@@ -58,7 +58,10 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+OFTEN = ("injected", "partitioned", "two masks")
+
+
+@pytest.mark.parametrize("name", mostly_slow(OPTIMIZERS, quick=OFTEN))
 def test_a_scale_equals_the_reference(name):
     state, moments = stepped(OPTIMIZERS[name])
     for power in (0.25, 0.5):
@@ -190,7 +193,7 @@ def test_optimizers_that_divide_by_something_else_are_refused(optimizer):
 BY_THE_ROOT = "adam adamw adabelief lamb nadam nadamw radam rmsprop yogi".split()
 
 
-@pytest.mark.parametrize("name", mostly_slow(BY_THE_ROOT, quick=("radam", "yogi")))
+@pytest.mark.parametrize("name", mostly_slow(BY_THE_ROOT, quick=("yogi",)))
 def test_optimizers_that_divide_by_the_root_are_taken(name):
     optimizer = getattr(optax, name)(optax.cosine_decay_schedule(0.1, 1000))
     for each in (optimizer, optax.chain(optax.clip_by_global_norm(1.0), optimizer)):

@@ -53,7 +53,7 @@ def plain(state):
 
 
 @pytest.mark.parametrize("rule", RULES)
-@given(size=st.sampled_from([1, 7, 64]), seed=st.integers(0, 99))
+@given(size=st.sampled_from([7, 64]), seed=st.integers(0, 99))
 def test_the_kernel_equals_the_scan(rule, size, seed):
     (dots, gram), valid = products(size, seed)
     state = RULES[rule].init(jax.random.key(seed))
