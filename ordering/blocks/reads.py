@@ -253,15 +253,18 @@ def read_blocks(
             saved = restored(start, position.check(state, start, blocks))
             check_place(saved, num_units, scope.workers or 1, window, aligned=True)
             start = start._replace(**dict(zip(BlockState._fields[:9], saved, strict=False)))
-        load = _loading(blocks, order, scope, start, num_units, batches, reading_by(readers))
+    read, first_unit = reading_by(readers), first_units(order, scope, num_units)
     sharding = scope.sharding if sharding is None else sharding
-    options = {"sharding": sharding, "depth": depth, "timeout": timeout}
 
-    def on_device(orders, first_step, epoch, number):
-        return on_devices(load(orders, first_step, epoch), first_load=number, **options)
+    def load(orders, first_step, epoch, number):
+        check_orders(orders, order, num_units, len(blocks))
+        units, axes = np.atleast_2d(orders) + first_unit, (*orders.shape[:-1], batch_size)
+        windows = Windows(blocks, units, (window, batch_size), (seed, epoch), axes)
+        given = batches_of(read(windows), first_step % batches)
+        return on_devices(given, sharding, depth=depth, timeout=timeout, first_load=number)
 
     sizes = Sizes(num_units, window, batches, last)
-    return BlockEpochs(on_device, sizes, order, scope, start, num_epochs)
+    return BlockEpochs(load, sizes, order, scope, start, num_epochs)
 
 
 def _units_per_worker(order, first, scope):
@@ -295,17 +298,3 @@ def _window_of(order, first, window, num_units):
             f"make it with units_per_step={window}."
         )
     return window
-
-
-def _loading(blocks, order, scope, start, num_units, batches, read):
-    """`(orders, first step, epoch) -> batches` of this process's workers."""
-    first, total = first_units(order, scope, num_units), len(blocks)
-    sizes = int(start.window), int(start.batch_size)
-
-    def load(orders, first_step, epoch):
-        check_orders(orders, order, num_units, total)
-        units, axes = np.atleast_2d(orders) + first, (*orders.shape[:-1], sizes[1])
-        windows = read(Windows(blocks, units, sizes, (int(start.seed), epoch), axes))
-        return batches_of(windows, first_step % batches)
-
-    return load
