@@ -426,6 +426,37 @@ def cosine_classifier(*, num_features: int, num_classes: int, l2: float = 0.0) -
             ),
         ),
     ),
+    "metric": Addition(
+        1,
+        {},
+        (
+            before(
+                "experiments/data/metrics.py",
+                "METRICS = {\n",
+                """def _brier(model):
+    import jax
+
+    def measure(params, statistics, batch):
+        predict = predicting(model, params, statistics)
+
+        def errors(part):
+            p = jax.nn.softmax(predict(part["x"]))
+            return sum_examples((p - jax.nn.one_hot(part["y"], p.shape[-1])) ** 2)
+
+        return sum_chunks(errors, batch)
+
+    return measure
+
+
+""",
+            ),
+            before(
+                "experiments/data/metrics.py",
+                '    "loss": Metric(',
+                '    "brier": Metric("test Brier score", True, _brier),\n',
+            ),
+        ),
+    ),
     "study": Addition(
         2,
         {
@@ -450,7 +481,7 @@ STUDY = Study(
     recipe="blobs",
     criterion=Criterion("train/loss"),
     columns=tables.SYNC_COLUMNS,
-    panels=(plots.Panel("train/loss", ("step", "rounds")), plots.Panel("losses/spread")),
+    panels=(plots.Panel("train/loss", ("step", "rounds")), plots.Panel("test/brier")),
     question=__doc__,
 )
 

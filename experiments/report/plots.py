@@ -101,8 +101,8 @@ def comparison(
     """Writes a PNG: a row per panel, each arm at its own best rate, mean and 95 % interval.
 
     With many arms, each of `groups` has its own row with the same axes. Scalars without a row in
-    LABELS get a panel over steps, too; those that were not recorded are left out. Nothing is
-    written if every run diverged.
+    LABELS or among the panels get one over steps; those that were not recorded are left out.
+    Nothing is written if every run diverged.
     """
     rows = _rows(compared, panels, speed)
     if not rows:
@@ -225,8 +225,10 @@ def _rows(compared, panels, speed) -> list[Panel]:
     scalars = {name for rows in runs for name in rows if np.isfinite(rows[name]).any()}
     if not all(one.runs.timed.all() for one in compared.at(speed)):
         scalars.discard("seconds")
-    new = (k for k in scalars if re.match("(?!train|valid|test).+/", k) and k not in LABELS)
-    panels = [*panels, *(Panel(name, ("step",), panels[0].fastest) for name in sorted(new))]
+    others = scalars - {panel.scalar for panel in panels} - LABELS.keys()
+    new = (name for name in others if re.match("(?!train|valid|test).+/", name))
+    fastest = any(panel.fastest for panel in panels[:1])
+    panels = [*panels, *(Panel(name, ("step",), fastest) for name in sorted(new))]
     rows = [
         p._replace(scalar=named(compared, p.scalar), x=tuple(n for n in p.x if n in scalars))
         for p in panels

@@ -39,6 +39,7 @@ def test_a_study_of_the_additions_runs(tmp_path):
     assert (last["step"], last["rounds"], last["loads"], last["epoch"]) == (40, 3, 30, 3.0)
     words = {name: last[name].split("+")[0] for name in ("order", "sync", "echo")}
     assert words == {"order": "backwards", "sync": "thirds", "echo": "late"}
+    assert 0 < last["test/brier"] < 0.5
     assert last["test/accuracy"] > 0.9 and 0 < last["losses/spread"] < 1
     assert len([r for r in results if r["ended"]]) == 4 * (2 + 2)
     settings = json.loads((tmp_path / "settings.json").read_text())

@@ -119,7 +119,11 @@ def test_a_scalar_that_no_table_names_has_a_panel_over_steps_and_its_name(tmp_pa
         kept = [r | {k: v + 1e-3 * r["step"] for k, v in more.items()} for r in records(study)]
         compared = statistics.compare(statistics.data_of(kept), labels, study.criterion)
         plots.comparison(compared, study.panels, str(tmp_path / "x.png"), "title")
-    before, after = ([axis.get_ylabel() for axis in f.axes if axis.get_ylabel()] for f in figures)
+    for panels in [plots.Panel("sent/clipped", ("epoch",))], []:  # named, and a study of no panel
+        plots.comparison(compared, panels, str(tmp_path / "x.png"), "title")
+    seen = ([axis.get_ylabel() for axis in f.axes if axis.get_ylabel()] for f in figures)
+    before, after, *alone = seen
+    assert alone == [["sent clipped"]] * 2
     assert after == [*before, "sent clipped"] and figures[1].axes[-2].get_xlabel() == "steps"
     column = tables.Column("clipped", "{:.2f}", "sent/clipped")
     assert tables.table(compared, [column]).splitlines()[2] == "| 0.53 ± 0.00 |"
