@@ -57,7 +57,7 @@ from tests.problems import (
 
 T = PLAN.total_steps
 X, ZERO = flat(START).astype(np.float64), np.zeros(6)
-FALL = optax.exponential_decay(RATE, 4, 0.3)
+FALL = optax.linear_schedule(RATE, 0.1 * RATE, T - 1)
 RATES = np.array([float(FALL(t)) for t in range(T)])
 ALWAYS = local_opt.constant(1, total_steps=T)
 PLAIN = optax.sgd(RATE)

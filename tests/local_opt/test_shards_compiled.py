@@ -1,27 +1,20 @@
 """Workers of several devices: what their programs send, keep on a device, and restore."""
 
-import re
-
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-import local_opt
 import ordering
-from benchmarks.hlo import collectives_of
 from benchmarks.topologies import LIBTPU, slice_of, uncached
 from syncopate.mesh import like
-from tests.compiled_runs import conditionals, groups_of, lines_of, marks_of
+from tests.compiled_runs import lines_of, marks_of
 from tests.problems import assert_bitwise_equal, copies
 from tests.shards import (
     BATCH,
     HIDDEN,
-    SGD,
     SKETCH,
     SPECS,
     UNITS,
@@ -70,7 +63,7 @@ def compiled(programs, mesh, hidden=HIDDEN):
     "way,workers,chips",
     [
         ("compiler", 4, None),
-        ("by hand", 2, None),
+        pytest.param("by hand", 2, None, marks=pytest.mark.slow),
         pytest.param("compiler", 2, "v5e:2x4", marks=marks_of(LIBTPU)),
     ],
 )
@@ -98,27 +91,6 @@ def test_a_sync_sends_shards_and_a_step_communicates_only_within_its_worker(way,
         gathers = [(name, size) for name, size in between if name != "all-reduce"]
         assert gathers == [("all-gather", 4 * 128 * pairs * workers)] and len(sums) == 1
         assert {name for name, _, _ in inside} == {"all-reduce"}
-
-
-@pytest.mark.usefixtures("optimised")
-def test_a_planned_step_communicates_between_workers_only_in_a_branch():
-    """Under vmap(spmd_axis_name=) the conditional would be a select, with a mean in every step."""
-    plan = local_opt.constant(2, total_steps=8)
-    opt = local_opt.local_steps(SGD, plan, axis_name="worker", specs=SPECS)
-    over, _ = left_to_the_compiler(2)
-
-    def step(params, state):
-        updates, state = opt.update(jax.tree.map(jnp.cos, params), state, params)
-        return optax.apply_updates(params, updates), state
-
-    params = placed(copies(network(), 2), SPECS, mesh_of(2))
-    text = over(step).lower(params, over(opt.init)(params)).compile().as_text()
-    pairs = [[0, 4], [1, 5], [2, 6], [3, 7]]
-    between = [one for one in collectives_of(text) if groups_of(one.line) == pairs]
-    assert {one.kind for one in between} == {"all-reduce"}
-    (conditional,) = conditionals(text)
-    for one in between:
-        assert re.search(rf"%{re.escape(one.where)}\b", conditional)
 
 
 @pytest.mark.slow

@@ -21,7 +21,6 @@ from tests.problems import (
     RATE,
     RUNS,
     SGD,
-    START,
     W,
     assert_bitwise_equal,
     assert_workers_bitwise_equal,
@@ -242,18 +241,3 @@ def test_the_period_of_a_fragment_is_that_of_its_round():
             _, state = stream.update(x, state, x)
         state = stream.start(x, state, fragment=fragment)
     assert state.anchor == {"a": 2 + 7, "b": 5}
-
-
-def test_weights_are_one_collective_of_a_start_and_none_of_a_finish():
-    stream = local_opt.streaming.streaming_rounds(optax.sgd(RATE), fragments=2, mixing=0.5)
-    x, weight = copies(START), jnp.ones(W)
-    args = x, jax.vmap(stream.init)(x)
-
-    def reduces(run, *args):
-        return jax.jit(RUNS["shard_map"](run)).lower(*args).as_text().count("all_reduce")
-
-    start = functools.partial(stream.start, fragment=1)
-    plain = reduces(start, *args)
-    assert reduces(lambda x, s, w: start(x, s, weight=w), *args, weight) == plain + 1
-    finish = functools.partial(stream.finish, fragment=1)
-    assert reduces(lambda x, s, w: finish(x, s, weight=w), *args, weight) == 0
