@@ -32,6 +32,7 @@ import syncopate
 from experiments import entry, files, lock
 from experiments.distributed import processes
 from experiments.report import trackers as tracking
+from experiments.report.tables import text_of
 from syncopate.refusals import UserError
 
 WORD = re.compile(r"[\w=.,+-]+")
@@ -253,10 +254,3 @@ def console_line(record: Mapping) -> str:
     shown = {"step": record["step"]} | numbers_of(record)
     shown |= {name: None for name, value in record.items() if value is None and "/" in name}
     return "  ".join(f"{name} {text_of(name, value)}" for name, value in shown.items())
-
-
-def text_of(name: str, value: float | None) -> str:
-    """A number of a record, as it is read."""
-    if value is None:
-        return "not finite"
-    return f"{value:,.0f}" if isinstance(value, int) or name == "allreduces" else f"{value:.4g}"

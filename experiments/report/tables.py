@@ -8,7 +8,6 @@ import numpy as np
 
 from experiments.data.metrics import METRICS
 from experiments.report import statistics
-from experiments.report.records import text_of
 from experiments.report.statistics import (
     COSTS,
     Chosen,
@@ -243,6 +242,13 @@ SYNC_COLUMNS = (  # of studies of syncs; others have theirs beside their arms
 
 
 # One run.
+def text_of(name: str, value: float | None) -> str:
+    """A number of a record, as it is read."""
+    if value is None:
+        return "not finite"
+    return f"{value:,.0f}" if isinstance(value, int) or name == "allreduces" else f"{value:.4g}"
+
+
 def result(record: Mapping) -> str:
     """A sentence with the scalars of a record: of the test set, then of training."""
     names = [name for part in ("test/", "train/") for name in record if name.startswith(part)]
