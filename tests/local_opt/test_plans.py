@@ -83,10 +83,15 @@ def test_every_row_of_the_vectors():
         assert tail.tolist() == row["tail"]
 
 
+@functools.cache
+def plan_of(name, total_steps):
+    return tables.PLANS[name](total_steps)
+
+
 @pytest.mark.parametrize("name", tables.PLANS)
 @pytest.mark.parametrize("total_steps", [1, 2, 23, 60])
 def test_every_plan_is_rounds_of_the_run(name, total_steps):
-    plan = tables.PLANS[name](total_steps)
+    plan = plan_of(name, total_steps)
     assert plan.total_steps == total_steps
     rounds = plan.rounds
     assert plan.starts.dtype == np.int64 and plan.starts[0] == 0
@@ -234,7 +239,7 @@ def test_aligned_rounds_wait_for_the_next_mark(name, data):
         st.none() | st.lists(st.booleans(), min_size=total_steps - 1, max_size=total_steps - 1)
     )
     loaded = np.array([True, *(fresh if fresh is not None else [True] * (total_steps - 1))])
-    plan = tables.PLANS[name](total_steps)
+    plan = plan_of(name, total_steps)
     result = plan.aligned(every=every, fresh=None if fresh is None else loaded)
     ends = reference.aligned_ends(set(ends_of(plan)), loaded, every)
     assert ends_of(result) == ends

@@ -168,7 +168,8 @@ def test_fields_of_one_plan_share_a_conditional():
 
     def conditionals(policies):
         opt = local_opt.local_steps(optax.adam(0.1), PLANS_OF["params"], sync_opt_state=policies)
-        state = mapped(opt.init, in_specs="worker", out_specs="worker")(params)
+        init = mapped(opt.init, in_specs="worker", out_specs="worker")
+        state = jax.eval_shape(init, params)
         step = mapped(
             lambda x, s: opt.update(x, s, x), in_specs=("worker", "worker"), out_specs="worker"
         )
