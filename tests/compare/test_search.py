@@ -109,7 +109,7 @@ def test_rates_of_an_earlier_call_get_no_further_seeds():
 
 
 def best_rate(records):
-    """Of the first arm."""
+    """The best rate of the first arm."""
     rows = statistics.data_of([r for r in records if r["arm"] == "a"])
     return statistics.best_rate(rows, asked().criterion)
 
