@@ -65,9 +65,9 @@ def test_many_pairs_that_waited_are_gathered_in_large_windows(monkeypatch):
     expected = tables.run_workers(order, gradients, 8)
     monkeypatch.setattr("ordering.gathered.WINDOW", 2)
     monkeypatch.setattr("ordering.gathered.GATHERED", 12 * WORKERS * 5)
-    sizes, signed = [], ordering.gathered.balance_blocks
+    sizes, signed = [], ordering.signs.balance_blocks
     monkeypatch.setattr(
-        "ordering.gathered.balance_blocks",
+        "ordering.signs.balance_blocks",
         lambda rule, state, total, stream, **options: (
             sizes.append(len(stream) // WORKERS) or signed(rule, state, total, stream, **options)
         ),
