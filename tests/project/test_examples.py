@@ -59,7 +59,6 @@ def test_few_lines_change(folder, name, most):
     assert f"| [{folder}/{name}.py]({folder}/{name}.py) | {len(new)} |" in readme
 
 
-@pytest.mark.slow
 def test_a_gpt_with_local_steps_meets_seldom_and_learns(load):
     example = load("gpt", "local_steps")
     result = example.main(steps=30, warmup=3, length=16)
