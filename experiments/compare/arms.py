@@ -47,7 +47,10 @@ def parsed(text: str, kinds: Iterable[str] = tuple(TABLES)) -> dict[str, dict[st
     """
     result: dict[str, dict[str, str]] = {}
     for word in text.split("+"):
-        kind, flag = _flag_of(word, kinds)
+        try:
+            kind, flag = _flag_of(word, kinds)
+        except UserError as error:  # of a number out of range
+            raise UserError(f"{text!r} has {word!r}: {error}") from error
         if kind is None:
             choices = "; ".join(f"--{kind}: {choices_of(kind)}" for kind in kinds)
             near = meant(word, [w for kind in kinds for w in re.findall(r"\w+", choices_of(kind))])
