@@ -104,6 +104,8 @@ def train(run, state=None, *, advance=False, **options):
     with jax.transfer_guard("disallow" if run.unit_size == 1 else "allow"):
         for batch in reads:
             rows = batch["g"][..., :: run.unit_size, :] if run.unit_size > 1 else batch["g"]
+            if run.workers and rows.ndim == 2:  # a pipeline's batch of all workers
+                rows = rows.reshape(run.workers, -1, 4)
             if advance:
                 reads.advance(step(reads.order_state, rows))
             else:
