@@ -17,7 +17,14 @@ from experiments.report.tables import LABELS, name_of
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart, as rows of a table get them.
 COLOURS = BLACK, BLUE, ORANGE, GREEN, PINK, SKY, RED, GREY = (
-    "#000000 #0072B2 #E69F00 #009E73 #CC79A7 #56B4E9 #D55E00 #999999".split()
+    "#000000",
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#CC79A7",
+    "#56B4E9",
+    "#D55E00",
+    "#999999",
 )
 MARKERS = "os^DvXP"
 CURVES = 5  # of one panel, at most

@@ -235,14 +235,15 @@ def sets_of(
 def check_metrics(task: Task, measures: Mapping[str, Callable]) -> None:
     """Raises ValueError for a metric that predictions and labels of these shapes do not have."""
     shapes = part_of(task.test, 0, 1).shapes() if measures else []
-    for name, measure in measures.items() if shapes else ():
-        params = jax.eval_shape(task.model.init, jax.random.key(0))
-        moments_of = task.model.statistics
+    if not shapes:
+        return
+    params = jax.eval_shape(task.model.init, jax.random.key(0))
+    moments = None
+    if task.model.statistics is not None:
+        moments = jax.eval_shape(task.model.statistics, params, shapes[0]["x"])
+    for name, measure in measures.items():
         try:
-            given = (
-                None if moments_of is None else jax.eval_shape(moments_of, params, shapes[0]["x"])
-            )
-            jax.eval_shape(measure, params, given, shapes[0])
+            jax.eval_shape(measure, params, moments, shapes[0])
         except (IndexError, TypeError, ValueError) as error:
             raise UserError(
                 f"{METRICS[name].label} cannot be computed of {task.name}'s predictions and "
