@@ -161,12 +161,12 @@ def of_large_sizes(number: int = 1000) -> dict:
     for size in draw.integers(1, 10**12, number).tolist():
         places = np.unique(draw.integers(0, size, 10_000))
         domain = permutations.domain_of(size)
-        keys = permutations.keys_of(jax.random.key_data(jax.random.key(size % 1000)), 0, domain)
-        units = permutations.computed(places, domain, keys)
+        key_data = jax.random.key_data(jax.random.key(size % 1000))
+        keys = permutations.keys_of_epoch(key_data, 0, domain)
+        units = permutations.shuffle_by_numpy(places, domain, keys)
         collisions += len(places) - len(np.unique(units))
-        wrong += int(
-            (permutations.computed(units, domain, keys, permutations.undone) != places).sum()
-        )
+        back = permutations.shuffle_by_numpy(units, domain, keys, permutations.feistel_inverse)
+        wrong += int((back != places).sum())
     return {"sizes": number, "collisions": collisions, "wrong inverses": wrong}
 
 

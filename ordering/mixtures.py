@@ -6,23 +6,26 @@ import hashlib
 import threading
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import jax
 import numpy as np
-import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int, Key, PyTree
 
 from ordering import base
 from ordering.base import Ordering
+from ordering.blocks import sources as blocks
 from ordering.data.sources import Source, as_source, check_indices
 from ordering.indices import Indices
-from ordering.permutations import MOST, computed, computed_order, domain_of, keys_of
+from ordering.permutations import MOST, computed_order, domain_of, keys_of_epoch, shuffle_by_numpy
+from ordering.shares import BLOCK, NO_END, fixed_bits, fixed_point, plan_counts
 from syncopate import plans, schedules
 
+if TYPE_CHECKING:
+    import optax
+
 EXHAUSTED = ("repeat", "stop", "end")
-EVEN = 1e-12  # targets closer than this are equal; the source that is named first goes first
 
 
 class MixtureState(NamedTuple):
@@ -32,6 +35,14 @@ class MixtureState(NamedTuple):
     epoch: Int[Array, ""]  # runs of the plan that are finished
 
 
+class ExamplesRead(dict[str, int]):
+    """{name: examples that were read}, and in `owed` {name: examples that are due beyond them}."""
+
+    def __init__(self, counts: Mapping[str, int], owed: Mapping[str, float]):
+        super().__init__(counts)
+        self.owed = dict(owed)
+
+
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)
 class MixturePlan(plans.Plan):
     """How many examples of each of S sources the T steps of a run take; what `mixture` returns.
@@ -39,39 +50,61 @@ class MixturePlan(plans.Plan):
     Two plans are equal if they take the same numbers from sources of the same names and sizes.
 
     Attributes:
-      counts: int64[T, S], examples of each source in every step.
+      counts: int32[T, S], examples of each source in every step.
       sizes: {name: examples}.
       batch_size: examples of a step, of all workers.
       examples_read: {name: examples that were read before the first step}.
+      shares: float64[T, S], the shares that the counts follow.
     """
 
     counts: np.ndarray
     sizes: dict[str, int]
     batch_size: int
-    examples_read: dict[str, int]
+    examples_read: ExamplesRead
+    shares: np.ndarray
 
-    def __init__(self, counts: Any, sizes: Any, batch_size: int, examples_read: Any, rule: str):
-        counts = np.asarray(counts, np.int64)
-        counts.setflags(write=False)
+    def __init__(
+        self,
+        counts: Any,
+        sizes: Any,
+        batch_size: int,
+        examples_read: ExamplesRead,
+        rule: str,
+        shares: Any,
+    ):
+        counts = np.asarray(counts)
         _check_sizes(sizes)
         wrong = counts.ndim != 2 or counts.shape[1] != len(sizes) or not counts.size
         if wrong or (counts < 0).any() or (counts.sum(axis=1) != batch_size).any():
             raise ValueError(
-                f"counts is int64{list(counts.shape)}: pass a number >= 0 for each of the sources, "
+                f"counts is int{list(counts.shape)}: pass a number >= 0 for each of the sources, "
                 f"which add up to {batch_size} in every row."
             )
         super().__init__([0], len(counts), rule)
-        values = {"counts": counts, "sizes": dict(sizes), "batch_size": batch_size}
-        for name, value in (values | {"examples_read": dict(examples_read)}).items():
+        values = {"counts": counts.astype(np.int32), "sizes": dict(sizes)}
+        values |= {"batch_size": batch_size, "examples_read": examples_read}
+        values["shares"] = np.broadcast_to(np.asarray(shares, np.float64), counts.shape)
+        values["counts"].setflags(write=False)
+        for name, value in values.items():
             object.__setattr__(self, name, value)
 
     def digest(self) -> str:
         """A hash (64 hex digits) of names, sizes and all counts; independent of the machine."""
-        head = repr((self.sizes, self.batch_size, self.examples_read)).encode()
-        return hashlib.sha256(head + self.counts.astype("<i8").tobytes()).hexdigest()
+        return self._digest
 
-    def counts_before(self, step: int) -> dict[str, int]:
+    @functools.cached_property
+    def _digest(self) -> str:
+        head = repr((self.sizes, self.batch_size, dict(self.examples_read))).encode()
+        result = hashlib.sha256(head)
+        for start in range(0, self.total_steps, BLOCK):
+            result.update(self.counts[start : start + BLOCK].astype("<i8").tobytes())
+        return result.hexdigest()
+
+    def counts_before(self, step: int) -> ExamplesRead:
         """{name: examples of it that were read before a step}, since its first pass began.
+
+        The result also has what each source is owed then, as `owed`, so that shares stay exact over
+        any number of plans.
 
         Args:
           step: a step from 0 to T.
@@ -83,14 +116,46 @@ class MixturePlan(plans.Plan):
           ValueError: for a step outside.
         """
         step = plans.check_whole("step", step, 0, self.total_steps)
-        before = self._before[step].tolist()
-        return dict(zip(self.sizes, before, strict=True))
+        bits = fixed_bits(self.batch_size, len(self.sizes))
+        owed = self._starts[1][step // BLOCK] + self._due(step // BLOCK * BLOCK, step)
+        owed = (owed * 2.0**-bits).tolist()
+        before = self._before(step).tolist()
+        read = dict(zip(self.sizes, before, strict=True))
+        return ExamplesRead(read, dict(zip(self.sizes, owed, strict=True)))
+
+    def _before(self, step: int) -> Int[np.ndarray, "S"]:
+        """Examples of each source that were read before a step."""
+        start = step // BLOCK * BLOCK
+        return self._starts[0][step // BLOCK] + self.counts[start:step].sum(axis=0, dtype=np.int64)
+
+    def _due(self, start: int, stop: int) -> Int[np.ndarray, "S"]:
+        """By how much more sources are owed after these steps, in fixed point."""
+        bits = fixed_bits(self.batch_size, len(self.sizes))
+        if start == stop:
+            return np.zeros(len(self.sizes), np.int64)
+        due = fixed_point(self.shares[start:stop] * self.batch_size, self.batch_size, bits)
+        # The sums exceed int64; their difference modulo 2^64 is right.
+        return (due - (self.counts[start:stop].astype(np.int64) << bits)).sum(axis=0)
 
     @functools.cached_property
-    def _before(self) -> np.ndarray:
-        """int64[T + 1, S]."""
-        first = np.array([[*self.examples_read.values()]], np.int64)
-        return np.concatenate([first, first + np.cumsum(self.counts, axis=0)])
+    def _starts(self) -> tuple[np.ndarray, np.ndarray, list[int]]:
+        """(examples read, what is owed, a checksum of the plan) before every `BLOCK` steps."""
+        bits = fixed_bits(self.batch_size, len(self.sizes))
+        head = repr((self.sizes, self.batch_size, dict(self.examples_read))).encode()
+        read, sums = [np.array([*self.examples_read.values()], np.int64)], [zlib.crc32(head)]
+        owed = [fixed_point(np.array([[*self.examples_read.owed.values()]]), 0, bits)[0]]
+        for start in range(0, self.total_steps, BLOCK):
+            rows = self.counts[start : start + BLOCK]
+            read.append(read[-1] + rows.sum(axis=0, dtype=np.int64))
+            owed.append(owed[-1] + self._due(start, start + len(rows)))
+            sums.append(zlib.crc32(rows.astype("<i4").tobytes(), sums[-1]))
+        return np.stack(read), np.stack(owed), sums
+
+    def checksum(self, steps: int) -> int:
+        """A checksum of what the first steps read: plans that do not differ there have the same."""
+        start = steps // BLOCK
+        rows = self.counts[start * BLOCK : steps].astype("<i4")
+        return zlib.crc32(rows.tobytes(), self._starts[2][start])
 
     @functools.cached_property
     def _first(self) -> np.ndarray:
@@ -111,7 +176,8 @@ class MixturePlan(plans.Plan):
         """
         values, kind = plans.as_array(units)
         total = self._first[-1]
-        if values.dtype.kind not in "iu" or ((values < 0) | (values >= total)).any():
+        whole = values.dtype.kind in "iu" or not values.size
+        if not whole or ((values < 0) | (values >= total)).any():
             raise ValueError(f"units is {kind}: pass whole numbers in [0, {total - 1}].")
         number = np.searchsorted(self._first, values, side="right") - 1
         return number, values.astype(np.int64) - self._first[number]
@@ -120,7 +186,8 @@ class MixturePlan(plans.Plan):
         """All sources as one, which `order` reads; see `ordering.data.as_source`.
 
         Args:
-          sources: {name: data}, of the plan's names and sizes, with examples of one kind.
+          sources: {name: data}, of the plan's names and sizes, with examples of one kind. Files of
+            `ordering.blocks`, such as `tokens` gives, are sources of their records.
 
         Returns:
           A `Source` of the examples of all, one source after the other.
@@ -129,7 +196,7 @@ class MixturePlan(plans.Plan):
           ValueError: for other names or sizes, or examples of several kinds.
         """
         _check_names("sources", sources, self.sizes)
-        parts = [as_source(sources[name], name=name) for name in self.sizes]
+        parts = [as_source(_records(sources[name]), name=name) for name in self.sizes]
         for (name, size), part in zip(self.sizes.items(), parts, strict=True):
             if len(part) != size:
                 raise ValueError(
@@ -141,7 +208,7 @@ class MixturePlan(plans.Plan):
     def order(self, *, workers: int = 1, orders: Mapping[str, Ordering] | None = None) -> Ordering:
         """The order of the run, whose one epoch has the T steps of the plan.
 
-        In each step the sources are spread evenly, so that every worker's part has the same mix.
+        In each step the sources are spread evenly, so that all workers have nearly the same mix.
 
         Args:
           workers: W, which divides batch_size; another number reads the same steps.
@@ -171,20 +238,28 @@ class MixturePlan(plans.Plan):
 
     def _content(self):
         fields = ("rule", "sizes", "batch_size", "examples_read")
-        return {name: getattr(self, name) for name in fields} | {"counts": self.counts.tolist()}
+        constant = not self.shares.strides[0]
+        return {name: getattr(self, name) for name in fields} | {
+            "counts": self.counts.tolist(),
+            "shares": self.shares[: 1 if constant else None].tolist(),
+            "owed": self.examples_read.owed,
+        }
 
     @classmethod
     def _of_content(cls, content) -> Self:
-        return cls(**{name: value for name, value in content.items() if name != "digest"})
+        content = {name: value for name, value in content.items() if name != "digest"}
+        read = ExamplesRead(content["examples_read"], content.pop("owed"))
+        return cls(**content | {"examples_read": read})
 
     def describe(self) -> str:
         """A summary that fits one screen: rule, sizes, hash, passes, and shares over the run."""
-        end, edges = self._before[-1], np.unique(np.linspace(0, self.total_steps, 6).astype(int))
+        end = self._before(self.total_steps)
+        edges = np.unique(np.linspace(0, self.total_steps, 6).astype(int))
         head = f"{self.total_steps} steps of {self.batch_size} examples"
         lines = [self.rule, f"{head}, hash {self.digest()[:12]}"]
         lines += [f"{'source':>16}{'examples':>14}{'passes':>9}"]
         for i, (name, size) in enumerate(self.sizes.items()):
-            lines.append(f"{name:>16}{end[i] - self._before[0, i]:>14}{end[i] / size:>9.3f}")
+            lines.append(f"{name:>16}{end[i] - self.examples_read[name]:>14}{end[i] / size:>9.3f}")
         lines.append("".join([f"{'from step':>16}", *(f"{name:>14}" for name in self.sizes)]))
         for low, high in zip(edges, edges[1:], strict=False):
             shares = self.counts[low:high].sum(axis=0) / (self.batch_size * (high - low))
@@ -198,7 +273,7 @@ class MixturePlan(plans.Plan):
 def mixture(
     sizes: Mapping[str, int],
     *,
-    weights: Mapping[str, float | optax.Schedule],
+    weights: "Mapping[str, float | optax.Schedule]",
     batch_size: int,
     total_steps: int,
     tokens: Mapping[str, ArrayLike] | None = None,
@@ -208,8 +283,8 @@ def mixture(
     """How many examples of each source every step takes, so that shares follow the weights.
 
     a_s <- a_s + batch_size p_s(t); the examples of a step go, one by one, to the source with the
-    largest a_s, which falls by 1. Here p_s = (w_s / l_s) / sum of all of them, with mean lengths
-    l_s if tokens are given, else l_s = 1.
+    largest a_s, which falls by 1; the first of those that are equal within 2^-20. Here p_s = (w_s /
+    l_s) / sum of all of them, with mean lengths l_s if tokens are given, else l_s = 1.
 
     While no source has stopped, none is ever a whole example ahead of the sum of its shares, and so
     none is S - 1 examples behind. Each pass over a source reads every example of it once.
@@ -222,14 +297,15 @@ def mixture(
       tokens: {name: tokens of an example, or of each}, for weights of tokens instead of examples.
       exhausted: after the last example of a source, "repeat" begins another pass, "stop" leaves it
         out and gives its weight to the others, and "end" ends the run before that step.
-      examples_read: {name: examples that were read before}, as `MixturePlan.counts_before` gives.
+      examples_read: {name: examples that were read before}; from `MixturePlan.counts_before` also
+        with what sources are owed.
 
     Returns:
       A `MixturePlan`: `plan.order(workers=W)` over `plan.source(sources)` reads it.
 
     Raises:
-      ValueError: for names, sizes, weights or lengths that do not fit each other, or if no step can
-        be filled.
+      ValueError: for names, sizes, weights or lengths that do not fit each other, or for a step
+        that no source with a weight can fill.
 
     Examples:
       >>> import jax, numpy as np
@@ -256,74 +332,32 @@ def mixture(
         raise ValueError(f"exhausted is {exhausted!r}: choose one of {', '.join(EXHAUSTED)}.")
     _check_names("weights", weights, sizes)
     values = [schedules.evaluate_schedule(weights[n], total_steps, f"weights[{n}]") for n in names]
-    shares = np.stack(values, axis=1)
+    constant = not any(any(value.strides) for value in values)
+    table = np.stack([value[: 1 if constant else None] for value in values], axis=1)
     if tokens is not None:
         _check_names("tokens", tokens, sizes)
-        shares = shares / [_mean_length(name, tokens[name], sizes[name]) for name in names]
-    total = shares.sum(axis=1)
+        table = table / [_mean_length(name, tokens[name], sizes[name]) for name in names]
+    total = table.sum(axis=1)
     if (empty := np.flatnonzero(~((total > 0) & np.isfinite(total)))).size:
         raise ValueError(f"weights at step {empty[0]} add up to {total[empty[0]]}: pass some > 0.")
     read = dict.fromkeys(names, 0) if examples_read is None else examples_read
     _check_names("examples_read", read, sizes)
-    read = {name: plans.check_whole(f"examples_read[{name}]", read[name], 0) for name in names}
-    left = [np.inf if exhausted == "repeat" else max(0, sizes[n] - read[n]) for n in names]
-    counts = _counts(shares / total[:, None], batch_size, left, exhausted == "end")
-    if not counts:
+    owed = read.owed if isinstance(read, ExamplesRead) else dict.fromkeys(names, 0.0)
+    counts = {name: plans.check_whole(f"examples_read[{name}]", read[name], 0) for name in names}
+    left = [NO_END if exhausted == "repeat" else max(0, sizes[n] - counts[n]) for n in names]
+    shares = np.broadcast_to(table / total[:, None], (total_steps, len(names)))
+    read = ExamplesRead(counts, {name: owed[name] for name in names})
+    behind = np.array([*read.owed.values()])
+    planned, shares = plan_counts(shares, batch_size, behind, np.array(left), exhausted)
+    if not len(planned):
         raise ValueError(f"exhausted is {exhausted!r}, and there are no examples for step 0.")
     described = ", ".join(f"{n} {schedules.describe_schedule(weights[n])}" for n in names)
     unit = "tokens" if tokens is not None else "examples"
     rule = f"mixture by {unit}: {described}; {exhausted}"
-    return MixturePlan(counts, {n: int(sizes[n]) for n in names}, batch_size, read, rule)
+    return MixturePlan(planned, {n: int(sizes[n]) for n in names}, batch_size, read, rule, shares)
 
 
-def _counts(shares: np.ndarray, batch_size: int, left: list, ends: bool) -> list[list[int]]:
-    """Examples of each source in every step, until a source that must last is exhausted."""
-    behind, rows = [0.0] * len(left), []
-    for share in shares.tolist():
-        if not ends and min(left) == 0:  # sources that are left share what others had
-            lost = sum(b for b, rest in zip(behind, left, strict=True) if not rest)
-            share = [s if rest else 0.0 for s, rest in zip(share, left, strict=True)]
-            if not (total := sum(share)):
-                break
-            share = [s / total for s in share]
-            behind = [
-                b + lost * s if r else 0.0 for b, s, r in zip(behind, share, left, strict=True)
-            ]
-        target = [b + batch_size * s for b, s in zip(behind, share, strict=True)]
-        most = [np.inf] * len(left) if ends else left
-        row = _row(target, batch_size, most, share)
-        if row is None or any(c > rest for c, rest in zip(row, left, strict=True)):
-            break
-        behind = [a - c for a, c in zip(target, row, strict=True)]
-        left = [rest - c for rest, c in zip(left, row, strict=True)]
-        rows.append(row)
-    return rows
-
-
-def _row(target, batch_size, most, share) -> list[int] | None:
-    """Gives examples one by one to the largest remaining target; None if the sources have few."""
-    size = len(target)
-    for slack in (1, size + 1):  # all but the last few at once
-        row = [
-            int(min(max(0, -int(-a // 1) - slack), m)) for a, m in zip(target, most, strict=True)
-        ]
-        if sum(row) <= batch_size:
-            break
-    for _ in range(batch_size - sum(row)):
-        best, most_left = None, -np.inf
-        for i in range(size):
-            # A source of weight zero is chosen only for what it was owed before.
-            possible = row[i] < most[i] and (share[i] > 0 or target[i] - row[i] > EVEN)
-            if possible and target[i] - row[i] > most_left + EVEN:
-                best, most_left = i, target[i] - row[i]
-        if best is None:
-            return None
-        row[best] += 1
-    return row
-
-
-@functools.lru_cache(1024)
-def _layout(counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+def _layout(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(source, number in that source) of every place of a step; sources are spread evenly."""
     source = np.repeat(np.arange(len(counts)), counts)
     number = np.concatenate([np.arange(count) for count in counts])
@@ -343,8 +377,8 @@ class Reshuffled:
         recent = self._recent
         if number not in recent:
             domain = domain_of(self._size)
-            keys = keys_of(self._words, number, domain)
-            units = functools.partial(computed, domain=domain, keys=keys)
+            keys = keys_of_epoch(self._words, number, domain)
+            units = functools.partial(shuffle_by_numpy, domain=domain, keys=keys)
             recent = self._recent = {number: Indices(units, self._size)}
         return recent[number]
 
@@ -388,16 +422,16 @@ def _order(plan: MixturePlan, orders: dict[str, Ordering], units_per_step: int) 
 def _units(plan: MixturePlan, passes: Sequence, run: int, places: np.ndarray) -> np.ndarray:
     """int64, the units at these places of a run of the plan."""
     flat = places.reshape(-1)
+    source, number = np.empty(flat.size, np.int64), np.empty(flat.size, np.int64)
     by_place = np.argsort(flat, kind="stable")
     steps, starts = np.unique(flat[by_place] // plan.batch_size, return_index=True)
-    source, number = np.empty(flat.size, np.int64), np.empty(flat.size, np.int64)
-    for step, part in zip(steps.tolist(), np.split(by_place, starts[1:]), strict=True):
+    for step, part in zip(steps.tolist(), np.split(by_place, starts)[1:], strict=True):
         slots = flat[part] - step * plan.batch_size
-        of_slot, nth = _layout(tuple(plan.counts[step].tolist()))
+        of_slot, nth = _layout(plan.counts[step])
         source[part] = of_slot[slots]
-        number[part] = plan._before[step][of_slot[slots]] + nth[slots]
+        number[part] = plan._before(step)[of_slot[slots]] + nth[slots]
     units = np.empty(flat.size, np.int64)
-    more = run * (plan._before[-1] - plan._before[0])
+    more = run * (plan._before(plan.total_steps) - plan._before(0))
     for s, size in enumerate(plan.sizes.values()):
         at = np.flatnonzero(source == s)
         pass_of, place = np.divmod(number[at] + more[s], size)
@@ -405,6 +439,28 @@ def _units(plan: MixturePlan, passes: Sequence, run: int, places: np.ndarray) ->
             mine = pass_of == p
             units[at[mine]] = plan._first[s] + passes[s][p][place[mine]]
     return units.reshape(places.shape)
+
+
+class Records(Sequence):
+    """The records of files of `ordering.blocks`, one file after the other."""
+
+    def __init__(self, files: Sequence[blocks.Source]):
+        self._files, self._first = files, np.cumsum([0, *map(len, files)])
+
+    def __len__(self) -> int:
+        return int(self._first[-1])
+
+    def __getitem__(self, i: int) -> PyTree:
+        file = int(np.searchsorted(self._first, i, side="right")) - 1
+        record = i - int(self._first[file])
+        records = self._files[file].read(record, record + 1)
+        return records[0] if isinstance(records, list) else jax.tree.map(lambda x: x[0], records)
+
+
+def _records(data: Any) -> Any:
+    """The data, as `Records` if it is files."""
+    is_files = isinstance(data, list | tuple) and data and isinstance(data[0], blocks.Source)
+    return Records(data) if is_files else data
 
 
 class Joined(Source):

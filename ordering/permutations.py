@@ -11,7 +11,7 @@ All arithmetic is that of uint32, so NumPy and JAX compute the same units.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -57,7 +57,7 @@ def domain_of(num_units: int) -> Domain:
     return Domain(num_units, *sides, rounds=24 if num_units < FEW else 8)
 
 
-def mixed(x: UInt32[Any, "n"], add: Any = None) -> UInt32[Any, "n"]:
+def hash_word(x: UInt32[Any, "n"], add: Any = None) -> UInt32[Any, "n"]:
     """A hash of 32 bits, one to one; `add` is added in its middle."""
     x = (x ^ (x >> np.uint32(16))) * FACTORS[0]
     x = x ^ (x >> np.uint32(15))
@@ -65,87 +65,91 @@ def mixed(x: UInt32[Any, "n"], add: Any = None) -> UInt32[Any, "n"]:
     return x ^ (x >> np.uint32(15))
 
 
-def absorbed(state: Halves, word: Any) -> Halves:
-    """A state of 64 bits after one more word."""
-    first = mixed(state[0] ^ word)
-    return first, mixed(state[1] + first)
+def hash_words(words: Iterable[Any], state: Halves = SEEDS) -> Halves:
+    """A state of 64 bits, two words of the shape of the words, after one word after the other."""
+    for word in words:
+        first = hash_word(state[0] ^ word)
+        state = first, hash_word(state[1] + first)
+    return state
 
 
-def round_keys(key_data: UInt32[Any, "k"], epoch: UInt32[Any, "1"], rounds: int) -> Halves:
-    """Two words, uint32[rounds], for every round of this epoch."""
-    state = SEEDS
-    for word in (*key_data, epoch):
-        state = absorbed(state, word)
-    return absorbed(state, np.arange(rounds, dtype=np.uint32))
+def round_keys(words: Iterable[UInt32[Any, "n"]], rounds: int, state: Halves = SEEDS) -> Halves:
+    """Two words, uint32[rounds, n], for every round under a key of several words."""
+    return hash_words([np.arange(rounds, dtype=np.uint32)[:, None]], hash_words(words, state))
 
 
-def once(halves: Halves, keys: Halves, domain: Domain, least: Callable) -> Halves:
+def feistel(halves: Halves, keys: Halves, domain: Domain, least: Callable) -> Halves:
     """The pairs after all rounds; `least` is `np.minimum` or `jnp.minimum`."""
     here, there = halves
     sides = np.uint32(domain.low), np.uint32(domain.high)
     for number in range(domain.rounds):
         here_side = sides[number % 2]
-        moved = here + mixed(there ^ keys[0][number], keys[1][number]) % here_side
+        moved = here + hash_word(there ^ keys[0][number], keys[1][number]) % here_side
         here, there = there, least(moved, moved - here_side)  # the difference wraps if it is < 0
     return here, there
 
 
-def undone(halves: Halves, keys: Halves, domain: Domain, least: Callable) -> Halves:
-    """The inverse of `once`."""
+def feistel_inverse(halves: Halves, keys: Halves, domain: Domain, least: Callable) -> Halves:
+    """The pairs before all rounds of `feistel`."""
     here, there = halves
     sides = np.uint32(domain.low), np.uint32(domain.high)
     for number in reversed(range(domain.rounds)):
         side = sides[number % 2]
-        moved = there + side - mixed(here ^ keys[0][number], keys[1][number]) % side
+        moved = there + side - hash_word(here ^ keys[0][number], keys[1][number]) % side
         here, there = least(moved, moved - side), here
     return here, there
 
 
-def beyond(halves: Halves, domain: Domain) -> Any:
+def out_of_range(halves: Halves, domain: Domain) -> Any:
     """Which pairs stand for no unit."""
     high, low = divmod(domain.num_units, domain.low)
     last = np.uint32(high)
     return (halves[1] > last) | ((halves[1] == last) & (halves[0] >= np.uint32(low)))
 
 
-def computed(
-    places: Int[np.ndarray, "..."], domain: Domain, keys: Halves, step: Callable = once
+def shuffle_by_numpy(
+    places: Int[np.ndarray, "..."], domain: Domain, keys: Halves, step: Callable = feistel
 ) -> Int[np.ndarray, "..."]:
-    """int64, the units at these places; with `step=undone`, the places of these units."""
+    """int64, the units at these places; with `step=feistel_inverse`, the places of these units."""
     flat, units = places.reshape(-1), np.empty(places.size, np.int64)
     for start in range(0, flat.size, BLOCK):
-        units[start : start + BLOCK] = walked(flat[start : start + BLOCK], domain, keys, step)
+        units[start : start + BLOCK] = cycle_walk(flat[start : start + BLOCK], domain, keys, step)
     return units.reshape(places.shape)
 
 
-def walked(
-    places: Int[np.ndarray, "n"], domain: Domain, keys: Halves, step: Callable = once
+def cycle_walk(
+    places: Int[np.ndarray, "n"], domain: Domain, keys: Halves, step: Callable = feistel
 ) -> Int[np.ndarray, "n"]:
-    """As `computed`, all at once; keys uint32[rounds], or [rounds, n] of every place."""
+    """As `shuffle_by_numpy`, all at once; keys uint32[rounds, 1], or [rounds, n] of every place."""
     high = places // domain.low
     low = (places - high * domain.low).astype(np.uint32)
     low, high = step((low, high.astype(np.uint32)), keys, domain, np.minimum)
-    while (again := np.flatnonzero(beyond((low, high), domain))).size:
-        of_them = tuple(words if words.ndim == 1 else words[:, again] for words in keys)
+    while (again := np.flatnonzero(out_of_range((low, high), domain))).size:
+        of_them = tuple(x if x.shape[1] == 1 else x[:, again] for x in keys)
         low[again], high[again] = step((low[again], high[again]), of_them, domain, np.minimum)
     return high.astype(np.int64) * domain.low + low
 
 
-def computed_by_jax(places: Array, domain: Domain, keys: Halves) -> Int[Array, "..."]:
+@functools.partial(jax.jit, static_argnames="num_units")
+def shuffle_by_jax(
+    places: Int[Array, "..."], words: UInt32[Array, "k"], epoch: UInt32[Array, ""], num_units: int
+) -> Int[Array, "..."]:
     """int32, the units at these places; M at places outside."""
+    domain = domain_of(num_units)
     places = places.astype(jnp.promote_types(places.dtype, jnp.int32))
-    inside = (places >= 0) & (places < domain.num_units)
+    inside = (places >= 0) & (places < num_units)
     places = jnp.where(inside, places.astype(jnp.uint32), np.uint32(0))
-    side = np.uint32(domain.low)
-    step = functools.partial(once, keys=keys, domain=domain, least=jnp.minimum)
+    rounds = np.arange(domain.rounds, dtype=np.uint32)
+    side, keys = np.uint32(domain.low), hash_words((*words, epoch, rounds))
+    step = functools.partial(feistel, keys=keys, domain=domain, least=jnp.minimum)
 
     def again(halves):
-        where, later = beyond(halves, domain), step(halves)
+        where, later = out_of_range(halves, domain), step(halves)
         return jnp.where(where, later[0], halves[0]), jnp.where(where, later[1], halves[1])
 
     halves = step((places % side, places // side))
-    low, high = jax.lax.while_loop(lambda halves: beyond(halves, domain).any(), again, halves)
-    return jnp.where(inside, (high * side + low).astype(jnp.int32), np.int32(domain.num_units))
+    low, high = jax.lax.while_loop(lambda halves: out_of_range(halves, domain).any(), again, halves)
+    return jnp.where(inside, (high * side + low).astype(jnp.int32), np.int32(num_units))
 
 
 def index_shuffle(
@@ -163,9 +167,9 @@ def index_shuffle(
 
     Args:
       index: whole numbers in [0, M), the places. An array of JAX gives M for places outside.
-      num_units: M, from 1 to 2^48, or to 2^31 - 1 for an array of JAX.
+      num_units: M, from 1 to 2^48, or to 2^31 - 1 where JAX computes.
       key: one random key.
-      epoch: the number of the permutation under this key, >= 0.
+      epoch: the number of the permutation under this key, from 0 to 2^31 - 1.
 
     Returns:
       The units, of the shape of `index`: int32 of JAX if an argument is traced or `index` is an
@@ -187,22 +191,41 @@ def index_shuffle(
       Black, Rogaway, Ciphers with Arbitrary Finite Domains, 2002,
       https://doi.org/10.1007/3-540-45760-7_9
     """
-    domain = domain_of(plans.check_whole("num_units", num_units, 1, MOST))
     words = jax.random.key_data(plans.check_key(key))
-    if isinstance(index, jax.Array) or any(isinstance(x, Tracer) for x in (words, epoch)):
-        plans.check_whole("num_units, of an array of JAX,", num_units, 1, base.MOST_UNITS)
-        if not jnp.issubdtype(jnp.result_type(index), jnp.integer):
-            raise ValueError(f"index is {jnp.result_type(index)}: pass whole numbers, the places.")
-        keys = round_keys(words, jnp.asarray(epoch).astype(jnp.uint32), domain.rounds)
-        return computed_by_jax(jnp.asarray(index), domain, keys)
+    by_jax = isinstance(index, jax.Array) or any(isinstance(x, Tracer) for x in (words, epoch))
+    most = base.MOST_UNITS if by_jax else MOST
+    num_units = plans.check_whole("num_units", num_units, 1, most)
+    places, epoch = check_places(index, num_units), check_epoch(epoch)
+    if by_jax:
+        return shuffle_by_jax(places, words, epoch, num_units)
+    domain = domain_of(num_units)
+    return shuffle_by_numpy(places, domain, keys_of_epoch(words, epoch, domain))
+
+
+def check_places(index: Any, num_units: int) -> Int[ArrayLike, "..."]:
+    """The places, of JAX or int64 of NumPy; raises ValueError for NumPy's that are outside."""
+    if isinstance(index, jax.Array) and jnp.issubdtype(index.dtype, jnp.integer):
+        return index
     places, kind = plans.as_array(index)
-    whole = places.dtype.kind in "iu"
+    whole = not isinstance(index, jax.Array) and (places.dtype.kind in "iu" or not places.size)
     if not whole or places.size and not 0 <= places.min() <= places.max() < num_units:
-        raise ValueError(
-            f"index is {kind}: pass whole numbers in [0, {num_units - 1}], the places."
-        )
-    epoch = plans.check_whole("epoch", epoch, 0, base.MOST_UNITS)
-    return computed(places.astype(np.int64), domain, keys_of(words, epoch, domain))
+        raise ValueError(f"index is {kind}: pass the places, in [0, {num_units - 1}].")
+    return places.astype(np.int64)
+
+
+def check_epoch(epoch: Any) -> UInt32[ArrayLike, ""]:
+    """The number of an epoch; raises ValueError unless it is one whole number in range."""
+    if not isinstance(epoch, Tracer):
+        return np.uint32(plans.check_whole("epoch", epoch, 0, base.MOST_UNITS))
+    if epoch.shape or not jnp.issubdtype(epoch.dtype, jnp.integer):
+        raise ValueError(f"epoch is {epoch.dtype}{list(epoch.shape)}: pass one whole number.")
+    return epoch.astype(jnp.uint32)
+
+
+def keys_of_epoch(key_data: Any, epoch: Any, domain: Domain) -> Halves:
+    """The round keys of NumPy, from the data of a key."""
+    words = np.array([*np.asarray(key_data), epoch], np.uint32)
+    return round_keys(words[:, None], domain.rounds)
 
 
 class Groups(NamedTuple):
@@ -219,53 +242,45 @@ def groups_of(num_units: int, size: int) -> Groups:
     return Groups(size, outer, domain_of(size), domain_of((num_units - 1) % size + 1))
 
 
-def inside(
+def shuffle_within(
     numbers: Int[np.ndarray, "n"], places: Int[np.ndarray, "n"], domain: Domain, words: Any
 ) -> Int[np.ndarray, "n"]:
     """The units at places in groups; each group has its permutation, by its number."""
-    units = np.empty(places.size, np.int64)
+    units, state = np.empty(places.size, np.int64), hash_words(words[:, None])
     for start in range(0, places.size, BLOCK):
         part = slice(start, start + BLOCK)
-        keys = group_keys(words, numbers[part], domain.rounds)
-        units[part] = walked(places[part], domain, keys)
+        of_part = numbers[part] & 0xFFFFFFFF, numbers[part] >> 32
+        keys = round_keys([x.astype(np.uint32) for x in of_part], domain.rounds, state)
+        units[part] = cycle_walk(places[part], domain, keys)
     return units
 
 
-def group_keys(words: Any, numbers: Int[np.ndarray, "n"], rounds: int) -> Halves:
-    """Two words, uint32[rounds, n], for every round in every group."""
-    state = SEEDS
-    for word in (*words, numbers & 0xFFFFFFFF, numbers >> 32):
-        state = absorbed(state, np.atleast_1d(word).astype(np.uint32))
-    return absorbed(state, np.arange(rounds, dtype=np.uint32)[:, None])
-
-
-def together(places: Int[np.ndarray, "..."], groups: Groups, words: Any) -> np.ndarray:
+def groups_together(
+    places: Int[np.ndarray, "..."], groups: Groups, words: UInt32[np.ndarray, "k"]
+) -> Int[np.ndarray, "..."]:
     """The units at these places, where whole groups follow each other."""
-    flat, keys = places.reshape(-1), keys_of(words[:-1], int(words[-1]), groups.outer)
+    flat, keys = places.reshape(-1), round_keys(words[:, None], groups.outer.rounds)
     last = np.array([groups.outer.num_units - 1])  # the group that may have fewer units
-    begins = computed(last, groups.outer, keys, undone)[0] * groups.size
-    ends = begins + groups.last.num_units
-    later = np.where(flat >= ends, groups.size - groups.last.num_units, 0)
+    begin = shuffle_by_numpy(last, groups.outer, keys, feistel_inverse)[0] * groups.size
+    end = begin + groups.last.num_units
+    later = np.where(flat >= end, groups.size - groups.last.num_units, 0)
     positions, within = np.divmod(flat + later, groups.size)
-    numbers, units = computed(positions, groups.outer, keys), np.empty(flat.size, np.int64)
-    short = (flat >= begins) & (flat < ends)
+    numbers, units = shuffle_by_numpy(positions, groups.outer, keys), np.empty(flat.size, np.int64)
+    short = (flat >= begin) & (flat < end)
     for which, domain in ((~short, groups.inner), (short, groups.last)):
-        units[which] = inside(numbers[which], within[which], domain, words)
+        units[which] = shuffle_within(numbers[which], within[which], domain, words)
     return (numbers * groups.size + units).reshape(places.shape)
 
 
-def spread(places: Int[np.ndarray, "..."], groups: Groups, words: Any) -> np.ndarray:
+def groups_spread(
+    places: Int[np.ndarray, "..."], groups: Groups, words: UInt32[np.ndarray, "k"]
+) -> Int[np.ndarray, "..."]:
     """The units at these places; those of a group are as many places apart as there are groups."""
     turn, position = np.divmod(places.reshape(-1), groups.outer.num_units)
-    keys = keys_of(words[:-1], int(words[-1]), groups.outer)
-    numbers = computed(position, groups.outer, keys)
-    units = numbers * groups.size + inside(numbers, turn, groups.inner, words)
+    keys = round_keys(words[:, None], groups.outer.rounds)
+    numbers = shuffle_by_numpy(position, groups.outer, keys)
+    units = numbers * groups.size + shuffle_within(numbers, turn, groups.inner, words)
     return units.reshape(places.shape)
-
-
-def keys_of(words: Any, epoch: int, domain: Domain) -> Halves:
-    """The round keys of an epoch, of NumPy."""
-    return round_keys(np.asarray(words)[:, None], np.array([epoch], np.uint32), domain.rounds)
 
 
 @base.made_once
@@ -283,7 +298,7 @@ def counted(
         out fewer than W of them, random ones.
       units_per_step: B >= 1, the units of a worker's step.
       group_size: K, from 1 to N: units 0 .. K - 1 are a group, K .. 2 K - 1 the next, and so on.
-      groups: "mixed" ignores groups. "together" visits one whole group after another, in a random
+      groups: "mixed" has no groups. "together" visits one whole group after another, in a random
         order, and the units of each group in a random order, too: for files of records. "spread"
         puts the units of a group as many places apart as there are groups: for windows of a
         document; K must divide N.
@@ -314,13 +329,14 @@ def counted(
     domain, grouped = domain_of(num_units), groups_of(num_units, group_size)
 
     def indices(state):
-        words, epoch = np.asarray(jax.random.key_data(state.key)), int(state.epoch)
+        words, epoch = np.asarray(jax.random.key_data(state.key)), np.uint32(state.epoch)
         if groups == "mixed":
-            keys = keys_of(words, epoch, domain)
-            return Indices(functools.partial(computed, domain=domain, keys=keys), num_units)
-        function = together if groups == "together" else spread
-        words = np.append(words, np.uint32(epoch))
-        return Indices(functools.partial(function, groups=grouped, words=words), num_units)
+            keys = keys_of_epoch(words, epoch, domain)
+            function = functools.partial(shuffle_by_numpy, domain=domain, keys=keys)
+        else:
+            function = groups_together if groups == "together" else groups_spread
+            function = functools.partial(function, groups=grouped, words=np.append(words, epoch))
+        return Indices(function, num_units)
 
     return computed_order(CountedState, indices, num_units, units_per_step)
 

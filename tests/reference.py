@@ -1,6 +1,7 @@
 """The papers' algorithms in float64 NumPy, line by line and slow. Fast paths must equal these."""
 
 import math
+from fractions import Fraction
 
 import numpy as np
 from scipy.linalg import hadamard
@@ -479,34 +480,32 @@ def scored_order(scores, pattern, *, layers=1, sections=1, radius=0.0):
     return ranked
 
 
-def mixture_counts(shares, batch_size, left, ends):
-    """Examples of each source in every step: one by one to the source that is most behind."""
-    left, sources, rows = list(left), range(len(left)), []
-    behind = [0.0] * len(left)
-    for t in range(len(shares)):
-        is_open, share = [n > 0 or ends for n in left], list(shares[t])
-        if not all(is_open):
-            share = [share[s] * is_open[s] for s in sources]
-            if sum(share) == 0:
-                return rows
+def mixture_counts(shares, batch_size, left, exhausted, owed):
+    """Examples of each source in every step, one by one to the source that is owed most.
+
+    Shares and what is owed are Fractions. Raises LookupError(step) if no source may fill a step.
+    """
+    left, sources, rows, owed = list(left), range(len(left)), [], list(owed)
+    stops = exhausted == "stop"
+    for t, share in enumerate(shares):
+        if stops and 0 in left:
+            share = [p * (n > 0) for p, n in zip(share, left, strict=True)]
+            if not sum(share):
+                raise LookupError(t)
             share = [p / sum(share) for p in share]
-            lost = sum(behind[s] for s in sources if not is_open[s])
-            behind = [(behind[s] + lost * share[s]) * is_open[s] for s in sources]
-        target = [behind[s] + batch_size * share[s] for s in sources]
-        row = [0] * len(left)
+            lost = sum(owed[s] for s in sources if not left[s])
+            owed = [(owed[s] + lost * share[s]) * (left[s] > 0) for s in sources]
+        target, row = [owed[s] + batch_size * share[s] for s in sources], [0] * len(left)
         for _ in range(batch_size):
-            able = [
-                s
-                for s in sources
-                if (ends or row[s] < left[s]) and (share[s] > 0 or target[s] - row[s] > 1e-12)
-            ]
+            now = [math.floor((target[s] - row[s]) * 2**20 + Fraction(1, 2)) for s in sources]
+            able = [s for s in sources if row[s] < left[s] or not stops]
+            able = [s for s in able if share[s] or now[s] > 0]
             if not able:
-                return rows
-            most = max(target[s] - row[s] for s in able)
-            row[next(s for s in able if target[s] - row[s] > most - 1e-12)] += 1
-        if ends and any(row[s] > left[s] for s in sources):
+                raise LookupError(t)
+            row[max(able, key=now.__getitem__)] += 1
+        if exhausted == "end" and any(row[s] > left[s] for s in sources):
             return rows
-        behind = [target[s] - row[s] for s in sources]
+        owed = [target[s] - row[s] for s in sources]
         left = [left[s] - row[s] for s in sources]
         rows.append(row)
     return rows

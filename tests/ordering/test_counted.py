@@ -10,6 +10,7 @@ import pytest
 import ordering
 from ordering import permutations
 from ordering.data import read_epochs
+from tests.compiled_runs import compilations
 
 SIZES = [*range(1, 40), 255, 256, 257, 1000, 4095, 65535, 65536, 65537, 262145]
 
@@ -23,8 +24,8 @@ def test_every_unit_has_one_place_and_its_inverse_finds_it(size):
     units = units_of(size, epoch=5)
     assert units.dtype == np.int64 and (np.bincount(units, minlength=size) == 1).all()
     domain = permutations.domain_of(size)
-    keys = permutations.keys_of(jax.random.key_data(jax.random.key(0)), 5, domain)
-    places = permutations.computed(units, domain, keys, permutations.undone)
+    keys = permutations.keys_of_epoch(jax.random.key_data(jax.random.key(0)), 5, domain)
+    places = permutations.shuffle_by_numpy(units, domain, keys, permutations.feistel_inverse)
     np.testing.assert_array_equal(places, np.arange(size))
 
 
@@ -32,11 +33,11 @@ def test_a_place_of_large_data_has_its_inverse():
     draw = np.random.default_rng(0)
     for size in [2**31, 2**32 + 1, 10**10, 10**12, 2**48, *draw.integers(2**16, 10**12, 20)]:
         domain = permutations.domain_of(int(size))
-        keys = permutations.keys_of(jax.random.key_data(jax.random.key(1)), 0, domain)
+        keys = permutations.keys_of_epoch(jax.random.key_data(jax.random.key(1)), 0, domain)
         places = np.unique(draw.integers(0, size, 10**4))
-        units = permutations.computed(places, domain, keys)
+        units = permutations.shuffle_by_numpy(places, domain, keys)
         assert 0 <= units.min() <= units.max() < size and len(np.unique(units)) == len(places)
-        back = permutations.computed(units, domain, keys, permutations.undone)
+        back = permutations.shuffle_by_numpy(units, domain, keys, permutations.feistel_inverse)
         np.testing.assert_array_equal(back, places)
 
 
@@ -44,24 +45,24 @@ def slowly(place, size, key_data, epoch):
     """The unit at a place, in whole numbers of Python."""
     word = 2**32 - 1
 
-    def mixed(x, add=0):
+    def hash_word(x, add=0):
         x = (x ^ (x >> 16)) * 0x21F0AAAD & word
         x = ((x ^ (x >> 15)) + add & word) * 0xD35A2D97 & word
         return x ^ (x >> 15)
 
-    def absorbed(state, word_in):
-        first = mixed(state[0] ^ word_in)
-        return first, mixed(state[1] + first & word)
+    def absorb(state, word_in):
+        first = hash_word(state[0] ^ word_in)
+        return first, hash_word(state[1] + first & word)
 
     state = (0x9E3779B9, 0x85EBCA6B)
     for w in (*key_data, epoch):
-        state = absorbed(state, w)
+        state = absorb(state, w)
     low = next(p for p in range(2, size + 3, 2) if p * p >= size)
     sides, halves = (low, -(-size // low)), [place % low, place // low]
     while True:
         for number in range(24 if size < 2**16 else 8):
-            here, key = number % 2, absorbed(state, number)
-            moved = halves[here] + mixed(halves[1 - here] ^ key[0], key[1]) % sides[here]
+            here, key = number % 2, absorb(state, number)
+            moved = halves[here] + hash_word(halves[1 - here] ^ key[0], key[1]) % sides[here]
             halves[here] = moved % sides[here]
         if halves[1] * low + halves[0] < size:
             return halves[1] * low + halves[0]
@@ -79,6 +80,44 @@ def test_numpy_jax_and_whole_numbers_of_python_agree(size):
     np.testing.assert_array_equal(units, by_numpy)
     outside = shuffle(np.array([-1, size, 2**31 - 1]), key, 3)
     assert outside.tolist() == [size] * 3
+
+
+BAD_EPOCHS = [1.5, -1, 2**33, jnp.arange(8), jnp.float32(1), jnp.ones(1, int), True, None]
+
+
+def test_an_epoch_is_one_whole_number_also_beside_arrays_of_jax():
+    key, places = jax.random.key(0), jnp.arange(3)
+    for epoch in BAD_EPOCHS:
+        with pytest.raises(ValueError, match="epoch is"):
+            ordering.index_shuffle(places, 10, key, epoch=epoch)
+    traced = jax.jit(lambda epoch: ordering.index_shuffle(places, 10, key, epoch=epoch))
+    for epoch in (1.5, jnp.arange(8), True):
+        with pytest.raises(ValueError, match="epoch is"):
+            traced(epoch)
+    last = ordering.index_shuffle(places, 10, key, epoch=2**31 - 1)
+    np.testing.assert_array_equal(last, units_of(10, 2**31 - 1)[:3])
+    np.testing.assert_array_equal(last, traced(2**31 - 1))
+
+
+def test_places_of_numpy_are_checked_also_beside_a_traced_key():
+    of_key = lambda places, size: jax.jit(  # noqa: E731
+        lambda key: ordering.index_shuffle(places, size, key)
+    )(jax.random.key(0))
+    for places in (np.array([2**32 + 5]), np.array([-1]), [100]):
+        with pytest.raises(ValueError, match="index is"):
+            of_key(places, 100)
+    assert of_key(np.arange(100), 100).tolist() == units_of(100).tolist()
+    for empty in ([], np.zeros((2, 0), np.int64)):
+        units = ordering.index_shuffle(empty, 7, jax.random.key(0))
+        assert units.shape == np.shape(empty) and units.dtype == np.int64
+
+
+def test_calls_outside_of_jit_share_one_program():
+    places = jnp.arange(7)  # of a shape that no other test has
+    with compilations() as programs:
+        for epoch in range(5):
+            ordering.index_shuffle(places, 77, jax.random.key(epoch), epoch=epoch)
+    assert programs.count("jit(shuffle_by_jax)") == 1
 
 
 def test_keys_and_epochs_give_other_permutations():
@@ -285,7 +324,7 @@ def test_groups_land_everywhere_alike(groups):
     kinds, counts = permutations.groups_of(12, 4), np.zeros((12, 12))
     for epoch in range(480):
         words = np.array([1, 2, epoch], np.uint32)
-        units = getattr(permutations, groups)(np.arange(12), kinds, words)
+        units = getattr(permutations, f"groups_{groups}")(np.arange(12), kinds, words)
         counts[np.arange(12), units] += 1
     chi = ((counts - 40) ** 2 / 40).sum(0)
     assert chi.max() < 40, chi  # one in 30,000 is above

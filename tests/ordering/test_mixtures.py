@@ -2,6 +2,7 @@
 
 import pickle
 import zlib
+from fractions import Fraction
 
 import jax
 import numpy as np
@@ -18,30 +19,67 @@ SIZES = {"web": 50, "code": 12, "math": 7}
 WEIGHTS = {"web": 5.0, "code": 2.0, "math": 1.0}
 
 
+def fractions(table):
+    """Its rows, divided by their sums."""
+    return [[Fraction(w) / sum(map(Fraction, row)) for w in row] for row in table.tolist()]
+
+
 def test_counts_equal_the_slow_reference():
     """In 300 random settings: sources, weights, batch sizes, what is read, and all three ends."""
     draw = np.random.default_rng(0)
     for trial in range(300):
-        names = [f"s{i}" for i in range(draw.integers(1, 6))]
+        names = [f"s{i}" for i in range(draw.integers(1, 8))]
         sizes = {name: int(draw.integers(1, 60)) for name in names}
         steps, batch = int(draw.integers(1, 20)), int(draw.integers(1, 12))
         table = draw.integers(0, 5, (steps, len(names))) * draw.choice([1.0, 0.37])
-        table[:, 0] += 0.5
+        table[table.sum(axis=1) == 0, 0] += 0.5
+        if trial % 5 == 0:
+            table[:] = table[0]
         read = {name: int(draw.integers(0, 9)) for name in names}
         exhausted = ("repeat", "stop", "end")[trial % 3]
-        left = [max(0, sizes[n] - read[n]) if trial % 3 else np.inf for n in names]
-        shares = table / table.sum(axis=1, keepdims=True)
-        expected = reference.mixture_counts(shares, batch, left, exhausted == "end")
         given = dict(zip(names, table.T, strict=True))
-        sizing = {"batch_size": batch, "total_steps": steps, "examples_read": read}
+        options = {"batch_size": batch, "total_steps": steps, "exhausted": exhausted}
+        left = [max(0, sizes[n] - read[n]) if trial % 3 else np.inf for n in names]
+        arguments = fractions(table), batch, left, exhausted, [Fraction(0)] * len(names)
+        try:
+            expected = reference.mixture_counts(*arguments)
+        except LookupError as error:
+            with pytest.raises(ValueError, match=f"step {error.args[0]} has no source"):
+                mixture(sizes, weights=given, examples_read=read, **options)
+            continue
         if not expected:
             with pytest.raises(ValueError, match="no examples for step 0"):
-                mixture(sizes, weights=given, exhausted=exhausted, **sizing)
+                mixture(sizes, weights=given, examples_read=read, **options)
             continue
-        plan = mixture(sizes, weights=given, exhausted=exhausted, **sizing)
+        plan = mixture(sizes, weights=given, examples_read=read, **options)
         assert plan.counts.tolist() == expected, trial
         before = np.cumsum([[*read.values()], *expected], axis=0)
         assert plan.counts_before(len(expected)) == dict(zip(names, before[-1], strict=True))
+
+
+def test_plans_made_anew_have_the_counts_of_one_plan():
+    """They begin with what sources are owed, or a source would lose up to an example per plan."""
+    draw = np.random.default_rng(1)
+    weights = {f"s{i}": draw.integers(1, 30, 2100) / 7 for i in range(4)}
+    sizes = {name: 10**6 for name in weights}
+    whole = mixture(sizes, weights=weights, batch_size=5, total_steps=2100)
+    rows, read = [], None
+    for start in range(0, 2100, 350):
+        part = {name: w[start : start + 350] for name, w in weights.items()}
+        plan = mixture(sizes, weights=part, batch_size=5, total_steps=350, examples_read=read)
+        rows, read = rows + plan.counts.tolist(), plan.counts_before(350)
+    assert rows == whole.counts.tolist()
+
+
+def test_zero_weights_now_leave_the_run_its_steps():
+    weights = {"a": [1.0] * 10 + [0.0] * 10, "b": [1.0] * 10 + [2.0] * 10}
+    plan = mixture(
+        {"a": 9, "b": 200}, weights=weights, batch_size=4, total_steps=20, exhausted="stop"
+    )
+    assert plan.total_steps == 20 and plan.counts[:, 0].sum() == 9
+    weights["b"] = weights["a"][::-1]
+    with pytest.raises(ValueError, match="step 4 has no source"):
+        mixture({"a": 19, "b": 99}, weights=weights, batch_size=4, total_steps=20, exhausted="stop")
 
 
 def test_shares_are_exact_over_any_thousand_steps_of_a_schedule():
@@ -150,6 +188,24 @@ def test_a_run_that_is_killed_and_goes_on_with_other_workers_is_the_same_run(bef
     assert len({*zip(expected[0]["of"], expected[0]["i"], strict=True)}) == 8
 
 
+def test_windows_of_token_files_are_sources(tmp_path):
+    """Of several files, as `ordering.blocks.tokens` gives them."""
+    sources, first = {}, {"web": (0, 640), "code": (10_000,)}
+    for name, starts in first.items():
+        for start in starts:
+            np.arange(start, start + 321, dtype=np.uint16).tofile(tmp_path / f"{name}{start}.bin")
+        paths = [tmp_path / f"{name}{start}.bin" for start in starts]
+        sources[name] = ordering.blocks.tokens(paths, length=64)
+    sizes = {name: sum(map(len, files)) for name, files in sources.items()}
+    plan = mixture(sizes, weights={"web": 2, "code": 1}, batch_size=3, total_steps=5)
+    reads = read_epochs(plan.source(sources), plan.order(), KEY, num_epochs=1)
+    batches = [np.asarray(batch["tokens"]) for batch in reads]
+    assert {batch.shape for batch in batches} == {(3, 65)}
+    starts = sorted(np.concatenate(batches)[:, 0].tolist())
+    expected = [first + 64 * i for of in first.values() for first in of for i in range(5)]
+    assert starts == expected, "each window of each file once"
+
+
 def test_every_worker_reads_the_same_mix():
     plan = mixture({"a": 90, "b": 90}, weights={"a": 3, "b": 1}, batch_size=16, total_steps=5)
     order = plan.order(workers=4)
@@ -187,7 +243,9 @@ def test_a_plan_is_described_hashed_and_saved(tmp_path):
     assert (
         back == plan and back.rule == plan.rule and back.counts_before(7) == plan.counts_before(7)
     )
+    assert back.counts_before(7).owed == plan.counts_before(7).owed
     lines = plan.describe().splitlines()
+    assert plan.locate([])[0].shape == plan.locate([])[1].shape == (0,)
     assert lines[0] == "mixture by examples: web 5, code 2, math 1; repeat"
     assert lines[3].split() == ["web", "100", "2.000"] and lines[-1].split()[0] == "16"
     plan.check_same()
