@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Int, PyTree
 
 from ordering.blocks.units import Blocks
-from ordering.data.loader import carried_settings, check_batches
+from ordering.data.loader import check_batches, in_this_context
 from syncopate import plans
 
 ALIGNED = 64  # bytes
@@ -169,7 +169,7 @@ def spreading(threads: int) -> Iterator[Callable]:
     The context's value is `spread(function, jobs)`. The threads then call the function with each
     job. `spread` returns a function that waits until all are done, and raises the error of a call.
     """
-    calls, settings = queue.SimpleQueue(), carried_settings()
+    calls = queue.SimpleQueue()
 
     def call_one() -> bool:
         function, job, done = calls.get()
@@ -183,9 +183,8 @@ def spreading(threads: int) -> Iterator[Callable]:
         return True
 
     def work():
-        with settings():
-            while call_one():  # a function, so that no name keeps a job until the next one
-                pass
+        while call_one():  # a function, so that no name keeps a job until the next one
+            pass
 
     def spread(function: Callable[[Any], None], jobs: Sequence) -> Callable[[], None]:
         done = queue.SimpleQueue()
@@ -199,8 +198,9 @@ def spreading(threads: int) -> Iterator[Callable]:
 
         return wait
 
+    run = in_this_context(work)
     for _ in range(threads):
-        threading.Thread(target=work, daemon=True).start()
+        threading.Thread(target=run, daemon=True).start()
     try:
         yield spread
     finally:

@@ -17,7 +17,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Int, PyTree
 
-from ordering.data.loader import carried_settings, describe_error
+from ordering.data.loader import describe_error, in_this_context
 from ordering.data.sources import as_source, check_indices
 from ordering.indices import Indices
 from syncopate import install
@@ -74,12 +74,12 @@ def tf_dataset(
             ) from None
 
     like, structure = jax.tree.flatten(examples[:1])
-    kinds, settings = list(map(kind, like)), carried_settings()
+    kinds, read = list(map(kind, like)), in_this_context(examples.__getitem__)
 
     def load(first):
         part = np.asarray(indices[first:][:READ_AT_ONCE])
         try:
-            leaves, other = jax.tree.flatten(_reads.wait_for(lambda: examples[part], settings))
+            leaves, other = jax.tree.flatten(_reads.wait_for(lambda: read(part)))
             if other != structure or list(map(kind, leaves)) != kinds:
                 raise ValueError(
                     "their shapes differ from those of example 0: pad or cut them, or let the "
@@ -221,8 +221,8 @@ class _Reads:
         self._waiting: set[concurrent.futures.Future] = set()
         atexit.register(self._close)
 
-    def wait_for(self, read: Callable[[], Any], settings: Callable) -> Any:
-        """The result of `read`, in a thread with these settings of JAX."""
+    def wait_for(self, read: Callable[[], Any]) -> Any:
+        """The result of `read`, in another thread."""
         future = concurrent.futures.Future()
         with self._lock:
             self._begun += 1
@@ -231,7 +231,7 @@ class _Reads:
         try:
             if closed:
                 raise RuntimeError("the program has ended.")
-            threading.Thread(target=_run, args=(future, read, settings), daemon=True).start()
+            threading.Thread(target=_run, args=(future, read), daemon=True).start()
             return future.result()
         finally:
             with self._lock:
@@ -249,10 +249,9 @@ class _Reads:
             time.sleep(0.05)
 
 
-def _run(future, read, settings):
+def _run(future, read):
     try:
-        with settings():
-            result = read()
+        result = read()
     except BaseException as error:  # raised again where the result is awaited
         _finish(future, future.set_exception, error)
     else:

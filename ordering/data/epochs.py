@@ -335,4 +335,4 @@ def on_devices(batches: Iterable, sharding: Any, **options: Any) -> Prefetch:
 def _of_processes(sharding, batch):
     """Arrays [W, ...] from the rows of each process's own workers."""
     make = functools.partial(jax.make_array_from_process_local_data, sharding)
-    return jax.tree.map(lambda x: make(np.asarray(x)), representable(batch))
+    return jax.tree.map(lambda x: make(np.array(x)), representable(batch))  # a loader's buffer

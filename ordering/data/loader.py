@@ -2,14 +2,14 @@
 
 import collections
 import contextlib
-import queue
+import contextvars
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
@@ -18,11 +18,6 @@ from ordering.data.sources import Source
 from syncopate import plans
 from syncopate.unstable import Format
 
-ADVICE = {
-    "M": "pass times as numbers, such as the seconds since a first one",
-    "m": "pass times as numbers, such as seconds",
-    "V": "pass the fields of structured arrays as a dict, and bytes as x.view(np.uint8)",
-}
 PLACES = jax.Device | jax.sharding.Sharding | Format | jax.memory.Space
 
 
@@ -47,54 +42,90 @@ class Prefetch(Iterator, contextlib.AbstractContextManager):
     """What `prefetch_to_device` returns: an iterator of batches on the device, as a context.
 
     Attributes:
+      load: number of the next batch.
       close: a function without arguments that ends the thread.
     """
 
-    def __init__(self, shared: "_Shared", thread: threading.Thread, first_load: int, timeout: Any):
-        self._shared, self._load, self._timeout = shared, first_load, timeout
+    def __init__(self, items: "_Items", thread: threading.Thread, first_load: int, timeout: Any):
+        self._items, self.load, self._timeout = items, first_load, timeout
         # Also runs at exit, where a thread that still copies to a device would crash Python.
-        self.close = weakref.finalize(self, _stop, shared, thread)
-
-    @property
-    def load(self) -> int:
-        """Number of the next batch."""
-        return self._load
+        self.close = weakref.finalize(self, _close, items, thread)
 
     def ready(self) -> bool:
         """Whether `next` returns, ends or raises without waiting."""
-        return bool(self._shared.items)
+        return bool(self._items)
 
     def wait(self) -> None:
-        """Waits until `next` returns at once; raises what it would raise."""
-        # The batch stays in the queue, so that Ctrl-C during the wait loses none.
-        while not self._shared.items:
-            try:
-                self._shared.arrivals.get(timeout=self._timeout)
-            except queue.Empty:
+        """Waits until `next` returns at once; raises what `next` would raise."""
+        with self._items.changed:  # what was loaded stays there, so that Ctrl-C loses none
+            if not self._items.changed.wait_for(self.ready, self._timeout):
                 raise LoadError(
-                    self._load,
-                    f"did not come within {self._timeout:g} s: the input hangs. Call next again to "
-                    "wait longer, or resume the run from this load.",
-                ) from None
-        item = self._shared.items[0]  # stays in the queue if it is the end
-        if item is None:
+                    self.load,
+                    f"did not come within {self._timeout:g} s: the input hangs. Call next again "
+                    "to wait longer, or resume the run from this load.",
+                )
+        item = self._items[0]
+        if isinstance(item, StopIteration):
             raise StopIteration
-        if not isinstance(item, tuple):
+        if isinstance(item, BaseException):
             raise LoadError(
-                self._load, f"failed: {describe_error(item)}. Resume the run from this load."
+                self.load, f"failed: {describe_error(item)}. Resume the run from this load."
             ) from item
 
     def __next__(self) -> PyTree[jax.Array]:
         self.wait()
-        (batch,) = self._shared.items.popleft()
-        self._load += 1
-        self._shared.slots.put(None)
-        with contextlib.suppress(queue.Empty):
-            self._shared.arrivals.get_nowait()
-        return batch
+        with self._items.changed:
+            self.load += 1
+            self._items.changed.notify_all()
+            return self._items.popleft()
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class _Items(collections.deque):
+    """The batches that were loaded, and at last an error, which is a StopIteration at the end.
+
+    The thread holds it in place of the `Prefetch`, which can be freed while the thread waits.
+    """
+
+    def __init__(self, depth: int):
+        super().__init__()
+        self.depth, self.changed, self.closed = depth, threading.Condition(), False
+
+    def may_load(self) -> bool:
+        return self.closed or len(self) <= self.depth
+
+
+def _load_all(batches: Iterator, sharding: PyTree, items: _Items) -> None:
+    while _load_one(batches, sharding, items):
+        pass
+
+
+def _load_one(batches: Iterator, sharding: PyTree, items: _Items) -> bool:
+    """Whether there may be another batch. A function, so that no name keeps a batch."""
+    with items.changed:
+        items.changed.wait_for(items.may_load)
+        if items.closed:
+            return False
+    try:
+        item = jax.block_until_ready(on_device(next(batches), sharding))
+    except BaseException as error:  # raised again by `next`
+        item = error
+    with items.changed:
+        if not items.closed:
+            items.append(item)
+            items.changed.notify_all()
+    return not isinstance(item, BaseException)
+
+
+def _close(items: _Items, thread: threading.Thread) -> None:
+    with items.changed:
+        items.closed = True
+        items.append(StopIteration())
+        items.changed.notify_all()
+    if thread is not threading.current_thread():  # garbage collection may run in the thread
+        thread.join(timeout=1)
 
 
 def prefetch_to_device(
@@ -108,7 +139,12 @@ def prefetch_to_device(
     """Loads batches and copies them to the device on a thread, during the steps before them.
 
     The queue holds `depth` finished batches. The thread holds one more, which it is loading or
-    which waits for a place in the queue. Loading starts at the call.
+    which waits for a place in the queue. Loading starts at the call. NumPy arrays are copied, also
+    on a CPU, so a loader may fill one buffer again and again; JAX arrays are passed on.
+
+    The thread has the context variables of the call and these settings of JAX: the mesh, the
+    default device, x64, the kind of random keys, the promotion of types and ranks, the precision
+    of products, and the search for NaNs. Transfer guards and what only logs stay with the caller.
 
     Args:
       batches: an iterable of trees of arrays, such as a dataset of tf.data or a Grain loader;
@@ -141,46 +177,55 @@ def prefetch_to_device(
     wrong = [s for s in jax.tree.leaves(sharding) if not isinstance(s, PLACES)]
     if wrong:
         raise ValueError(
-            f"sharding is {wrong[0]!r}: pass a device, such as jax.devices()[0], a jax.sharding."
-            "Sharding, or a tree of them."
+            f"sharding is {wrong[0]!r}: pass a device, a jax.sharding.Sharding, or a tree of them."
         )
-    arrivals, slots = queue.SimpleQueue(), queue.SimpleQueue()
-    shared = _Shared(collections.deque(), arrivals, slots, threading.Event())
-    for _ in range(depth + 1):
-        shared.slots.put(None)
-    args = iter(batches), sharding, shared, carried_settings()
-    thread = threading.Thread(target=_work, args=args, daemon=True)
+    items, run = _Items(int(depth)), in_this_context(_load_all)
+    thread = threading.Thread(target=run, args=(iter(batches), sharding, items), daemon=True)
     thread.start()
-    return Prefetch(shared, thread, first_load, timeout)
+    return Prefetch(items, thread, first_load, timeout)
 
 
-def carried_settings() -> Callable[[], contextlib.AbstractContextManager]:
-    """The settings of JAX that belong to this thread, as a context that another one enters.
+# Settings of JAX that belong to a thread and change what is computed there.
+SETTINGS: tuple[Any, ...] = (
+    (jax.default_device, "jax_default_device"),
+    (jax.default_matmul_precision, "jax_default_matmul_precision"),
+    (jax.default_prng_impl, "jax_default_prng_impl"),
+    (jax.threefry_partitionable, "jax_threefry_partitionable"),
+    (jax.enable_x64, "jax_enable_x64"),
+    (jax.numpy_dtype_promotion, "jax_numpy_dtype_promotion"),
+    (jax.numpy_rank_promotion, "jax_numpy_rank_promotion"),
+    (jax.debug_nans, "jax_debug_nans"),
+    (jax.debug_infs, "jax_debug_infs"),
+    (jax.debug_key_reuse, "jax_debug_key_reuse"),
+)
 
-    They are the x64 mode, the default device and the precision of products.
+
+def in_this_context(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function for another thread, with the context variables and settings of this one.
+
+    JAX keeps its settings per thread and has no call that copies them.
     """
-    config: Any = jax.config
-    x64, device = config.jax_enable_x64, config.jax_default_device
-    precision = config.jax_default_matmul_precision
+    values = [(setting, getattr(jax.config, name)) for setting, name in SETTINGS]
+    mesh, context = jax.sharding.get_mesh(), contextvars.copy_context()
 
-    @contextlib.contextmanager
-    def entered():
-        with (
-            jax.enable_x64(x64),
-            jax.default_device(device),
-            jax.default_matmul_precision(precision),
-        ):
-            yield
+    @functools.wraps(function)
+    def run(*args):
+        with contextlib.ExitStack() as stack:
+            for setting, value in values:
+                stack.enter_context(setting(value))
+            if not mesh.empty:
+                stack.enter_context(jax.set_mesh(mesh))
+            return context.copy().run(function, *args)  # a context runs in one thread at a time
 
-    return entered
+    return run
 
 
 def check_batches(name: str, batches: object) -> None:
     """Raises ValueError unless it is an iterable of batches; a dict is one batch."""
     if not isinstance(batches, Iterable) or isinstance(batches, dict | str | type):
         raise ValueError(
-            f"{name} is a {type(batches).__name__}: pass an iterable of batches, such as a list, a "
-            "loader, or a generator (call the generator function)."
+            f"{name} is a {type(batches).__name__}: pass an iterable of batches, such as a list "
+            "or a generator."
         )
 
 
@@ -189,14 +234,37 @@ def on_device(batch: PyTree, sharding: PyTree = None) -> PyTree[jax.Array]:
     if not jax.tree.leaves(batch):
         raise ValueError(f"a batch is {batch!r}, without arrays: give arrays, or end the iterable.")
     batch = representable(batch)
-    check_sharding(batch, sharding)
+    return jax.tree_util.tree_map_with_path(_put, batch, _places(sharding, batch), is_leaf=_is_none)
+
+
+def _places(sharding: PyTree, batch: PyTree) -> PyTree:
+    """A place for each leaf. Where both have None, JAX would write the batch into an error."""
+    return jax.tree.broadcast(sharding, batch, is_leaf=_is_none)
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
+
+
+def _put(path, value, place):
+    """A leaf on the device. Not NumPy's own memory, which a CPU takes as it is if it is aligned."""
+    if value is None or place is None and isinstance(value, jax.Array):
+        return value  # one process could not move arrays that span several
+    _check_shape(path, np.shape(value), place)
     try:
-        if sharding is not None:
-            return jax.device_put(batch, sharding)
-        # One process could not move arrays that span several.
-        return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jax.device_put(x), batch)
+        array = jax.device_put(value, place)
+        return jax.device_put(value.copy(), place) if _is_shared(value, array) else array
     except (TypeError, OverflowError) as error:
-        raise ValueError(f"{error} Give arrays of numbers that JAX has.") from error
+        raise ValueError(f"{_name(path)} is of {np.asarray(value).dtype}: {error}") from error
+
+
+def _is_shared(value: Any, array: jax.Array) -> bool:
+    """Whether a NumPy array and an array on a CPU have memory in common."""
+    if not isinstance(value, np.ndarray):
+        return False
+    start, stop = np.lib.array_utils.byte_bounds(value)
+    here = [x.data for x in array.addressable_shards if x.device.platform == "cpu"]
+    return any(start <= data.unsafe_buffer_pointer() < stop for data in here)
 
 
 def check_steps(source: Source, shapes: Iterable[tuple[int, ...]], sharding: PyTree) -> None:
@@ -206,45 +274,30 @@ def check_steps(source: Source, shapes: Iterable[tuple[int, ...]], sharding: PyT
     """
     if sharding is not None:
         first = source[:1]
+        places = _places(sharding, first)
         for axes in shapes:
-            sizes = lambda x: np.broadcast_to(x, (*axes, *x.shape[1:]))  # noqa: B023, E731
-            check_sharding(jax.tree.map(sizes, first), sharding)
-
-
-def check_sharding(batch: PyTree, sharding: PyTree) -> None:
-    """Raises ValueError, which names the leaf, for arrays that a sharding cannot hold.
-
-    The leaves of the batch only need a shape. JAX checks the rest, such as the structure.
-    """
-    is_none = lambda x: x is None  # noqa: E731
-    try:
-        # None is a leaf here. Otherwise structures differ, and JAX writes the batch into an error,
-        # for which it copies all of it from the device.
-        places = jax.tree.broadcast(sharding, batch, is_leaf=is_none)
-    except ValueError:
-        return
-    places = jax.tree.leaves(places, is_leaf=is_none)
-    leaves = jax.tree_util.tree_leaves_with_path(batch, is_leaf=is_none)
-    for (path, leaf), place in zip(leaves, places, strict=True):
-        place, name = getattr(place, "sharding", place), f"batch{jax.tree_util.keystr(path)}"
-        if not isinstance(place, jax.sharding.NamedSharding):
-            continue
-        shape, spec = np.shape(leaf), f"P{tuple(place.spec)}"
-        if len(place.spec) > len(shape):
-            kind = f"has the shape {shape}" if shape else "is a scalar"
-            raise ValueError(
-                f"{name} {kind}, and sharding={spec} names {len(place.spec)} axes: pass a tree of "
-                "shardings, with jax.sharding.NamedSharding(mesh, jax.P()) for this leaf."
+            jax.tree_util.tree_map_with_path(
+                lambda path, x, place: _check_shape(path, (*axes, *x.shape[1:]), place),  # noqa: B023
+                first,
+                places,
             )
+
+
+def _check_shape(path, shape, place):
+    """Raises ValueError, which names the leaf, for a shape that a sharding cannot hold."""
+    place = getattr(place, "sharding", place)
+    if isinstance(place, jax.sharding.Sharding):
         try:
             place.shard_shape(shape)
-        except ValueError:
+        except (ValueError, IndexError) as error:
             raise ValueError(
-                f"{name} has the shape {shape}, which sharding={spec} cannot split over "
-                f"{dict(place.mesh.shape)}: let all batches, also the last of an epoch, hold a "
-                "multiple of the devices. Leave out examples, or pad the source and give the "
-                "padding no weight in the loss (docs/use/input.md)."
-            ) from None
+                f"{_name(path)} has the shape {shape}, which {getattr(place, 'spec', place)} "
+                "cannot split: pad it or leave examples out, or pass jax.P() for it."
+            ) from error
+
+
+def _name(path) -> str:
+    return f"batch{jax.tree_util.keystr(path)}"
 
 
 def representable(batch: PyTree) -> PyTree:
@@ -258,78 +311,17 @@ def representable(batch: PyTree) -> PyTree:
 def _representable(path, value):
     if isinstance(value, jax.Array):
         return value
-    name = f"batch{jax.tree_util.keystr(path)}"
-    if type(value) is not np.ndarray:
-        containers.check_container(name, value)
-    plain = np.ndarray | np.generic | bool | int | float | complex | str | bytes
-    if not isinstance(value, plain) and not containers.is_tensor(value):
-        is_source = hasattr(value, "__len__") and hasattr(value, "__getitem__")
-        line = f"ordering.data.as_source({name})[:]" if is_source else f"np.asarray({name})"
-        containers.refuse(name, f"a {type(value).__name__}", line)
-    array = np.asarray(value)
-    if array.dtype.kind == "T":
-        array = array.astype(object)
-    dtype = array.dtype.newbyteorder("=")
-    numbers = any(jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool_))
-    if dtype.kind == "m" or not numbers:  # for NumPy a time span is a number, too
-        example = f", as {array.flat[0]!r:.60}" if array.size else ""
-        advice = ADVICE.get(dtype.kind, "leave texts and other objects out of the batches")
-        raise ValueError(f"{name} is of {dtype}{example}, which JAX does not have: {advice}.")
-    target = jax.dtypes.canonicalize_dtype(dtype)
-    if target != array.dtype:
+    array = containers.as_numpy(_name(path), value)
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype.newbyteorder("="))
+    if dtype != array.dtype:
         with np.errstate(over="ignore"):
-            cast = array.astype(target)
-        changed = cast != array if target.kind in "iu" else np.isinf(cast) & ~np.isinf(array)
+            cast = array.astype(dtype)
+        changed = cast != array if dtype.kind in "iu" else np.isinf(cast) & ~np.isinf(array)
         if changed.any():
             raise ValueError(
-                f"{name} has {array[changed][0]}, and JAX converts {dtype} to {target}, which "
-                "cannot hold it: leave it out of the batches, scale or split it, or set "
-                "JAX_ENABLE_X64=1."
+                f"{_name(path)} has {array[changed][0]}, which {dtype} cannot hold: scale it, "
+                "leave it out, or set JAX_ENABLE_X64=1."
             )
         array = cast
     # Python's numbers keep their weak types.
     return value if isinstance(value, bool | int | float | complex) else array
-
-
-class _Shared(NamedTuple):
-    """State that the loader shares with its thread, which must not keep the loader alive."""
-
-    items: collections.deque  # (batch,) of each batch, then None (the end) or an exception
-    arrivals: queue.SimpleQueue  # wakes the consumer, for each item
-    slots: queue.SimpleQueue  # one for each batch that may be loaded
-    closed: threading.Event
-
-    def put(self, item: Any) -> None:
-        self.items.append(item)
-        self.arrivals.put(None)
-
-
-def _work(batches, sharding, shared, settings):
-    with settings():
-        while _load_one(batches, sharding, shared):
-            pass
-
-
-def _load_one(batches, sharding, shared) -> bool:
-    """Whether there may be another batch. A function, so that no name keeps a batch."""
-    shared.slots.get()
-    if shared.closed.is_set():
-        return False
-    try:
-        item = (jax.block_until_ready(on_device(next(batches), sharding)),)
-    except StopIteration:
-        item = None
-    except BaseException as error:  # raised again by `next`
-        item = error
-    if shared.closed.is_set():
-        return False  # the consumer has been given the end
-    shared.put(item)
-    return isinstance(item, tuple)
-
-
-def _stop(shared, thread):
-    shared.closed.set()
-    shared.slots.put(None)
-    if thread is not threading.current_thread():  # garbage collection may run in the thread
-        thread.join(timeout=1)
-    shared.put(None)  # the end, for a consumer that still waits

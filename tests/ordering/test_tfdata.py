@@ -1,6 +1,5 @@
 """`tf_dataset` gives the examples of an order one by one, in a pipeline as anyone writes it."""
 
-import contextlib
 import pathlib
 import subprocess
 import sys
@@ -116,7 +115,7 @@ def test_a_read_that_hangs_is_left_at_the_end():
 
     def wait():
         with pytest.raises(RuntimeError, match="the program has ended") as raised:
-            reads.wait_for(read, contextlib.nullcontext)
+            reads.wait_for(read)
         errors.append(raised.value)
 
     waiting = threading.Thread(target=wait)
@@ -126,7 +125,7 @@ def test_a_read_that_hangs_is_left_at_the_end():
     waiting.join()
     assert len(errors) == 1 and not hangs.is_set()
     with pytest.raises(RuntimeError, match="the program has ended"):
-        reads.wait_for(lambda: 1, contextlib.nullcontext)
+        reads.wait_for(lambda: 1)
     hangs.set()
 
 
