@@ -4,12 +4,19 @@ import numpy as np
 
 
 def blocks_of(file_sizes, unit_size, multiple_of=1, kept=None):
-    """The records of every unit, numbered over all files; a block ends where its file ends."""
+    """The records of every unit, numbered over all files; a block ends where its file ends.
+
+    Neighbours that together have few records are one.
+    """
     units, first = [], 0
     for size in file_sizes:
         for start in range(0, size, unit_size):
             unit = range(first + start, first + min(start + unit_size, size))
-            units.append([i for i in unit if kept is None or kept[i]])
+            unit = [i for i in unit if kept is None or kept[i]]
+            if units and len(units[-1] + unit) <= unit_size:
+                units[-1] += unit
+            else:
+                units.append(unit)
         first += size
     while len(units) % multiple_of:
         units.append([])

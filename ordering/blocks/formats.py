@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ordering.blocks.parquet import Parquet
-from ordering.blocks.sources import File, Ranges, Unfit, files_of, needed
+from ordering.blocks.sources import File, Ranges, Unfit, files_of, needed, types_of
 
 KINDS = ["array_record", "tfrecord", "parquet", "npy"]
 NPY = b"\x93NUMPY"
@@ -101,6 +101,7 @@ class Npy(File):
     def index(self) -> int:
         header = npy_header(self.name)
         self.offset, self.dtype, self.shape, self.fortran, count = header
+        self.types = types_of(_fields(np.empty((0, *self.shape), self.dtype)))
         return count
 
     def records(self, handle: Ranges, start: int, stop: int) -> PyTree:
@@ -194,24 +195,20 @@ def files(
       Parquet, https://parquet.apache.org/docs/file-format/
     """
     if columns is not None:
-        names = list(columns) if isinstance(columns, Sequence) else []
-        strange = isinstance(columns, str) or not all(isinstance(name, str) for name in names)
-        if strange or not names or len(set(names)) < len(names):
-            raise ValueError(
-                f"columns is {columns!r}: pass a list of names, each once, or None for all."
-            )
-        columns = names
+        is_list = isinstance(columns, list | tuple) and all(isinstance(x, str) for x in columns)
+        if not is_list or not columns or len(set(columns)) < len(columns):
+            raise ValueError(f"columns is {columns!r}: pass a list of names, each once, or None.")
+        columns = list(columns)
     if kind is not None and (not isinstance(kind, str) or kind not in KINDS):
         raise ValueError(f"kind is {kind!r}: pass one of {', '.join(KINDS)}, or None.")
 
-    def opened(path):
+    def opened(path, shared):
         name = os.path.basename(path).lower() if kind is None else f".{kind}"
         for ending, kind_of in ENDINGS.items():
             if name.endswith(ending) or f"{ending}-" in name:
-                return kind_of(path, columns)
+                return kind_of(path, shared, columns)
         raise ValueError(
-            f"{path} is of no known kind: pass files named {', '.join(ENDINGS)}, or kind=, one of "
-            f"{', '.join(KINDS)}; files of tokens go to tokens."
+            f"{path} is of no known kind: pass kind=, one of {', '.join(KINDS)}, or read tokens."
         )
 
     return files_of(paths, opened)

@@ -1,16 +1,12 @@
 """Rows of Parquet files, whose row groups are decoded whole."""
 
-import os
-import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from ordering.blocks.sources import File, Source, Unfit, needed
-
-MOST = 2**29  # bytes of decoded row groups that stay in memory
+from ordering.blocks.sources import MOST, File, Source, Unfit, needed
 
 
 class Parquet(File):
@@ -26,8 +22,6 @@ class Parquet(File):
         return module.ParquetFile(path, memory_map=False, page_checksum_verification=True)
 
     def index(self) -> int:
-        from pyarrow import types
-
         file = self.open(self.name)
         data, schema, names = file.metadata, file.schema_arrow, file.schema_arrow.names
         chosen = names if self.columns is None else self.columns
@@ -35,27 +29,20 @@ class Parquet(File):
             if names.count(name) != 1:  # a reader would ignore it, or take the first one
                 raise Unfit(
                     f"it has {names.count(name)} columns named {name!r}, of {names}: pass columns= "
-                    "that it has once; write it anew if several columns share a name"
+                    "that it has once"
                 )
         if not chosen:
             raise Unfit("it has no columns: leave it out")
         groups = [data.row_group(i) for i in range(data.num_row_groups)]
         self.group_sizes = np.array([group.num_rows for group in groups], np.int64)
         self.starts = np.append(0, np.cumsum(self.group_sizes))
-        kinds = [schema.field(name).type for name in chosen]
-        row = sum(kind.bit_width for kind in kinds if types.is_primitive(kind)) // 8
-        self.group_bytes = [max(g.total_byte_size, g.num_rows * row) for g in groups]
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if (most := max(self.group_bytes, default=0)) > memory:
-            raise Unfit(
-                f"one of its row groups takes {most / 2**30:.0f} GiB of {memory / 2**30:.0f} GiB "
-                "of memory: write it anew with smaller groups (row_group_size=)"
-            )
+        self.group_bytes = [group.total_byte_size for group in groups]
+        self.types = {name: (_dtype(schema.field(name).type), None) for name in chosen}
         flat = [i for i in range(data.num_columns) if file.schema.column(i).path in chosen]
-        for i, group in enumerate(groups):
+        for group, start in zip(groups, self.starts.tolist(), strict=False):
             statistics = [group.column(j).statistics for j in flat]
             if any(stats is not None and stats.null_count for stats in statistics):
-                self.incomplete = int(self.starts[i]), int(self.starts[i + 1])
+                self.incomplete = start, start + group.num_rows
                 break
         return data.num_rows
 
@@ -74,7 +61,7 @@ class Parquet(File):
             read = lambda: handle.read_row_group(i, self.columns, use_threads=False)  # noqa: B023,E731
             is_whole = start <= self.starts[i] and self.starts[i + 1] <= stop
             key = self.name, self.state, tuple(self.columns or ()), i
-            tables.append(read() if is_whole else DECODED.get(key, read))
+            tables.append(read() if is_whole else self.shared.group(key, read))
         return pa.concat_tables(tables).slice(start - int(self.starts[first]), stop - start)
 
     def take(self, records: Any, places: np.ndarray, numbers: np.ndarray) -> dict[str, np.ndarray]:
@@ -107,7 +94,7 @@ class Parquet(File):
             return column.to_numpy_ndarray()
         if isinstance(column, pa.ExtensionArray):
             return self._array(column.storage, name, numbers)
-        if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        if _is_list(kind):
             sizes = pyarrow.compute.call_function("list_value_length", [column]).to_numpy()
             values = self._array(column.flatten(), name, np.repeat(numbers, sizes))
             if len(lengths := np.unique(sizes)) > 1:
@@ -128,42 +115,31 @@ class Parquet(File):
         return column.to_numpy(zero_copy_only=False)
 
 
+def _dtype(kind):
+    """The dtype of the arrays that a column becomes."""
+    from pyarrow import types
+
+    while any(hasattr(kind, name) for name in ("value_type", "storage_type")):
+        kind = getattr(kind, "value_type", None) or kind.storage_type
+    if types.is_fixed_size_binary(kind):
+        return np.dtype(np.uint8)
+    numbers = types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
+    return np.dtype(kind.to_pandas_dtype() if numbers else object)
+
+
+def _is_list(kind):
+    import pyarrow as pa
+
+    names = ["list", "large_list", "fixed_size_list", "list_view", "large_list_view"]
+    checks = (getattr(pa.types, f"is_{name}", None) for name in names)  # views since pyarrow 16
+    return any(check is not None and check(kind) for check in checks)
+
+
 def _taken(column, places):
     kind = f"{column.type}"
     if kind.endswith("_view"):  # Arrow has no take for views
         column = column.cast(kind.removesuffix("_view"))
     return column.take(places)
-
-
-class Decoded:
-    """A cache of row groups that several blocks share, limited in bytes; the last used stay."""
-
-    def __init__(self):
-        self._lock, self._bytes = threading.Lock(), 0
-        self._groups: dict[tuple, Any] = {}  # [a lock, the group or None], the last used at the end
-
-    def get(self, key: tuple, decode: Callable[[], Any]) -> Any:
-        """The result of `decode`, which one thread calls while others wait."""
-        with self._lock:
-            group = self._groups.pop(key, None) or [threading.Lock(), None]
-            self._groups[key] = group
-        with group[0]:
-            if group[1] is None:
-                group[1] = decode()
-                self._make_room(key, group)
-            return group[1]
-
-    def _make_room(self, key, group):
-        with self._lock:
-            if self._groups.get(key) is group:
-                self._bytes += group[1].nbytes
-            while self._bytes > MOST and len(self._groups) > 1:
-                _, oldest = self._groups.pop(next(iter(self._groups)))
-                self._bytes -= 0 if oldest is None else oldest.nbytes
-
-
-DECODED = Decoded()
-os.register_at_fork(after_in_child=lambda: DECODED.__init__())  # locks may be held at the fork
 
 
 def warn_of_groups(sources: Sequence[Source], unit_size: int) -> None:
@@ -178,10 +154,9 @@ def warn_of_groups(sources: Sequence[Source], unit_size: int) -> None:
         if times > 2 and len(file.group_sizes) > 1:
             most = file.group_sizes.max()
             warnings.warn(
-                f"{file.name} has row groups of up to {most} rows, which would be decoded "
-                f"{times:.0f} times in an epoch of blocks of {unit_size}: pass a unit_size of "
-                f"about {most}, or write the file anew with smaller groups, by "
-                f"pyarrow.parquet.write_table(table, path, row_group_size={unit_size}).",
+                f"{file.name} has row groups of up to {most} rows, decoded {times:.0f} times per "
+                f"epoch of blocks of {unit_size}: pass a larger unit_size, or write smaller groups "
+                f"(row_group_size={unit_size}).",
                 stacklevel=3,
             )
             return

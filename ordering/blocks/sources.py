@@ -1,7 +1,7 @@
 """Sources of blocks: records that are read in ranges, from functions and from files."""
 
+import contextlib
 import dataclasses
-import functools
 import glob
 import hashlib
 import importlib
@@ -10,7 +10,8 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -20,7 +21,9 @@ from jaxtyping import Bool, PyTree
 from ordering.data.sources import never_ends
 
 SAMPLE, SAMPLES = 4096, 64  # bytes of a sample, and samples of a file in its digest
-OPEN = 64  # files that stay open
+OPEN = 128  # handles that stay open, for the files of one call
+MOST = 2**29  # bytes of decoded row groups that stay in memory
+REQUEST = 2**30  # bytes at once; Linux reads at most 0x7ffff000
 PACKED = (b"\x1f\x8b", b"PK", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, zip and so on
 TICK = 10**7  # nanoseconds, the resolution of a file system's clock
 
@@ -33,6 +36,7 @@ class Source:
       num_records: the number of records.
       digest: two numbers of 32 bits, which change if the source is replaced.
       is_bytes: whether records are bytes and not arrays; None if only a read can tell.
+      types: the types of the records as of `types_of`, if they are known without a read.
       incomplete: a range of records with one that is known to lack a value.
     """
 
@@ -40,6 +44,7 @@ class Source:
     num_records: int
     digest: tuple[int, int]
     is_bytes: bool | None = None
+    types: dict | None = None
     incomplete: tuple[int, int] | None = None
     read: Callable[[int, int], PyTree]  # (start, stop): a list of bytes, or a tree of arrays
 
@@ -47,10 +52,7 @@ class Source:
         return self.num_records
 
     def fetch(self, start: int, stop: int, kept: Bool[np.ndarray, "n"] | None = None) -> PyTree:
-        """The records of a range that are kept; they are valid if `check` passes afterwards.
-
-        Raises ValueError if one is damaged, or lacks a value in a file.
-        """
+        """The records of a range that are kept; they are valid if `check` passes afterwards."""
         places = np.arange(stop - start) if kept is None else np.flatnonzero(kept)
         return self.take(self.raw(start, stop), places, places + start)
 
@@ -76,9 +78,11 @@ class Source:
         """Raises ValueError if the source has changed."""
 
 
-def name_of(path: tuple) -> str:
-    """The name of a record's leaf in messages."""
-    return jax.tree_util.keystr(path, simple=True, separator=".") or "it"
+def types_of(records: PyTree[np.ndarray]) -> dict[str, tuple]:
+    """(dtype, shape of a record) of every leaf."""
+    leaves = jax.tree_util.tree_leaves_with_path(records)
+    name_of = lambda path: jax.tree_util.keystr(path, simple=True, separator=".") or "it"  # noqa: E731
+    return {name_of(path): (x.dtype, x.shape[1:]) for path, x in leaves}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,16 +109,19 @@ class File(Source):
     is_bytes = False
     index: Callable[[], int]  # returns num_records, and keeps what `records` needs
     records: Callable[[Any, int, int], Any]  # (handle, start, stop) -> records
+    about = ""  # what else says which record is which, for the digest
 
-    def __init__(self, path: str, columns: list[str] | None = None):
-        self.name, self.columns, self.state = path, columns, _state(path)
+    def __init__(self, path: str, shared: "Shared", columns: list[str] | None = None):
+        self.name, self.shared, self.columns, self.state = path, shared, columns, _state(path)
         if time.time_ns() - self.state[1] < TICK:  # a later change could have the same time
             time.sleep(TICK / 1e9)
         try:
             self.num_records = self.index()
-        except ImportError:
+        except (ImportError, MemoryError):
             raise
         except Exception as error:  # each library has its own types of errors
+            if _is_of_disk(error, path):
+                raise
             advice = " It is packed: unpack it first." if _is_packed(path) else ""
             if not advice and not isinstance(error, Unfit):
                 advice = " Replace the file, or leave it out."
@@ -122,8 +129,8 @@ class File(Source):
         size = os.path.getsize(path)
         starts = np.linspace(0, max(0, size - SAMPLE), SAMPLES).astype(np.int64)
         with open(path, "rb", buffering=0) as file:
-            samples = (os.pread(file.fileno(), SAMPLE, int(at)) for at in np.unique(starts))
-            self.digest = digest_of(size, samples)
+            samples = [os.pread(file.fileno(), SAMPLE, int(at)) for at in np.unique(starts)]
+        self.digest = digest_of(size, [*samples, self.about.encode()])
         if _state(path) != self.state:
             raise ValueError(f"{path} changes: wait until it is written.")
 
@@ -139,30 +146,53 @@ class File(Source):
         return records
 
     def raw(self, start: int, stop: int) -> Any:
-        handle = self.state, os.getpid(), threading.get_ident()
+        if not 0 <= start < stop <= len(self):
+            raise ValueError(
+                f"records {start} to {stop} of {self.name}: pass 0 <= start < stop <= {len(self)}."
+            )
         try:
-            records = self.records(_opened(type(self), self.name, *handle), start, stop)
+            with self.shared.handle(self) as handle:
+                records = self.records(handle, start, stop)
             column = jax.tree.leaves(records)[0] if isinstance(records, dict) else records
             if len(column) != stop - start:
                 raise ValueError(f"it gave {len(column)} records")
             return records
         except Exception as error:
-            _opened.cache_clear()  # a handle may have failed for good
             self.check()
+            if _is_of_disk(error, self.name) or not _is_of_content(error):
+                error.add_note(f"Records {start} to {stop - 1} of {self.name} were read.")
+                raise
             advice = "" if isinstance(error, Unfit) else " The file is damaged: replace it."
             what = f"{self.name}, records {start} to {stop - 1}, cannot be read"
             raise ValueError(f"{what}: {_text(error)}.{advice}") from error
 
     def check(self) -> None:
-        if not os.path.exists(self.name) or _state(self.name) != self.state:
-            raise ValueError(
-                f"{self.name} cannot be read: The file has changed since it was opened: leave "
-                "files alone while they are read."
-            )
+        try:
+            is_same = _state(self.name) == self.state
+        except FileNotFoundError:
+            is_same = False
+        if not is_same:
+            raise ValueError(f"{self.name} has changed since it was opened: open the files again.")
+
+
+def _is_of_disk(error: Exception, path: str) -> bool:
+    """Whether the system failed, not the content of a file, which the error then names."""
+    if not isinstance(error, OSError) or error.errno is None:  # as pyarrow's, for checksums
+        return False
+    error.filename = error.filename or path
+    return True
+
+
+def _is_of_content(error: Exception) -> bool:
+    is_record_file = isinstance(error, RuntimeError) and "orrupted" in f"{error}"
+    return isinstance(error, ValueError | OSError) or is_record_file
 
 
 class Ranges:
-    """A file that is read in ranges of bytes, and closed when it is no longer used."""
+    """A file that is read in ranges of bytes, and closed when it is no longer used.
+
+    It is not mapped: where a disk fails, the read of mapped memory ends the process.
+    """
 
     def __init__(self, path: str):
         self._file = os.open(path, os.O_RDONLY)
@@ -171,16 +201,72 @@ class Ranges:
         weakref.finalize(self, os.close, self._file)
 
     def read(self, start: int, stop: int) -> bytes:
-        data = os.pread(self._file, stop - start, start)
-        if len(data) < stop - start:
-            raise ValueError("it is shorter than it was")
-        return data
+        parts = []
+        while start < stop:
+            parts.append(os.pread(self._file, min(stop - start, REQUEST), start))
+            if not parts[-1]:
+                raise ValueError("it is shorter than it was")
+            start += len(parts[-1])
+        return b"".join(parts)  # no copy of a single part
 
 
-@functools.lru_cache(OPEN)
-def _opened(kind: type[File], path: str, *_: object) -> Any:
-    """A handle for one thread of one process; the last used stay open."""
-    return kind.open(path)
+class Shared:
+    """What the files of one call keep open and decoded; it goes when they go."""
+
+    def __init__(self):
+        self._process, self._lock = os.getpid(), threading.Lock()
+        self._handles: list[tuple[tuple, Any]] = []  # that no thread uses; the last used last
+        self._groups: dict[tuple, Future] = {}  # decoded row groups, the last used last
+        self._bytes = 0  # of these
+
+    def __reduce__(self):
+        return Shared, ()
+
+    def _of_process(self) -> "Shared":
+        if self._process != os.getpid():  # a fork, at which the lock may have been held
+            self.__init__()
+        return self
+
+    @contextlib.contextmanager
+    def handle(self, file: File) -> Iterator[Any]:
+        """A handle of a file for this thread; after an error it is not used again."""
+        name = type(file), file.name, file.state
+        with self._of_process()._lock:
+            places = [i for i, (other, _) in enumerate(self._handles) if other == name]
+            handle = self._handles.pop(places[-1])[1] if places else None
+        handle = file.open(file.name) if handle is None else handle
+        try:
+            yield handle
+        except BaseException:
+            self._handles.clear()  # others of the file may have failed, too
+            raise
+        with self._lock:
+            self._handles.append((name, handle))
+            del self._handles[:-OPEN]
+
+    def group(self, key: tuple, decode: Callable[[], Any]) -> Any:
+        """The result of `decode`, which one thread calls while others wait."""
+        with self._of_process()._lock:
+            is_new = key not in self._groups
+            group = self._groups[key] = self._groups.pop(key, None) or Future()
+        if is_new:
+            try:
+                group.set_result(decode())
+            except BaseException as error:
+                group.set_exception(error)
+            with self._lock:
+                self._keep(key, group)
+        return group.result()
+
+    def _keep(self, key, group):
+        """Counts the bytes of a group, or forgets one that failed, and makes room."""
+        if group.exception():
+            self._groups.pop(key, None)
+        elif self._groups.get(key) is group:
+            self._bytes += group.result().nbytes
+        while self._bytes > MOST and len(self._groups) > 1:
+            oldest = self._groups.pop(next(iter(self._groups)))
+            self._bytes -= oldest.result().nbytes if oldest.done() else 0
 
 
 def needed(module: str, package: str, files: str) -> Any:
@@ -191,13 +277,13 @@ def needed(module: str, package: str, files: str) -> Any:
         raise ImportError(f"{files} files need {package}: pip install {package}.") from error
 
 
-def files_of(paths: Any, opened: Callable[[str], File]) -> tuple[File, ...]:
+def files_of(paths: Any, opened: Callable[[str, Shared], File]) -> tuple[File, ...]:
     """The files of paths and patterns that have records, each once."""
     given: Any = [paths] if isinstance(paths, str | os.PathLike) else paths
     is_list = isinstance(given, Sequence)
     if not is_list or not all(isinstance(path, str | os.PathLike) for path in given):
         raise ValueError(f"paths is {paths!r}: pass a path, a pattern, or a list of them.")
-    opened_files = {}
+    opened_files, shared = {}, Shared()
     for path in map(os.fspath, given):
         matches = _matches(path)
         for match in matches or [path]:
@@ -205,11 +291,10 @@ def files_of(paths: Any, opened: Callable[[str], File]) -> tuple[File, ...]:
                 raise ValueError(f"{match} is a folder: pass its files, as {match}/*.parquet.")
             if not os.path.isfile(match):
                 raise ValueError(
-                    f"there is no file {match}: pass paths of files on a disk; copy the files of "
-                    "a bucket, or mount it."
+                    f"paths has {match!r}, which is no file on this disk: copy those of a bucket."
                 )
             if (real := os.path.realpath(match)) not in opened_files:
-                opened_files[real] = opened(match)
+                opened_files[real] = opened(match, shared)
             if not matches and not len(opened_files[real]):
                 raise ValueError(f"{path} holds no records: leave it out.")
     if not any(map(len, opened_files.values())):
@@ -234,8 +319,6 @@ def _state(path: str) -> tuple[int, int]:
 
 
 def _is_packed(path):
-    if not os.access(path, os.R_OK):
-        return False
     with open(path, "rb") as file:
         return file.read(6).startswith(PACKED)
 

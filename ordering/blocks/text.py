@@ -8,12 +8,13 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from ordering.blocks.formats import ENDINGS, NPY, npy_header
-from ordering.blocks.sources import File, Ranges, Unfit, files_of
+from ordering.blocks.sources import File, Ranges, Shared, Unfit, files_of
 from syncopate import plans
 
 # The type of the tokens by the first number of llm.c's files, and by the code in Megatron's.
 LLM_C = {struct.pack("<2i", 20240520, 1): "<u2", struct.pack("<2i", 20240801, 7): "<u4"}
-MEGATRON, MEGATRON_TYPES = b"MMIDIDX\0\0", ["u1", "i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2"]
+MEGATRON, CODES = b"MMIDIDX\0\0", ["u1", "i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2"]
+MEGATRON_TYPES = {code: np.dtype(kind) for code, kind in enumerate(CODES, 1)}
 OTHERS = (*ENDINGS, ".idx", ".gz", ".zip", ".bz2", ".xz", ".zst")
 SIDES = ["end", "start"]
 
@@ -85,25 +86,26 @@ def tokens(
     if kind is not None and kind.kind not in "iu":
         raise ValueError(f"dtype is {dtype!r}: tokens are whole numbers, as np.uint16.")
     given = length, separator, separator_at, kind, header_bytes
-    return files_of(paths, lambda path: Tokens(path, *given))
+    return files_of(paths, lambda path, shared: Tokens(path, shared, *given))
 
 
 class Tokens(File):
     """Windows of tokens."""
 
-    def __init__(self, path: str, length, separator, side, dtype, header):
+    def __init__(self, path: str, shared: Shared, length, separator, side, dtype, header):
         self.length, self.separator, self.side = length, separator, side
         self.dtype, self.header = dtype, header
-        super().__init__(path)
+        super().__init__(path, shared)
 
     def index(self) -> int:
         header_dtype = count = None
         if self.header is None:
-            self.header, header_dtype, count = _header(self.name)
+            self.header, header_dtype, count = _header(self.name, self.dtype)
         if self.dtype is not None and header_dtype is not None and self.dtype != header_dtype:
             raise Unfit(f"dtype is {self.dtype}, and the file says {header_dtype}: leave dtype out")
         kinds = (header_dtype, self.dtype, np.dtype(np.uint16))
         self.dtype = dtype = next(kind for kind in kinds if kind is not None)
+        self.about = f"{self.header} {dtype.str} {self.length}"
         if dtype.kind not in "iu":
             raise Unfit(f"it holds {dtype}, and tokens are whole numbers: write it anew")
         most = min(np.iinfo(dtype).max, np.iinfo(np.int32).max)
@@ -147,23 +149,28 @@ class Tokens(File):
         return {"tokens": np.array(tokens), "documents": documents}
 
 
-def _header(path):
+def _header(path, dtype):
     """(bytes before the tokens, their type, their number); None if the file does not say."""
     with open(path, "rb") as file:
         start = file.read(1024)
     if start.startswith(NPY):
-        offset, dtype, shape, _, count = npy_header(path)
+        offset, kind, shape, _, count = npy_header(path)
         if shape:
             raise Unfit(f"its records have the shape {shape}: read it by files")
-        return offset, dtype, count
-    if start[:8] in LLM_C and len(start) == 1024:
+        return offset, kind, count
+    if start[:8] in LLM_C:
+        if len(start) < 1024:
+            raise ValueError("it ends within its header")
         return 1024, np.dtype(LLM_C[start[:8]]), struct.unpack_from("<i", start, 8)[0]
     if path.lower().endswith(OTHERS):
         raise Unfit("it is named as a file of another kind: read it by files, or pass the tokens")
     beside = os.path.splitext(path)[0] + ".idx"
-    if os.path.isfile(beside):
-        with open(beside, "rb") as file:
-            start = file.read(18)  # the magic bytes, the version in 8, the type
-        if start.startswith(MEGATRON):
-            return 0, np.dtype(MEGATRON_TYPES[start[17] - 1]), None
-    return 0, None, None
+    if not os.path.isfile(beside):
+        return 0, None, None
+    with open(beside, "rb") as file:
+        start = file.read(18)  # the magic bytes, the version in 8, the type
+    code = start[17] if len(start) == 18 and start.startswith(MEGATRON) else None
+    if code not in MEGATRON_TYPES and dtype is None:
+        what = "no code of a type" if code is None else f"the unknown type code {code}"
+        raise Unfit(f"its index {beside} has {what}: pass dtype=, or write the index anew")
+    return 0, MEGATRON_TYPES.get(code), None

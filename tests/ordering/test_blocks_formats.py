@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ml_dtypes import bfloat16
 
 from ordering.blocks import files, split, tokens
-from ordering.blocks.sources import Part, _opened
+from ordering.blocks.sources import Part
 from ordering.data import as_source
 from tests import record_files, reference_blocks
 from tests.record_files import KINDS
@@ -160,6 +160,9 @@ def test_the_header_of_llm_c_is_known(magic, version, dtype, tmp_path):
     path.write_bytes(header.tobytes() + text[:-1].tobytes())
     with pytest.raises(ValueError, match="30 tokens, .* 31"):
         tokens(path, length=10)
+    path.write_bytes(header.tobytes()[:500])
+    with pytest.raises(ValueError, match="x.bin .*within its header"):
+        tokens(path, length=10)
 
 
 def test_the_index_of_megatron_names_the_type(tmp_path):
@@ -173,6 +176,13 @@ def test_the_index_of_megatron_names_the_type(tmp_path):
         tokens(tmp_path / "x_document.bin", length=10, dtype="uint16")
     with pytest.raises(ValueError, match="x_document.idx"):
         tokens(tmp_path / "x_document.*", length=10)
+    for content, word in ((0, "code 0"), (9, "code 9"), (255, "code 255"), (None, "no code")):
+        start = index[:9] if content is None else index[:17] + bytes([content]) + index[18:]
+        (tmp_path / "x_document.idx").write_bytes(start)
+        with pytest.raises(ValueError, match=f"x_document.idx .*{word}.* dtype="):
+            tokens(tmp_path / "x_document.bin", length=10)
+        (part,) = tokens(tmp_path / "x_document.bin", length=10, dtype=np.int32)
+        assert part.read(0, 2)["tokens"][:, 0].tolist() == [100000, 100010]
 
 
 # Blocks of all kinds
@@ -213,6 +223,50 @@ def test_each_block_is_one_request(kind, tmp_path, monkeypatch):
     assert len(source) == 11 and record_files.ids(kind, source[[3, 10]]) == [[3], [10]]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_range_outside_of_the_records_is_refused(kind, tmp_path):
+    """Negative numbers would be bytes of the header, or count from the end."""
+    record_files.write(kind, tmp_path / f"a.{kind}", 9)
+    (part,) = record_files.opened(tmp_path / f"a.{kind}")
+    for start, stop in ((-2, 2), (-3, -1), (8, 10), (9, 12), (3, 1)):
+        with pytest.raises(ValueError, match=f"{start} to {stop} .*a.{kind}: .* stop <= 9"):
+            part.read(start, stop)
+
+
+@pytest.mark.parametrize("kind", ["tfrecord", "npy", "bin"])
+def test_a_system_that_gives_fewer_bytes_is_asked_again(kind, tmp_path, monkeypatch):
+    """As Linux does above 2 GiB."""
+    decode = record_files.write(kind, tmp_path / f"a.{kind}", 9)
+    (part,) = record_files.opened(tmp_path / f"a.{kind}")
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda file, size, at: pread(file, min(size, 5), at))
+    blocks = split([part], unit_size=9, decode=decode)
+    assert record_files.ids(kind, blocks[0]) == [*range(9)]
+
+
+@pytest.mark.parametrize("make", [lambda: OSError(5, "disk"), lambda: MemoryError("full")])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_of_the_system_does_not_say_that_the_file_is_damaged(
+    kind, make, tmp_path, monkeypatch
+):
+    """A disk's error has the file's name, and the next read is one by a new handle."""
+    decode = record_files.write(kind, tmp_path / f"a.{kind}", 9)
+    (part,) = record_files.opened(tmp_path / f"a.{kind}")
+    error = make()
+
+    def fails(*args):
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(part), "records", fails)
+        with pytest.raises(type(error)) as info:
+            part.read(2, 4)
+    assert info.value is error and "damaged" not in str(error)
+    assert isinstance(error, MemoryError) or f"a.{kind}" in str(error)
+    assert f"2 to 3 of {part.name}" in error.__notes__[-1]
+    assert record_files.ids(kind, split([part], unit_size=4, decode=decode)[0]) == [0, 1, 2, 3]
+
+
 @pytest.mark.filterwarnings("ignore:.*fork.*")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_part_goes_to_other_processes(kind, tmp_path):
@@ -224,13 +278,12 @@ def test_a_part_goes_to_other_processes(kind, tmp_path):
     sent = pickle.loads(pickle.dumps(part))
     assert (sent.name, len(sent), sent.digest) == (part.name, len(part), part.digest)
     assert record_files.ids(kind, split([sent], unit_size=4, decode=decode)[1]) == wanted
-    opened_here = _opened.cache_info().misses
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
 
     def child():
         numbers = record_files.ids(kind, blocks[1])
-        theirs.send((numbers, _opened.cache_info().misses == opened_here + 1))
+        theirs.send((numbers, part.shared._process == os.getpid()))
 
     process = context.Process(target=child)
     process.start()
@@ -238,6 +291,14 @@ def test_a_part_goes_to_other_processes(kind, tmp_path):
     assert ours.recv() == (wanted, True)
     process.join()
     assert record_files.ids(kind, blocks[1]) == wanted
+
+
+def test_a_digest_tells_how_a_text_is_cut(tmp_path):
+    """Windows of equally many tokens, of other bytes."""
+    np.arange(64, dtype=np.uint16).tofile(tmp_path / "x.bin")
+    options = {"length": 7}, {"dtype": "u1", "length": 14}, {"length": 7, "header_bytes": 2}
+    parts = [tokens(tmp_path / "x.bin", **how)[0] for how in options]
+    assert [len(part) for part in parts] == [9, 9, 8] and len({x.digest for x in parts}) == 3
 
 
 def test_a_digest_tells_that_bytes_have_changed(tmp_path):

@@ -25,11 +25,12 @@ from tests.waiting import wait_for
 def cases(draw, workers=(None, 1, 2, 3, 4), epochs=2):
     sizes = draw(st.lists(st.integers(1, 12), min_size=1, max_size=4))
     unit_size, workers = draw(st.integers(1, 5)), draw(st.sampled_from(workers))
-    units = len(reference_blocks.blocks_of(sizes, unit_size, workers or 1))
     rng = np.random.default_rng(draw(st.integers(0, 99)))
-    kept = rng.random(sum(sizes)) < 0.7 if draw(st.booleans()) else None
+    share = draw(st.sampled_from([None, 0.7, 0.2]))
+    kept = None if share is None else rng.random(sum(sizes)) < share
     if kept is not None:
         kept[-1] = True
+    units = len(reference_blocks.blocks_of(sizes, unit_size, workers or 1, kept))
     num_units = units // (workers or 1)
     orders = [rng.permutation(units).reshape(workers or 1, num_units) for _ in range(epochs + 1)]
     orders = np.stack(orders) if workers else np.stack(orders)[:, 0]
@@ -214,13 +215,18 @@ def test_the_first_state_is_the_beginning():
 @pytest.mark.parametrize("saved, now", [(True, False), (False, True), (True, "another")])
 def test_another_filter_is_named(saved, now):
     """Also of blocks whose largest has another size, with or without a filter."""
-    numbers, order = np.arange(40), ordering.random_reshuffling(10, units_per_step=2)
+    numbers = np.arange(40)
     filters = {True: numbers % 2 == 0, False: None, "another": numbers % 3 == 0}
-    first, other = (split(numbers, unit_size=4, keep=filters[x]) for x in (saved, now))
-    reads = read_blocks(first, order, KEY, batch_size=4)
-    next(reads)
+
+    def reads(kept, state=None):
+        blocks = split(numbers, unit_size=4, keep=filters[kept])
+        order = ordering.random_reshuffling(len(blocks), units_per_step=2)
+        return read_blocks(blocks, order, KEY, batch_size=4, state=state)
+
+    first = reads(saved)
+    next(first)
     with pytest.raises(ValueError, match="keep="):
-        read_blocks(other, order, KEY, batch_size=4, state=reads.state())
+        reads(now, first.state())
 
 
 # Other numbers of workers: 24 units, 2 of them empty; together 16 in a window and 16 records in a

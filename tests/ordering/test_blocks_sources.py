@@ -8,6 +8,7 @@ import re
 import shutil
 import struct
 import threading
+import tracemalloc
 
 import jax
 import ml_dtypes
@@ -16,7 +17,7 @@ import pytest
 
 import ordering
 from ordering.blocks import files, read_blocks, sources, split, tokens
-from ordering.blocks.sources import OPEN, _opened
+from ordering.blocks.sources import OPEN
 from ordering.data import LoadError, as_source
 from tests import record_files
 from tests.record_files import KINDS, crc32c, opened
@@ -51,7 +52,7 @@ def test_a_path_that_exists_is_no_pattern(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert len(files("x[1].npy")[0]) == 5
     assert [len(part) for part in files("x[1-2].npy")] == [6]
-    with pytest.raises(ValueError, match="gs://bucket/x.npy: .* disk"):
+    with pytest.raises(ValueError, match="gs://bucket/x.npy.* disk"):
         files("gs://bucket/x.npy")
 
 
@@ -145,6 +146,72 @@ def test_a_list_of_examples_is_its_rows(rows):
     assert not np.array_equal(blocks.digests, split(rows[::-1], unit_size=2).digests)
 
 
+OTHER_ARRAYS = {
+    "type": np.arange(10, dtype=np.int64),
+    "name": {"z": np.arange(10, dtype=np.int32)},
+    "shape": np.arange(10, dtype=np.int32)[:, None],
+    "text": np.array([*"abcdefghij"], object),
+    "a value": np.arange(10, dtype=np.int32) * (np.arange(10) != 3),
+}
+
+
+@pytest.mark.parametrize("other", OTHER_ARRAYS.values(), ids=OTHER_ARRAYS)
+def test_a_digest_of_arrays_has_their_types_names_and_values(other):
+    arrays = np.arange(10, dtype=np.int32)
+    digests = split(arrays, unit_size=2).digests
+    assert np.array_equal(digests, split(arrays.copy(), unit_size=3).digests)
+    assert not np.array_equal(digests, split(other, unit_size=2).digests)
+
+
+def test_a_digest_of_arrays_takes_no_memory_for_their_numbers():
+    """64 samples of their bytes; as texts, 3 million numbers take 200 MiB."""
+    images = np.zeros((1000, 32, 32, 3), np.float32)
+    tracemalloc.start()
+    try:
+        split(images, unit_size=64)
+        assert tracemalloc.get_traced_memory()[1] < 2**22
+    finally:
+        tracemalloc.stop()
+
+
+def test_blocks_count_as_lists_do():
+    blocks = split(np.arange(10), unit_size=4)
+    assert (
+        [x.tolist() for x in blocks[1:3]]
+        == [[4, 5, 6, 7], [8, 9]]
+        == [x.tolist() for x in blocks[-2:]]
+    )
+    assert blocks[-1].tolist() == blocks[np.int64(2)].tolist() == [8, 9]
+    for unit in (3, -4):
+        with pytest.raises(IndexError):
+            blocks[unit]
+
+
+def test_a_filter_of_a_sorted_file_leaves_no_batch_of_filling():
+    """410 records of 4096, in 7 blocks of 64 or fewer; two windows are 8 + 6 batches."""
+    x = np.arange(4096)
+    blocks = split(x, unit_size=64, keep=np.sort(x % 10) == 3)
+    assert (len(blocks), blocks.num_records) == (7, 410)
+    order = ordering.random_reshuffling(7, units_per_step=4)
+    with read_blocks(blocks, order, KEY, batch_size=32, num_epochs=1) as reads:
+        places = [np.asarray(places) for _, places in reads]
+    assert len(places) == 14 and sum((x >= 0).sum() for x in places) == 410
+
+
+@pytest.mark.parametrize("share", [0.02, 0.3])
+def test_blocks_of_a_random_filter_or_of_small_files_are_more_than_half_full(share, tmp_path):
+    kept = np.random.default_rng(0).random(4096) < share
+    some = split(np.arange(4096), unit_size=64, keep=kept)
+    assert np.concatenate([*some]).tolist() == np.flatnonzero(kept).tolist()
+    for i in range(40):
+        saved(tmp_path / f"{i:02}.npy", np.arange(3 * i, 3 * i + 3))
+    small = split(files(tmp_path / "*.npy"), unit_size=16)
+    assert np.concatenate([*small]).tolist() == [*range(120)]
+    assert small.sizes.tolist() == [15] * 8
+    for blocks in (some, small):
+        assert blocks.sizes[:-1].min() > blocks.unit_size / 2 - 1
+
+
 class Plain:
     """A source of one's own that gives arrays, or what it is told to."""
 
@@ -206,6 +273,10 @@ def test_types_of_another_window_are_refused(kind, arrays, tmp_path):
     for i, x in enumerate(arrays):
         saved(tmp_path / f"{i}.npy", x)
         record_files.write_tfrecord(tmp_path / f"{i}.tfrecord", [b"%d" % i])
+    if kind == "npy":  # the headers tell
+        with pytest.raises(ValueError, match=r"1.npy is .*, and of .*0.npy .*same types"):
+            blocks()
+        return
     with in_order(blocks(), window=1, batch_size=1, num_epochs=1) as reads:
         with pytest.raises(LoadError, match=r"load 1 .*unit \d .*unit"):
             list(reads)
@@ -224,7 +295,6 @@ def test_a_bounded_number_of_files_is_open(kind, tmp_path):
     for i in range(OPEN + 36):
         decode = record_files.write(kind, tmp_path / f"{i:03}.{kind}", 4, first=10 * i)
     blocks = split(files(tmp_path / f"*.{kind}"), unit_size=2, decode=decode)
-    _opened.cache_clear()
     before, most, wrong = len(os.listdir("/proc/self/fd")), [], []
 
     def work(thread):
@@ -242,6 +312,22 @@ def test_a_bounded_number_of_files_is_open(kind, tmp_path):
     assert not wrong
     assert max(most) - before <= OPEN + 2 * len(threads)  # a thread lists a folder, too
     assert max(most) - before > len(threads)  # files do stay open
+
+
+@pytest.mark.parametrize("kind", ["array_record", "parquet", "npy"])
+def test_a_file_is_opened_once_whichever_thread_reads_it(kind, tmp_path, monkeypatch):
+    for i in range(40):
+        decode = record_files.write(kind, tmp_path / f"{i:02}.{kind}", 8, first=8 * i)
+    parts, opens = files(tmp_path / f"*.{kind}"), []
+    open_ = type(parts[0]).open
+    monkeypatch.setattr(
+        type(parts[0]), "open", staticmethod(lambda path: opens.append(path) or open_(path))
+    )
+    blocks = split(parts, unit_size=4, decode=decode)
+    order = ordering.random_reshuffling(len(blocks), units_per_step=8)
+    with read_blocks(blocks, order, KEY, batch_size=32, num_epochs=3) as reads:
+        assert len(list(reads)) == 30
+    assert len(opens) <= 40 + 4 * 3  # two threads may read one file at once
 
 
 def truncated(kind, path):
