@@ -173,4 +173,4 @@ def _header(path, dtype):
     if code not in MEGATRON_TYPES and dtype is None:
         what = "no code of a type" if code is None else f"the unknown type code {code}"
         raise Unfit(f"its index {beside} has {what}: pass dtype=, or write the index anew")
-    return 0, MEGATRON_TYPES.get(code), None
+    return 0, MEGATRON_TYPES.get(code or 0), None

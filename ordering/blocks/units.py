@@ -213,7 +213,7 @@ def split(
     return Blocks(given, ranges, np.pad(ends, (0, empty), "edge"), kept, decode)
 
 
-def _ends(sizes: Int[np.ndarray, "G"], most: int) -> Int[ArrayLike, "M+1"]:
+def _ends(sizes: np.ndarray, most: int) -> np.ndarray:
     """Where units begin, and their end: neighbours that together have few records are one."""
     if (sizes[1:] + sizes[:-1] > most).all():
         return np.arange(len(sizes) + 1)
@@ -223,7 +223,7 @@ def _ends(sizes: Int[np.ndarray, "G"], most: int) -> Int[ArrayLike, "M+1"]:
             ends.append(i)
             size = 0
         size += more
-    return [*ends, len(sizes)]
+    return np.array([*ends, len(sizes)])
 
 
 def _check_decoder(part, is_bytes):

@@ -1,10 +1,11 @@
 """Windows over several blocks, whose records are shuffled and cut into batches."""
 
-import contextlib
-import math
+import functools
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -15,7 +16,6 @@ from ordering.blocks.units import Blocks
 from ordering.data.loader import check_batches, in_this_context
 from syncopate import plans
 
-ALIGNED = 64  # bytes
 TOGETHER = 256  # records; a thread reads small blocks together up to this number,
 TASKS = 16  # but a window is cut into at least so many tasks
 
@@ -38,14 +38,14 @@ class Windows(Sequence):
         return -(-self._units.shape[1] // self.window)
 
     def __getitem__(self, number: int) -> tuple[PyTree[np.ndarray], Int[np.ndarray, "T ..."]]:
-        put, jobs, finish = self.begin(int(number))
-        for job in jobs:
-            put(job)
+        tasks, finish = self.begin(int(number))
+        for task in tasks:
+            task()
         return finish()
 
-    def begin(self, number: int) -> tuple[Callable, list, Callable]:
-        """`(put, jobs, finish)`: after `put(job)` for all jobs, on any threads, `finish()` returns
-        the window."""
+    def begin(self, number: int) -> tuple[list[Callable], Callable]:
+        """`(tasks, finish)`: after a call of each task, on any threads, `finish()` returns the
+        window."""
         if not 0 <= number < len(self):
             raise IndexError(f"there is no window {number} in an epoch of {len(self)}.")
         units = self._units[:, number * self.window : (number + 1) * self.window]
@@ -68,15 +68,15 @@ class Windows(Sequence):
         jobs.sort(key=lambda job: job[0][0])  # in the order of the files: neighbours share groups
         records = _Records(ranks.size)
 
-        def put(job):
-            records.put(self._blocks.read(job[0]), job[1])
+        def put(of_units, to):
+            records.put(self._blocks.read(of_units), to)
 
         def finish():
             self._blocks.check(units.ravel().tolist())
             cut = lambda x: x.reshape(batches, *self._axes, *x.shape[1:])  # noqa: E731
             return jax.tree.map(cut, (records.filled(rest), places))
 
-        return put, jobs, finish
+        return [functools.partial(put, *job) for job in jobs], finish
 
     def _jobs(self, units: np.ndarray, sizes: np.ndarray, to: np.ndarray) -> list[tuple]:
         """Jobs of (units for one thread, the places of their records); small units share a job."""
@@ -110,7 +110,7 @@ class _Records:
         with self._lock:
             if self._structure is None:
                 self._structure = structure
-                self._arrays = [_empty(self._size, x) for x in leaves]
+                self._arrays = [np.empty((self._size, *x.shape[1:]), x.dtype) for x in leaves]
         for array, x in zip(self._arrays, leaves, strict=True):
             array[to] = x[: len(to)]
 
@@ -122,90 +122,65 @@ class _Records:
         return jax.tree.unflatten(self._structure, self._arrays)
 
 
-def _empty(size: int, like: np.ndarray) -> np.ndarray:
-    """An array of `size` records, aligned so that JAX can use it on a CPU without a copy."""
-    shape = (size, *like.shape[1:])
-    count = math.prod(shape) * like.dtype.itemsize
-    if like.dtype.hasobject or not count:
-        return np.empty(shape, like.dtype)
-    room = np.empty(count + ALIGNED, np.uint8)
-    start = -room.ctypes.data % ALIGNED
-    return room[start : start + count].view(like.dtype).reshape(shape)
-
-
 def reading_by(readers: int | Callable) -> Callable[[Windows], Iterable]:
     """A function that reads the windows of an epoch, each while the one before is used."""
     if callable(readers):
         return readers
-    slots = threading.Semaphore(plans.check_whole("readers", readers, 1))  # for all epochs
+    threads = Threads(plans.check_whole("readers", readers, 1))  # for all epochs
 
     def read(epoch):
-        with spreading(readers) as spread:
-
-            def begin(number):
-                put, jobs, finish = epoch.begin(number)
-
-                def put_in_turn(job):
-                    with slots:
-                        put(job)
-
-                return spread(put_in_turn, jobs), finish
-
-            wait, finish = begin(0)
-            for number in range(1, len(epoch) + 1):
-                wait()
-                window = finish()
-                if number < len(epoch):
-                    wait, finish = begin(number)
-                yield window
+        begin = lambda number: _begin(threads, *epoch.begin(number))  # noqa: E731
+        window = begin(0)
+        for number in range(1, len(epoch) + 1):
+            records = window()
+            if number < len(epoch):
+                window = begin(number)
+            yield records
 
     return read
 
 
-@contextlib.contextmanager
-def spreading(threads: int) -> Iterator[Callable]:
-    """Threads that live until the context ends; Python does not wait for them at exit.
+def _begin(threads, tasks, finish):
+    """Starts the tasks of a window; returns a function that waits for it and returns it."""
+    futures = [threads.submit(task) for task in tasks]
 
-    The context's value is `spread(function, jobs)`. The threads then call the function with each
-    job. `spread` returns a function that waits until all are done, and raises the error of a call.
-    """
-    calls = queue.SimpleQueue()
+    def window():
+        for future in futures:
+            future.result()
+        return finish()
 
-    def call_one() -> bool:
-        function, job, done = calls.get()
-        if function is None:
-            return False
-        try:
-            function(job)
-            done.put(None)
-        except BaseException as error:  # raised again where the end is awaited
-            done.put(error)
-        return True
+    return window
 
-    def work():
-        while call_one():  # a function, so that no name keeps a job until the next one
-            pass
 
-    def spread(function: Callable[[Any], None], jobs: Sequence) -> Callable[[], None]:
-        done = queue.SimpleQueue()
-        for job in jobs:
-            calls.put((function, job, done))
+class Threads:
+    """Threads that call functions until this is deleted; Python does not wait for them at exit."""
 
-        def wait():
-            for _ in jobs:
-                if (error := done.get()) is not None:
-                    raise error
+    def __init__(self, number: int):
+        self._calls = queue.SimpleQueue()
+        for _ in range(number):
+            target = functools.partial(_work, self._calls)
+            threading.Thread(target=in_this_context(target), daemon=True).start()
+        weakref.finalize(self, lambda calls: [calls.put(None) for _ in range(number)], self._calls)
 
-        return wait
+    def submit(self, function: Callable[[], Any]) -> Future:
+        self._calls.put(call := (function, Future()))
+        return call[1]
 
-    run = in_this_context(work)
-    for _ in range(threads):
-        threading.Thread(target=run, daemon=True).start()
+
+def _work(calls):
+    while _call_one(*(calls.get() or ())):
+        pass
+
+
+def _call_one(function=None, future=None) -> bool:
+    """Whether there may be another call. A function, so that no name keeps a call."""
+    if future is None:
+        return False
     try:
-        yield spread
-    finally:
-        for _ in range(threads):
-            calls.put((None, None, None))
+        future.set_result(function())
+    except BaseException as error:  # raised again by the future
+        future.set_exception(error)
+    return True
 
 
 def num_batches(blocks: Blocks, units: int, batch_size: int) -> int:
