@@ -55,8 +55,8 @@ def combine(gradients: PyTree, weights: Float32[Array, "n"]) -> PyTree:
 
 
 def mean_of(gradients: Float[Array, "n ..."]) -> Float[Array, "..."]:
-    """The mean over the leading axis, added up in float32."""
-    floats = as_float32(gradients)
+    """The mean over the leading axis, added up in float32 or a wider type."""
+    floats = as_wide(gradients)
     # On a CPU additions are fused with what forms the gradients. A reduction is not, and takes
     # longer than forming them.
     few = len(floats) <= FEW
@@ -114,6 +114,11 @@ subtract_pairs = jax.vmap(subtract)
 def as_float32(leaf: Array) -> Float32[Array, "..."]:
     check_real(leaf)
     return leaf.astype(jnp.float32)
+
+
+def as_wide(leaf: Array) -> Array:
+    """In float32, or the type of the leaf if it is wider."""
+    return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
 
 
 def zeros_like(params: PyTree, leading: tuple[int, ...] = ()) -> PyTree:

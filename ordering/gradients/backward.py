@@ -23,9 +23,11 @@ from jaxtyping import Array, Float32, Key, PyTree
 from ordering.gradients import linear
 from ordering.gradients.convolution import split_safe
 from ordering.gradients.examples import (
+    axes_of_loss,
     check_params,
-    example_of,
+    first_of,
     loss_alone,
+    of_this_device,
     per_example_grads,
     refuse_vmap,
     size_of,
@@ -36,7 +38,7 @@ from ordering.gradients.linear import MOST, SIZE, Map, SketchLeaf, times
 from ordering.gradients.rules import LINEAR, LOOK_UP, RULES, Use
 from ordering.gradients.scale import scaled_maps, whole_scale
 from ordering.trees import as_float32, tree_size
-from syncopate.mesh import automatic, varying
+from syncopate.mesh import automatic, varying_over
 from syncopate.plans import check_key, check_whole
 
 LEAST = 4  # p q for a gradient of rank one: with fewer, transforms take longer
@@ -105,6 +107,7 @@ def sketched_grads(
     of_one = loss_alone(loss, has_aux)
 
     def gradients(params, *batch, key=None, scale=None):
+        check_params(params)
         whole = None if scale is None else whole_scale(scale, params)
         if tree_size(params) <= size:
             kept = linear.make_sketch(sketch_key, size=size)
@@ -112,28 +115,31 @@ def sketched_grads(
             of_each = per_example_grads(loss, has_aux=has_aux, to_sketch=to_sketch)
             return of_each(params, *batch, key=key)
         units, keys = units_of(params, batch, key)
-        first = jax.tree.map(lambda x: x[0], (batch, keys))
-        plan, program = _analyse(of_one, varying(params, batch), first, size)
+        first = first_of((batch, keys))
+        axes = axes_of_loss(of_one, params, first)
+        params, over_devices = of_this_device(params, axes)
+        typed = functools.partial(jax.tree.map, lambda x: varying_over(x, axes))
+        plan, program = _analyse(of_one, params, first, size)
         _warn_of_copies(plan.leaves, units)
         maps = linear.maps_of(plan.leaves, sketch_key)
         if scale is not None:
-            maps = scaled_maps(plan.leaves, maps, params, varying(scale, batch))
+            maps = scaled_maps(plan.leaves, maps, params, typed(scale))
 
         def total(params, zeros):
-            params = varying(params, batch)  # typed as varying over devices, like the batch
             of_unit = functools.partial(program, params, maps, plan.numbers(params))
-            with refuse_vmap(IN_TURN):
+            with refuse_vmap(IN_TURN, alone, params, first):
                 losses, aux = jax.vmap(of_unit)(zeros, (batch, keys))
             return jnp.mean(losses), (losses, aux)
 
-        zeros = varying(zeros_of(plan, units, size), batch)
+        alone = jax.grad(lambda params, unit: of_one(params, unit)[0])
+        zeros = typed(zeros_of(plan, units, size))
         (_, (losses, aux)), (mean, sums) = jax.value_and_grad(total, (0, 1), has_aux=True)(
             params, zeros
         )
-        of_numbers = gradients_of_numbers(plan, varying(params, batch), units)
+        of_numbers = gradients_of_numbers(plan, params, units)
         sums = with_numbers(plan, maps, sums, of_numbers)
         losses, rows = losses.astype(jnp.float32), units * added_up(maps, sums)
-        return (losses, aux) if has_aux else losses, mean, rows
+        return (losses, aux) if has_aux else losses, over_devices(mean), rows
 
     return gradients
 
@@ -167,8 +173,7 @@ def sketch_plan(
     key = None if key is None else check_key(key)
     size_of(batch)
     size = check_whole("size", size, 1, MOST)
-    example = jax.eval_shape(lambda batch: jax.tree.map(lambda x: x[0], batch), batch)
-    return _analyse(loss_alone(loss, False), params, (example, key), size)[0].leaves
+    return _analyse(loss_alone(loss, False), params, (first_of(batch), key), size)[0].leaves
 
 
 def _analyse(of_one, params, rest, size):
@@ -176,12 +181,7 @@ def _analyse(of_one, params, rest, size):
 
     `rest` is (example, key).
     """
-
-    def of_unit(params, rest):
-        example, key = rest
-        return of_one(params, example_of(example), key)
-
-    closed, shapes = jax.make_jaxpr(of_unit, return_shape=True)(params, rest)
+    closed, shapes = jax.make_jaxpr(of_one, return_shape=True)(params, rest)
     plan = plan_of(closed, params, len(jax.tree.leaves(rest)), size)
 
     def program(params, maps, numbers, zeros, rest):

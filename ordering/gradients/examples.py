@@ -22,7 +22,7 @@ from ordering import trees
 from ordering.gradients.convolution import holds, split_safe
 from ordering.gradients.interpret import RULE, has_rule_of_parameters
 from syncopate import plans
-from syncopate.mesh import is_key, names_of, varying_like
+from syncopate.mesh import is_key, names_of, varying_axes, varying_like, varying_over
 
 DRAWS = ("random_bits", "threefry2x32", "rng_bit_generator")  # the primitives
 
@@ -39,7 +39,7 @@ def per_example_grads(
     By default vmap computes all gradients at once, which takes memory for B gradients and the
     activations of B examples. With `in_turn` they are computed one by one, with the activations of
     one example, and with `to_sketch` only two gradients at a time. Use it if memory is short or one
-    example keeps the device busy.
+    example keeps the device busy, and under `jax.jit`: without, every call compiles the loop anew.
 
     The mean gradient is that of the mean loss. With nonlinear rules of `jax.custom_vjp`, such as
     clipping, the row of unit i is B times the gradient of its part in the mean, loss_i / B. A rule
@@ -51,7 +51,7 @@ def per_example_grads(
         `check_separable` checks this). If the step is given a key, the loss is called with `key=`
         and needs a parameter of this name.
       has_aux: whether the loss returns auxiliary data too. They are stacked from batches of one
-        example: an array [n, ...] for a batch of n becomes [B, 1, ...].
+        example: an array [n, ...] for a batch of n becomes [B, 1, ...], a number [B].
       to_sketch: from `make_sketch`; rows are then sketches, float32[B, k].
       in_turn: whether to compute one gradient after another, by `jax.lax.scan`.
 
@@ -79,14 +79,14 @@ def per_example_grads(
 
     def gradients(params, *batch, key=None):
         size, keys = units_of(params, batch, key)
-        first = jax.tree.map(lambda x: x[0], (batch, keys))
-        program, of_one = _traced(of_alone, params, example_of(first[0]), first[1])
+        units, first = (batch, keys), first_of((batch, keys))
+        params, over_devices = of_this_device(params, axes_of_loss(of_alone, params, first))
+        program, of_one = _traced(of_alone, params, first)
         has_rule = holds(program.jaxpr.eqns, RULE)
         seed = size if has_rule else 1  # a nonlinear rule gets the cotangent it has in a mean
 
         def part(params, unit):
-            example, example_key = unit
-            loss, aux = of_one(params, example_of(example), example_key)
+            loss, aux = of_one(params, unit)
             return loss / seed, (loss, aux)
 
         of_part = split_safe(jax.value_and_grad(part, has_aux=True))
@@ -98,26 +98,28 @@ def per_example_grads(
 
         def add(total, unit):
             (value, aux), gradient = one(unit)
-            total = jax.tree.map(lambda t, g: t + trees.as_float32(g), total, gradient)
+            total = jax.tree.map(lambda t, g: t + trees.as_wide(g), total, gradient)
             return total, (value, aux, row_of(gradient))
 
-        units = batch, keys
         if in_turn:
-            start = varying_like(trees.zeros_like(params), params)
+            start = jax.tree.map(lambda p: jnp.zeros_like(trees.as_wide(p)), params)
+            start = varying_like(start, params)
             total, (losses, aux, rows) = jax.lax.scan(add, start, units)
             if to_sketch:
                 trees.check_sketches(rows)
-            mean = jax.tree.map(lambda t, p: (t / size).astype(jnp.result_type(p)), total, params)
+            mean = jax.tree.map(lambda t, p: (t / size).astype(p.dtype), total, params)
         else:
-            with refuse_vmap("pass in_turn=True"):
+            with refuse_vmap("pass in_turn=True", one, first):
                 (losses, aux), tree = jax.vmap(one)(units)
             mean = jax.tree.map(trees.mean_of, tree)
             rows = _sketches(tree, row_of) if to_sketch else tree
         if has_rule and has_rule_of_parameters(program, params):
             # The rule gets the sum over all examples, and must not be applied to each alone.
-            total = lambda p: jnp.sum(jax.vmap(functools.partial(part, p))(units)[0])  # noqa: E731
-            with refuse_vmap("use jax.custom_vjp only on values that belong to an example"):
+            again = jax.tree.map(lambda x: jax.random.clone(x) if is_key(x) else x, units)
+            total = lambda p: jnp.sum(jax.vmap(functools.partial(part, p))(again)[0])  # noqa: E731
+            with refuse_vmap("use jax.custom_vjp only on values of an example", one, first):
                 mean = jax.grad(total)(params)
+        mean = over_devices(mean)
         losses = losses.astype(jnp.float32)
         return (losses, aux) if has_aux else losses, mean, rows
 
@@ -151,6 +153,30 @@ def _sketches(rows, to_sketch):
     return sketches
 
 
+def first_of(units: PyTree) -> PyTree:
+    """The shapes of the first unit; of values, a key would be used twice."""
+    return jax.eval_shape(lambda units: jax.tree.map(lambda x: x[0], units), units)
+
+
+def axes_of_loss(of_one: Callable, params: PyTree, first: PyTree) -> frozenset[str]:
+    """The manual axes over which the loss of one example is typed as varying."""
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return frozenset()
+    return varying_axes(jax.eval_shape(of_one, params, first)[0])
+
+
+def of_this_device(params: PyTree, axes: frozenset[str]) -> tuple[PyTree, Callable]:
+    """The parameters for rows, and the function that makes a mean of rows that of `jax.grad`.
+
+    Under `jax.shard_map` with check_vma, the gradient of a value that is equal on all devices is
+    the sum over the devices. Rows are of this device alone, so the parameters must be typed as
+    varying over the axes of the loss.
+    """
+    vary = lambda params: jax.tree.map(lambda x: varying_over(x, axes), params)  # noqa: E731
+    own, pull = jax.vjp(vary, jax.tree.map(jnp.asarray, params))
+    return own, lambda mean: pull(mean)[0]
+
+
 def _traced(function, *args):
     """The jaxpr of a function for arguments like these, and a function that evaluates it."""
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
@@ -163,11 +189,15 @@ def _traced(function, *args):
 
 
 @contextlib.contextmanager
-def refuse_vmap(act: str) -> Iterator[None]:
-    """Raises ValueError, with the advice `act`, for a primitive without a rule for vmap."""
+def refuse_vmap(act: str, one: Callable, *args: PyTree) -> Iterator[None]:
+    """Raises ValueError, with the advice `act`, for a primitive without a rule for vmap.
+
+    `one` of these arguments is computed without vmap: what fails there as well is JAX's error.
+    """
     try:
         yield
     except NotImplementedError as error:
+        jax.eval_shape(one, *args)
         raise ValueError(
             f"JAX has no rule for gradients of examples side by side ({error}): {act}."
         ) from error
@@ -179,12 +209,13 @@ def example_of(unit: PyTree) -> PyTree:
 
 
 def loss_alone(loss: Callable, has_aux: bool) -> Callable:
-    """`(params, batch, key) -> (loss of the batch's only example, aux or None)`."""
+    """`(params, (example, key)) -> (its loss, aux or None)`."""
 
     of_batch = checked_loss(loss, has_aux)
 
-    def one(params, batch, key):
-        losses, aux = of_batch(params, batch, key)
+    def one(params, unit):
+        example, key = unit
+        losses, aux = of_batch(params, example_of(example), key)
         if jnp.size(losses) != 1:
             raise ValueError(
                 f"the losses of a batch of one example have the shape {jnp.shape(losses)}: return "
@@ -292,7 +323,12 @@ def _alone(batch):
 
 def check_params(params: PyTree) -> None:
     """Raises ValueError unless all leaves are floating arrays, which have gradients."""
-    for leaf in jax.tree.leaves(params):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if callable(leaf):
+            raise ValueError(
+                f"params{jax.tree_util.keystr(path)} is a function: pass the arrays alone, as "
+                "eqx.partition(model, eqx.is_inexact_array)[0]."
+            )
         trees.check_real(leaf if hasattr(leaf, "dtype") else np.asarray(leaf), jnp.floating)
 
 
@@ -326,10 +362,12 @@ def microbatch_grads(loss: Callable, *, has_aux: bool = False) -> Callable:
 
     def gradients(params, *batch, key=None):
         check_params(params)
+        axes = axes_of_loss(lambda params, unit: mean(params, *unit), params, (batch, key))
+        params, over_devices = of_this_device(params, axes)
         (value, aux), grad = jax.value_and_grad(mean, has_aux=True)(params, batch, key)
         losses = value[None].astype(jnp.float32)
-        of_unit = jax.tree.map(lambda g: g[None], grad)
-        return (losses, aux) if has_aux else losses, grad, of_unit
+        rows = jax.tree.map(lambda g: g[None], grad)
+        return (losses, aux) if has_aux else losses, over_devices(grad), rows
 
     return gradients
 

@@ -333,6 +333,41 @@ def test_what_jax_cannot_compute_side_by_side_is_refused_with_in_turn():
     assert MAKERS["in turn, to sketches"](experts)(w, x)[2].shape == (3, 64)
 
 
+def test_an_operation_without_a_derivative_is_refused_by_jax_itself():
+    """In turn it has none either."""
+    loss = lambda w, x: jnp.nextafter(x @ w, 1.0).sum(-1)  # noqa: E731
+    for maker in OF_BATCHES:
+        with pytest.raises(NotImplementedError, match="Differentiation rule for 'nextafter'"):
+            MAKERS[maker](loss)(jnp.ones((90, 8)), jnp.ones((3, 90)))
+
+
+def test_parameters_that_are_a_whole_model_are_refused_with_the_line_to_write():
+    params = {"layers": [jnp.ones((90, 8)), jax.nn.relu]}
+    for maker in OF_BATCHES:
+        with pytest.raises(ValueError, match=r"params\['layers'\]\[1\] is a function.*partition"):
+            MAKERS[maker](lambda w, x: x @ w)(params, jnp.ones((3, 90)))
+
+
+@pytest.mark.parametrize("maker", OF_BATCHES)
+def test_keys_are_used_once(maker):
+    w, x = jnp.ones((90, 8)), jnp.ones((3, 90))
+    loss = lambda w, x, key: jnp.square(clip_gradient(3.0, dropped(w, x, key))).sum(-1)  # noqa: E731
+    with jax.debug_key_reuse(True):
+        for gradients in (MAKERS[maker](loss), jax.jit(MAKERS[maker](loss))):
+            gradients(w, x, key=jax.random.key(0))
+
+
+@pytest.mark.parametrize("maker", OF_BATCHES)
+def test_mean_gradients_in_float64_are_exact(maker):
+    """They are what the optimizer applies, also beyond the range of float32."""
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        w, x = (jnp.asarray(rng.normal(size=s)) for s in ((90, 8), (6, 90)))
+        loss = lambda w, x: 1e40 * jnp.tanh(0.1 * x @ w).sum(-1)  # noqa: E731
+        mean = jax.jit(MAKERS[maker](loss))(w, x)[1]
+        np.testing.assert_allclose(mean, jax.grad(lambda w: loss(w, x).mean())(w), rtol=1e-12)
+
+
 def dropped(w, x, key):
     return (x * jax.random.bernoulli(key, 0.5, x.shape)) @ w
 

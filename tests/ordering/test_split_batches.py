@@ -206,3 +206,55 @@ def test_convolutions_are_plain_where_no_batch_is_split(maker, devices, monkeypa
     here = N if devices == "one" else N // 4
     again = lambda *args: run(*args)  # noqa: E731 (JAX remembers the first program)
     assert f"group_count={here}" in str(jax.make_jaxpr(again)(w, x))
+
+
+LOSSES = {
+    "a product": lambda p, x: jnp.square(x @ p["w"] + p["b"][None]).sum(-1),
+    "a mean": lambda p, x: jnp.square(x @ p["w"] + p["b"][None]).sum(-1).mean(),
+    "a penalty": lambda p, x: x[:, 0] * (jnp.tanh(x @ p["w"]).sum(-1) + jnp.square(p["w"]).sum()),
+}
+ROWS = MAKERS | {
+    "to sketches": functools.partial(
+        ordering.per_example_grads, to_sketch=ordering.make_sketch(SKETCH_KEY, size=16)
+    ),
+    "kept": functools.partial(ordering.sketched_grads, key=SKETCH_KEY, size=64),
+}
+AXES = {"one axis": ((4,), ("data",)), "two axes": ((2, 2), ("data", "other"))}
+
+
+@pytest.mark.parametrize("axes", AXES)
+@pytest.mark.parametrize("typed", [True, False], ids=["check_vma", "unchecked"])
+@pytest.mark.parametrize("whole", [True, False], ids=["replicated", "varying"])
+@pytest.mark.parametrize("name", mostly_slow(LOSSES, quick=("a mean",)))
+def test_rows_under_shard_map_are_of_their_own_device(axes, typed, whole, name):
+    """Rows are those without a mesh; the mean gradient is that of `jax.grad` at the same place."""
+    loss, x = LOSSES[name], normal(N, 9)
+    params = {"w": normal(9, 5), "b": normal(5)}
+    mesh, split = mesh_of(*AXES[axes]), jax.P(AXES[axes][1])
+    mean = lambda p, x: jnp.mean(loss(p, x))  # noqa: E731
+
+    def run(params, x):
+        if not whole:
+            params = jax.tree.map(lambda p: p[0], params)
+        results = {name: make(loss)(params, x) for name, make in ROWS.items()}
+        means = {name: jax.tree.map(lambda g: g[None], r[1]) for name, r in results.items()}
+        of_all = jax.tree.map(lambda g: g[None], jax.grad(mean)(params, x))
+        return {name: (r[0], r[2]) for name, r in results.items()}, means, of_all
+
+    given, of_params = params, jax.P()
+    if not whole:
+        given, of_params = jax.tree.map(lambda p: jnp.stack([p] * 4), params), split
+    replicated = typed and whole
+    out = split, jax.P() if replicated else split, jax.P() if replicated else split
+    mapped = jax.shard_map(
+        run, mesh=mesh, in_specs=(of_params, split), out_specs=out, check_vma=typed
+    )
+    rows, means, of_all = jax.jit(mapped)(given, x)
+    for maker, make in ROWS.items():
+        if maker == "microbatch":
+            each = [jax.jit(make(loss))(params, x[i : i + 2]) for i in range(0, N, 2)]
+            expected = jax.tree.map(lambda *of: np.concatenate(of), *[(e[0], e[2]) for e in each])
+        else:
+            expected = jax.jit(lambda p, x: make(loss)(p, x)[::2])(params, x)  # noqa: B023
+        close(rows[maker], expected)
+        close(means[maker], of_all)
