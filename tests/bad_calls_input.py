@@ -69,7 +69,7 @@ CALLS |= {
     "EchoPlan.first_load": call(PLAN.first_load, step=also("step", 2, T + 1)),
     "fixed": call(echo.fixed, factor=2, total_steps=Arg(T, but_none(whole()))),
     "adaptive": call(
-        lambda **args: echo.adaptive(**args)[1:],
+        lambda **args: echo.adaptive(**args).decided,
         max_factor=2,
         total_steps=Arg(T, but_none(whole())),
         decided=Arg(DECIDED, [None, np.ones(T + 1, bool), *NOT_FRESH]),

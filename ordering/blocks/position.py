@@ -21,8 +21,6 @@ class BlockState(NamedTuple):
     epoch: Count
     units: Count  # units of this epoch in the windows that all workers together have read
     loads: Count  # batches read since the run began
-    steps: Count  # equal to loads; with echoing, the uses of all batches
-    uses: Count  # uses so far of the next batch, if it is used again; 0 for a new batch
     batch: Count  # batches of the next window that were read
     summed: Count  # how many of these are in `sums`
     sums: PyTree  # sums of gradients for the window's blocks
@@ -58,7 +56,7 @@ def check(saved: Any, fresh: BlockState, blocks: Blocks) -> dict[str, Any]:
             "keep."
         )
     names = {"unit_size": "records in a block", "seed": "the seed"}
-    inside = parts["batch"] or parts["summed"] or parts["uses"]
+    inside = parts["batch"] or parts["summed"]
     if inside:  # in the middle of a window
         names |= {"window": "blocks in a window", "batch_size": "records in a batch"}
     for name, what in names.items():
@@ -151,7 +149,7 @@ def resize(
             f"fresh has {new} workers, which cannot share {old} windows of {window} blocks: "
             f"pass a number that divides {old * window}."
         )
-    if state.batch or state.summed or state.uses:
+    if state.batch or state.summed:
         raise ValueError(
             f"the state is at batch {state.batch} of a window: continue with {old} workers until "
             "window_ended, and resize the state there."

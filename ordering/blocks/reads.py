@@ -19,7 +19,7 @@ from ordering.blocks.units import Blocks
 from ordering.blocks.windows import Windows, batches_of, num_batches, reading_by
 from ordering.data.batches import Sizes
 from ordering.data.epochs import Epochs, copied, num_units_of, on_devices
-from ordering.data.place import ReadState, check_place, restored
+from ordering.data.place import ReadState, check_place, restored, unwrap
 from ordering.data.reading import check_orders, first_units, total_of
 from ordering.resizing import redistributed
 from syncopate import plans
@@ -42,7 +42,7 @@ class BlockEpochs(Epochs):
         start: BlockState,
         num_epochs: int | None,
     ):
-        place = ReadState(*start[:6])
+        place = ReadState(*start[:4])
         super().__init__(
             load, sizes, order, scope, place, num_epochs, sizes.batches, int(start.batch)
         )
@@ -114,13 +114,10 @@ class BlockEpochs(Epochs):
           A tree of new arrays: the order's state, the position, the sums of the window's blocks,
           the sizes, and digests of files and filters.
         """
-        return self.state_at(self.steps - self._is_left(), 0)
-
-    def state_at(self, steps: int, uses: int) -> BlockState:
-        epoch, unit, batch, loads = self.goes_on_at(bool(uses or self._is_left()))
+        at = self._last if self._is_left() else self._batches.position
         order, sums = copied((self.order_state, self._sums))
-        counts = epoch, unit * self._workers, loads, steps, uses, batch, self._summed
-        counts = dict(zip(BlockState._fields[1:8], map(np.asarray, counts), strict=True))
+        counts = at.epoch, at.unit * self._workers, at.loads, at.batch, self._summed
+        counts = dict(zip(BlockState._fields[1:6], map(np.asarray, counts), strict=True))
         return self._start._replace(order=order, sums=sums, **counts)
 
     def units_of_batches(self) -> set[int]:
@@ -248,11 +245,12 @@ def read_blocks(
         n = np.asarray(0)  # nothing has been read
         about = window, batch_size, seed, blocks.unit_size, blocks.filter_digest
         about = [np.asarray(x) for x in about]
-        start = BlockState(first, n, n, n, n, n, n, n, sums, *about, blocks.digests)
+        start = BlockState(first, n, n, n, n, n, sums, *about, blocks.digests)
+        state, around = unwrap(state)
         if state is not None:
             saved = restored(start, position.check(state, start, blocks))
             check_place(saved, num_units, scope.workers or 1, window, aligned=True)
-            start = start._replace(**dict(zip(BlockState._fields[:9], saved, strict=False)))
+            start = start._replace(**dict(zip(BlockState._fields[:7], saved, strict=False)))
     read, first_unit = reading_by(readers), first_units(order, scope, num_units)
     sharding = scope.sharding if sharding is None else sharding
 
@@ -264,7 +262,9 @@ def read_blocks(
         return on_devices(given, sharding, depth=depth, timeout=timeout, first_load=number)
 
     sizes = Sizes(num_units, window, batches, last)
-    return BlockEpochs(load, sizes, order, scope, start, num_epochs)
+    reads = BlockEpochs(load, sizes, order, scope, start, num_epochs)
+    reads.around = around
+    return reads
 
 
 def _units_per_worker(order, first, scope):

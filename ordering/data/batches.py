@@ -64,6 +64,12 @@ class EpochBatches:
         batch = 0 if self.ended else self.step % self._sizes.batches
         return Position(self.epoch, self._unit_of(self.step), batch, self.loads)
 
+    def place_after(self) -> Position:
+        """Where the batch after the next one is."""
+        step, ended = self.step + 1, self.step + 1 == self.steps
+        batch = 0 if ended else step % self._sizes.batches
+        return Position(self.epoch, self._unit_of(step), batch, self.loads + 1)
+
     @property
     def ended(self) -> bool:
         return self.step == self.steps
@@ -221,7 +227,7 @@ class Reader(Iterator, contextlib.AbstractContextManager):
             self._order = [*self.current_order(state), *_copies(*epoch_of(state))]
         # Once two loads have started, wait for the order only while the device is busy.
         if self._due and (self._batches.step or self._batches.opened < 2):
-            order, *epochs = map(_on_host, self._order)
+            order, *epochs = map(on_host, self._order)
             self.check_order(*epochs)
             self._batches.open(order, self._sizes.num_units)
             self._due = False
@@ -238,7 +244,7 @@ class Reader(Iterator, contextlib.AbstractContextManager):
                 self._early = self.next_order(self.newest_state())
         elif self._following is None and now.opened == now.steps:
             if self._num_epochs is None or now.epoch + 1 < self._num_epochs:
-                orders, left = map(_on_host, self._early)
+                orders, left = map(on_host, self._early)
                 self._following = self._next_batches()
                 self._following.open(orders, min(int(np.min(left)), units))
 
@@ -251,7 +257,8 @@ def _copies(*arrays):
     return copies
 
 
-def _on_host(x: Any) -> Any:
+def on_host(x: Any) -> Any:
+    """An array in the host's memory; computed indices stay as they are."""
     return x if isinstance(x, Indices) else np.asarray(x)
 
 

@@ -1,7 +1,7 @@
 """An iterator over all epochs of a source, which keeps the state of the order."""
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import jax
@@ -13,9 +13,18 @@ from jaxtyping import Key, PyTree
 
 from ordering import base
 from ordering.base import Ordering, Scope, State
-from ordering.data.batches import Load, Position, Reader, Sizes, epoch_of, of_process
+from ordering.data.batches import (
+    EpochBatches,
+    Load,
+    Position,
+    Reader,
+    Sizes,
+    epoch_of,
+    of_process,
+    on_host,
+)
 from ordering.data.loader import Prefetch, check_steps, prefetch_to_device, representable
-from ordering.data.place import ReadState, check_place, key_data, restored, with_rows
+from ordering.data.place import ReadState, check_place, key_data, restored, unwrap
 from ordering.data.reading import read_pipeline, read_source
 from ordering.data.sources import as_source
 from syncopate import plans
@@ -33,7 +42,11 @@ class Epochs(Reader):
       epoch: the epoch of the last batch.
       loads: the number of batches returned since the run began.
       epoch_ended: whether the last batch was the last of its epoch.
+      last: the position of the last batch, None before the first.
+      around: the state of `echo.repeat` from which the run goes on, until `repeat` has taken it.
     """
+
+    around: Any = None
 
     def __init__(
         self,
@@ -47,19 +60,18 @@ class Epochs(Reader):
         batch: int = 0,
         unit_size: int = 1,
     ):
-        epoch, units, loads, self.steps, self.uses, self.used = map(int, state[1:7])
+        epoch, units, loads = map(int, state[1:4])
         # Units of a computed order are counted over all workers together, others per worker.
         self._workers = (scope.workers or 1) // sizes.least
         start = Position(epoch, units // self._workers, batch, loads)
         super().__init__(load, sizes, start, num_epochs=num_epochs, ahead=ahead)
         self.order_state, self._scope = state.order, scope
-        self.rows, self.unit_size = state.rows, unit_size
+        self.unit_size, self.last = unit_size, None
         self._pure, self._order_of_all = order, base.compiled(order, scope)
         self.observes = hasattr(state.order, "position")
         self.observed = True  # the last batch
         self._shift = min((int(np.min(of_process(x))) for x in epoch_of(state.order)), default=0)
         self._shift -= epoch  # the order may have been used before
-        self._again = bool(self.uses)  # the next batch was observed before the run was saved
 
     def observe(self, rows: PyTree) -> None:
         """Observes the gradients of the last batch's units.
@@ -110,21 +122,30 @@ class Epochs(Reader):
         Returns:
           A tree of new arrays: the order's state, epoch and units, and the run's counts.
         """
-        return self.state_at(self.steps - (not self.observed), 0)
+        at = self._batches.position if self.observed else self._last
+        counts = at.epoch, at.unit * self._workers, at.loads
+        return ReadState(copied(self.order_state), *map(np.asarray, counts))
 
-    def state_at(self, steps: int, uses: int, used: int = 0, rows: PyTree = ()) -> ReadState:
-        """`state` after `steps` steps, of which `uses` used the last batch; it is read again.
+    def load_again(self, unit: int, batch: int) -> Iterator:
+        """A loader of the batch before the reader's place, which began at this unit and batch.
 
-        With minibatches, one more use has gone through `used` units, of the gradients `rows`.
+        The reader stays where it is.
         """
-        at = self.goes_on_at(bool(uses or used or not self.observed))
-        counts = at.epoch, at.unit * self._workers, at.loads, steps, uses, used
-        return ReadState(copied(self.order_state), *map(np.asarray, counts), rows=rows)
-
-    def goes_on_at(self, again: bool) -> Position:
-        """Where a saved run goes on: `again` with the last batch if its epoch has not ended, or
-        else with the next one."""
-        return self._last if again and self._last.epoch == self.epoch else self._batches.position
+        place = self._batches.position
+        start = Position(place.epoch, unit, batch, place.loads - 1)
+        batches = EpochBatches(self._load, self._sizes, start)
+        if not 0 <= unit < self._sizes.num_units or batches.place_after() != place:
+            raise ValueError(
+                f"the last batch began at unit {unit}, and does not end at unit {place.unit} now: "
+                "pass units_per_step as when it was read."
+            )
+        with jax.transfer_guard("allow"):
+            if self._pure.indices is None:
+                [order] = super().current_order(self.order_state)
+            else:
+                order = self.computed_order(self.order_state, unit)
+            batches.open(on_host(order), min(unit + self._sizes.window, self._sizes.num_units))
+        return cast(Iterator, batches.loader())
 
     def units_of_batches(self) -> set[int]:
         """The numbers of units that a worker's batches have, until the end of an epoch."""
@@ -139,8 +160,7 @@ class Epochs(Reader):
 
     def __next__(self) -> PyTree[jax.Array]:
         batch = super().__next__()
-        self.steps += 1
-        self.observed, self._again = self._again or not self.observes, False
+        self.observed, self.last = not self.observes, self._last
         return batch
 
     def newest_state(self) -> State:
@@ -173,6 +193,11 @@ class Epochs(Reader):
                 )
 
     def check_step(self) -> None:
+        if self.around is not None:
+            raise ValueError(
+                "state is of ordering.echo.repeat: pass the reader to repeat, with the plan of the "
+                "run."
+            )
         if not self.observed:
             raise ValueError(
                 f"batch {self.loads - 1} was not observed: call reads.observe(rows) after its step "
@@ -266,10 +291,9 @@ def read_epochs(
     first = base.init_workers(order, key, like, workers, axis_name=axis_name)
     sizes = _sizes(order, first, scope)
     with jax.transfer_guard("allow"):
-        place = ReadState(first)
+        place, (state, around) = ReadState(first), unwrap(state)
         if state is not None:
-            lead = () if scope.workers is None else (scope.workers,)
-            place = restored(with_rows(place, state, like, lead), state)
+            place = restored(place, state)
             shared = 1 if order.indices else scope.workers or 1
             check_place(place, sizes.num_units, shared, sizes.window)
         if callable(source):
@@ -284,7 +308,9 @@ def read_epochs(
         batches = read(orders, first_step, epoch)
         return on_devices(batches, sharding, depth=depth, timeout=timeout, first_load=number)
 
-    return Epochs(load, sizes, order, scope, place, num_epochs, ahead, unit_size=unit_size)
+    reads = Epochs(load, sizes, order, scope, place, num_epochs, ahead, unit_size=unit_size)
+    reads.around = around
+    return reads
 
 
 def num_units_of(order: Ordering, first: State) -> int:

@@ -21,10 +21,6 @@ class ReadState(NamedTuple):
     epoch: Count = 0
     units: Count = 0  # units of this epoch that all workers together have read
     loads: Count = 0  # batches read since the run began
-    steps: Count = 0  # equal to loads; with echoing, the uses of all batches
-    uses: Count = 0  # uses so far of the next batch, if it is used again; 0 for a new batch
-    used: Count = 0  # with minibatches, a worker's units in the finished ones of this use
-    rows: PyTree = ()  # gradients of these units, if the order has still to observe them
 
 
 def check_place(
@@ -78,16 +74,12 @@ def restored(like: Any, saved: PyTree) -> Any:
     return restored_state
 
 
-def with_rows(place: ReadState, saved: Any, like: PyTree, lead: tuple[int, ...]) -> ReadState:
-    """A place with zeros for the rows of a saved state; `like` and `lead` give their shapes."""
+def unwrap(saved: Any) -> tuple[Any, Any]:
+    """The reader's part of a state, and the state of `echo.repeat` around it, or None."""
     try:
-        used, uses = int(part_of(saved, "used")), int(part_of(saved, "uses"))
+        return part_of(saved, "reads"), saved
     except (KeyError, IndexError, AttributeError, TypeError):
-        return place  # `restored` names what is missing
-    if not used or uses or not hasattr(place.order, "position"):
-        return place
-    zeros = lambda x: jnp.zeros((*lead, used, *jnp.shape(x)), jnp.float32)  # noqa: E731
-    return place._replace(rows=jax.tree.map(zeros, like))
+        return saved, None
 
 
 def part_of(tree, name):

@@ -9,10 +9,11 @@ from ordering.echo.plans import (
     error_diffusion,
     fixed,
 )
-from ordering.echo.stream import Repeated, repeat
+from ordering.echo.stream import EchoState, Repeated, repeat
 
 __all__ = [
     "EchoPlan",
+    "EchoState",
     "Factor",
     "Measured",
     "Repeated",

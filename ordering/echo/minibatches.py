@@ -1,7 +1,7 @@
 """Minibatches of a batch that is used again, newly permuted in every use."""
 
-import collections
 import functools
+import zlib
 from typing import Any, NamedTuple
 
 import jax
@@ -55,20 +55,31 @@ class Cut(NamedTuple):
                     "minibatches, or batches whose minibatches hold a multiple of the devices."
                 ) from None
 
-    def order(self, units: int, load: int, use: int) -> collections.deque[Int[Array, "n"]]:
-        """The rows of all minibatches of a use, of `units` units each."""
+    def order(self, batch: PyTree, load: int, use: int) -> list[Int[Array, "n"] | None]:
+        """The rows of all minibatches of a use; None for a whole batch."""
+        if self.parts == 1:
+            return [None]
+        units = self.units(batch)
         with jax.transfer_guard("allow"):  # two numbers
             shuffled = use > 0 or not self.keeps_first
             numbers = (load, use) if shuffled else ()
-            return collections.deque(_order(self.key, numbers, units, self.parts, self.size))
+            return _order(self.key, numbers, units, self.parts, self.size)
 
-    def take(self, batch: PyTree, rows: Int[Array, "n"]) -> PyTree:
+    def take(self, batch: PyTree, rows: Int[Array, "n"] | None) -> PyTree:
         """These rows of a batch, with its sharding, gathered on its devices."""
+        if rows is None:
+            return batch
         leaves, structure = jax.tree.flatten(batch)
         places = (leaf.sharding for leaf in leaves)
         places = (s if isinstance(s, jax.sharding.NamedSharding) else None for s in places)
         with jax.transfer_guard_device_to_device("allow"):  # the numbers of rows
             return structure.unflatten(_taking(self.axis, tuple(places))(leaves, rows))
+
+    @jax.transfer_guard("allow")
+    def digest(self) -> int:
+        """A 32-bit digest of what the rows of a use depend on."""
+        key = b"" if self.key is None else np.asarray(jax.random.key_data(self.key)).tobytes()
+        return zlib.crc32(key, self.parts)
 
 
 def cut_of(minibatches: int, key: Any, axis: int) -> Cut:

@@ -5,20 +5,70 @@ A run has T steps and L loads. An echoed step uses a batch that is already on th
 
 import dataclasses
 import functools
+import zlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, overload
+from typing import TYPE_CHECKING, ClassVar, overload
 
 import jax
 import numpy as np
-import optax
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Int, Key
 
 from syncopate import plans, schedules
 
+if TYPE_CHECKING:
+    import optax  # an import of a tenth of a second
+
+
+class Policy:
+    """What `repeat` follows: it decides in every step whether the step loads.
+
+    Attributes:
+      total_steps: T; None for as many steps as the loads last.
+      online: whether it decides by more than the step, as by what is ready.
+    """
+
+    total_steps: int | None
+    online: ClassVar[bool] = False
+
+    def decide(self, step: int, *, uses: int, ready: Callable[[], bool]) -> bool:
+        """Whether a step loads, after so many uses of the last load; may call `ready`."""
+        raise NotImplementedError
+
+    def before(self, step: int) -> Bool[np.ndarray, "t"]:
+        """The decisions before a step, as far as they are known before the run."""
+        raise NotImplementedError
+
+    def place(self, step: int) -> tuple[int, int]:
+        """The loads before a step, and how many steps used the last of them."""
+        fresh = self.before(step)
+        if len(fresh) < step:
+            raise ValueError(
+                f"step is {step}, and decided has {len(fresh)} decisions: pass those of all steps "
+                "before it, [batches.fresh for _ in batches]."
+            )
+        return int(np.count_nonzero(fresh)), int(np.argmax(fresh[::-1])) + 1 if len(fresh) else 0
+
+    def again(self, step: int, uses: int) -> bool:
+        """Whether a step may use the last load again; after the plan's end, as a longer one may."""
+        return step == self.total_steps or not self.decide(step, uses=uses, ready=lambda: False)
+
+    def first_load(self, step: int) -> int:
+        """The number of the first load that a run needs if it resumes at a step.
+
+        At the end of the plan it is the last load, which a longer plan may use again.
+        """
+        loads, uses = self.place(plans.check_whole("step", step, 0, self.total_steps))
+        return loads - self.again(step, uses)
+
+
+def digest_decisions(fresh: Sequence[bool] | np.ndarray, before: int = 0) -> int:
+    """A 32-bit digest of decisions, or of these and those before them, of which it is given."""
+    return zlib.crc32(np.asarray(fresh, bool).tobytes(), before)
+
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)
-class EchoPlan(plans.Plan):
+class EchoPlan(plans.Plan, Policy):
     """The loads of a run: step t loads a fresh batch if fresh[t], and else uses the last one again.
 
     Two plans are equal if they load in the same steps.
@@ -86,33 +136,13 @@ class EchoPlan(plans.Plan):
             raise ValueError(f"step {step} is outside [0, {self.total_steps}]: pass a step in it.")
         return np.searchsorted(self._marked, step)
 
-    def first_load(self, step: int) -> int:
-        """The number of the first load that a run needs if it resumes at a step.
-
-        At the end of the plan it is the last load. A run by `adaptive` may use that load again.
-        """
-        plans.check_whole("step", step, 0)
-        before = int(self.loads_before(step))
-        return before - (step == self.total_steps or not self.decide(step))
-
     def decide(self, step: int, **_: object) -> bool:
         """Whether a step loads; only other policies use the other arguments."""
         return bool(self.fresh[step])
 
-    def again(self, step: int, uses: int) -> bool:
-        """Whether a step uses the last batch again, after so many uses."""
-        del uses
-        return step < self.total_steps and not self.decide(step)
-
-    def place(self, step: int) -> tuple[int, int]:
-        """The loads before a step, and how many steps used the last of them."""
-        count = int(self.loads_before(step))
-        return count, step - int(self.load_steps[count - 1]) if count else 0
-
-    @property
-    def most_steps(self) -> int:
-        """The last step at which a run can resume."""
-        return self.total_steps
+    def before(self, step: int) -> Bool[np.ndarray, "t"]:
+        """The decisions before a step."""
+        return self.fresh[:step]
 
     def _summary(self):
         uses = f"{self.uses.min()} to {self.uses.max()}"
@@ -123,32 +153,22 @@ class EchoPlan(plans.Plan):
         return f"{self.loads_per_step:.3%} of the steps load, batches used {uses} times", lines
 
 
-class Factor(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Factor(Policy):
     """Every batch is used equally often, as long as there are loads; see `fixed`."""
 
     factor: int
-
-    online = False  # no fields
-    total_steps = None
-    most_steps = 10**7
+    total_steps = None  # no field
 
     def decide(self, step: int, *, uses: int, **_: object) -> bool:
         """Whether a step loads, after so many uses of the last load."""
-        return not self.again(step, uses)
+        return not 0 < uses < self.factor
 
-    def again(self, step: int, uses: int) -> bool:
-        """Whether a step uses the last batch again, after so many uses."""
-        del step
-        return 0 < uses < self.factor
-
-    def place(self, step: int) -> tuple[int, int]:
-        """The loads before a step, and how many steps used the last of them."""
-        count = -(-step // self.factor)
-        return count, step - (count - 1) * self.factor if count else 0
-
-    def first_load(self, step: int) -> int:
-        """The number of the first load that a run needs if it resumes at a step."""
-        return plans.check_whole("step", step, 0) // self.factor
+    def before(self, step: int) -> Bool[np.ndarray, "t"]:
+        """The decisions before a step."""
+        fresh = np.zeros(step, bool)
+        fresh[:: self.factor] = True
+        return fresh
 
 
 @overload
@@ -188,7 +208,7 @@ def fixed(factor: int, *, total_steps: int | None = None) -> EchoPlan | Factor:
 
 
 def bernoulli(
-    p: optax.Schedule | float | np.ndarray, *, total_steps: int, key: Key[jax.Array, ""]
+    p: "optax.Schedule | float | np.ndarray", *, total_steps: int, key: Key[jax.Array, ""]
 ) -> EchoPlan:
     """Stochastic data echoing: step t loads with probability p(t), and the first step always.
 
@@ -221,7 +241,7 @@ def bernoulli(
     return EchoPlan(heads, f"bernoulli, p = {schedules.describe_schedule(p)}")
 
 
-def error_diffusion(p: optax.Schedule | float | np.ndarray, *, total_steps: int) -> EchoPlan:
+def error_diffusion(p: "optax.Schedule | float | np.ndarray", *, total_steps: int) -> EchoPlan:
     """Loads as often as `bernoulli` does on average, but at even distances instead of at random.
 
     a <- a + p(t); fresh_t = (a >= 1); a <- a - fresh_t; a starts so that the first step loads.
@@ -255,38 +275,29 @@ def error_diffusion(p: optax.Schedule | float | np.ndarray, *, total_steps: int)
     return EchoPlan(fresh, f"error diffusion, p = {schedules.describe_schedule(p)}")
 
 
-class Measured(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Measured(Policy):
     """A policy whose decisions depend on time; see `adaptive`."""
 
     total_steps: int | None
     max_factor: int
-    decided: np.ndarray  # bool[k], the decisions of an earlier part of the run
-
+    decided: EchoPlan | None  # the decisions of an earlier part of the run
     online = True  # no field
-
-    @property
-    def most_steps(self) -> int:
-        """The last step at which a run can resume."""
-        return len(self.decided)
-
-    def place(self, step: int) -> tuple[int, int]:
-        """The loads before a step, and how many steps used the last of them."""
-        return EchoPlan(self.decided).place(step) if step else (0, 0)
-
-    def again(self, step: int, uses: int) -> bool:
-        """Whether a step may use the last batch again, after so many uses."""
-        del uses
-        return step != self.total_steps
-
-    def first_load(self, step: int) -> int:
-        """The number of the first load that a run needs if it resumes at a step."""
-        return EchoPlan(self.decided).first_load(step) if step else 0
 
     def decide(self, step: int, *, uses: int, ready: Callable[[], bool]) -> bool:
         """Whether a step loads, after so many uses of the last load; may call `ready`."""
-        if step < len(self.decided):
-            return bool(self.decided[step])
+        if self.decided is not None and step < self.decided.total_steps:
+            return self.decided.decide(step)
         return bool(not uses or uses >= self.max_factor or ready())
+
+    def again(self, step: int, uses: int) -> bool:
+        """Whether a step may use the last load again: as at the end of a plan of `decided`."""
+        decided = self.decided is not None and step < self.decided.total_steps
+        return super().again(step, uses) if decided else uses > 0
+
+    def before(self, step: int) -> Bool[np.ndarray, "t"]:
+        """The decisions before a step, as far as they were given."""
+        return np.zeros(0, bool) if self.decided is None else self.decided.before(step)
 
 
 def adaptive(
@@ -335,4 +346,5 @@ def adaptive(
             f"decided is {kind}, and the run has {total_steps} steps: pass [batches.fresh for _ in "
             "batches] of the run's first steps, a list of bools that begins with True."
         )
-    return Measured(total_steps, int(max_factor), decisions.astype(bool))
+    first = EchoPlan(decisions, "decided") if len(decisions) else None
+    return Measured(total_steps, int(max_factor), first)

@@ -1,7 +1,6 @@
 """The batches of a run with echoing."""
 
-import collections
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,11 +9,12 @@ import numpy as np
 from jaxtyping import Key, PyTree
 
 from ordering.base import State
-from ordering.data.epochs import Epochs, check_rows
+from ordering.data.batches import Position
+from ordering.data.epochs import Epochs, check_rows, copied
 from ordering.data.loader import LoadError, check_batches, describe_error, on_device
-from ordering.data.place import ReadState
+from ordering.data.place import Count, part_of, restored
 from ordering.echo.minibatches import Cut, check_parts, cut_of
-from ordering.echo.plans import EchoPlan, Factor, Measured
+from ordering.echo.plans import Policy, digest_decisions
 from syncopate import plans
 from syncopate.unstable import multihost_utils
 
@@ -26,14 +26,18 @@ def ready_everywhere(ready: bool) -> bool:
     return bool(np.all(multihost_utils.process_allgather(np.uint8(ready))))
 
 
-class Place(NamedTuple):
-    """Where a run begins or goes on."""
+class EchoState(NamedTuple):
+    """The place of a run that uses batches again; see `Repeated.state`."""
 
-    begun: int = 0  # steps of the plan
-    loads: int = 0
-    uses: int = 0  # uses of the last load that have begun
-    done: int = 0  # minibatches of a use that has begun; 0 if the next one begins
-    again: bool = False  # whether the first batch that is read is that of the last load
+    reads: Any  # the reader's state; if the order has still to observe the last batch, before it
+    steps: Count = 0  # finished uses of all batches, which are steps of the plan
+    uses: Count = 0  # those of the last batch; 0 if it cannot be read again
+    done: Count = 0  # finished minibatches of one more use
+    unit: Count = 0  # where the last batch began
+    batch: Count = 0  # its number in a window of blocks
+    decisions: Count = 0  # digest of the plan's decisions up to here
+    cut: Count = 0  # digest of what the minibatches of one more use depend on
+    rows: PyTree = ()  # gradients of finished minibatches that the order has still to observe
 
 
 class Repeated(Iterator):
@@ -45,36 +49,38 @@ class Repeated(Iterator):
       fresh: whether it was in the first use of this load.
     """
 
-    def __init__(self, loads: Any, plan: Any, cut: Cut, place: Place, stop_with_loads: bool):
+    def __init__(
+        self,
+        loads: Any,
+        plan: Policy,
+        cut: Cut,
+        counts: Sequence[int],
+        rows: PyTree,
+        load: int,
+        again: Callable[[Iterator], Iterator] | None,
+        may_end: bool,
+    ):
+        """Goes on where a state has these counts and rows; `again` gives an iterator of `load`."""
         self._loads, self._source, self._plan, self._cut = loads, iter(loads), plan, cut
-        self._begun, self._uses, self._done = place.begun, place.uses, place.done or cut.parts
-        self.load, self.fresh = place.loads - 1, False
-        self._stop_with_loads = stop_with_loads
+        self._may_end, self._batch, self._left = may_end, None, []
+        self._again = again and again(self._source)
+        steps, uses, done, unit, number, decisions, _ = counts
+        inside = done > 0
+        # Steps of the plan and uses of the load that have begun, and minibatches of the last use.
+        self._begun, self._uses, self._done = steps + inside, uses + inside, done or cut.parts
+        self.step, self.load = (self._begun - 1) * cut.parts + self._done - 1, load
+        self.fresh = inside and self._uses == 1
+        self._fresh_next: bool | None = None  # what is decided for the next use
+        self._digests = [decisions] * 2  # of all decisions, and of those before the last
         self._failed: Exception | None = None
-        self._rows: list[PyTree] = []  # gradients that wait for those of further minibatches
-        self._seen = cut.parts  # minibatches of the load's first use that were observed
-        self._left: Any = collections.deque()  # rows of the further minibatches of this use
-        self._batch: Any = None
-        if place.again:
-            self._batch = self._fetch(place.begun, self.load, may_end=False)
-            inside = place.done or getattr(loads, "used", 0)
-            self._left = self._resume(place) if inside else self._left
-        self.step = (self._begun - 1) * cut.parts + self._done - 1
-
-    def _resume(self, place):
-        """The minibatches that are left of a use in which the run was saved."""
-        self.fresh, left = self._uses == 1, self._minibatches(self._batch, self.load, self._uses)
-        if not place.done:
-            units = self._cut.units(self._batch)
-            self._done, rest = divmod(self._loads.used, units)
-            if rest or self._done >= self._cut.parts:
-                raise ValueError(
-                    f"minibatches is {self._cut.parts}, of {units} units, and the state was saved "
-                    f"after {self._loads.used} units of a use: pass minibatches as before."
-                )
-            if self.fresh and self._loads.observes:
-                self._rows, self._seen = [self._loads.rows], self._done
-        return collections.deque([*left][self._done :])
+        self._observes = cut.parts > 1 and getattr(loads, "observes", False)
+        # The minibatches of the first use that were observed, and gradients that wait for the rest.
+        self._seen = self._done if self.fresh and self._observes else cut.parts
+        self._rows: list[PyTree] = []
+        self._saved_rows = rows if self._seen < cut.parts else None
+        self._where: Position | None = None
+        if isinstance(loads, Epochs) and self._uses:
+            self._where = Position(loads.epoch, unit, number)
 
     @property
     def age(self) -> int:
@@ -82,27 +88,36 @@ class Repeated(Iterator):
         return (self._uses - 1) * self._cut.parts + self._done - 1
 
     def __next__(self) -> PyTree[jax.Array]:
-        if self._cut.parts > 1 and not self._is_observed():
+        if self._seen < self._done:
             raise ValueError(
                 f"step {self.step} was not observed: call observe(rows) after each step of a "
                 "first use, or read with an order that looks at no gradients."
             )
         if not self._left:
             self._begin_use()
-        rows = self._left.popleft()
+        rows = self._left.pop(0)
         self.step, self._done = self.step + 1, self._done + 1
-        return self._batch if rows is None else self._cut.take(self._batch, rows)
+        return self._cut.take(self._batch, rows)
 
     def _begin_use(self):
-        use, load = self._begun, self.load
-        if use == self._plan.total_steps:
+        """Reads the next use's batch, or that of the use in which the run was saved."""
+        if self._done == self._cut.parts and self._begun == self._plan.total_steps:
             raise StopIteration
-        fresh = self._plan.decide(
-            use, uses=self._uses, ready=lambda: ready_everywhere(self._loads.ready())
-        )
+        if self._again is not None:
+            batch = self._read(self._again, self.load, may_end=False)
+            if self._done < self._cut.parts:
+                self._left = self._order(batch, self.load, self._uses)[self._done :]
+            self._batch, self._again = batch, None
+            if self._left:
+                return
+        step, uses = self._begun, self._uses
+        if self._fresh_next is None:  # if its batch was late, the use is decided already
+            ready = lambda: ready_everywhere(self._loads.ready())  # noqa: E731
+            self._fresh_next = self._plan.decide(step, uses=uses, ready=ready)
+        fresh = self._fresh_next
+        load, uses = (self.load + 1, 1) if fresh else (self.load, uses + 1)
         if fresh:
-            load += 1
-            batch = self._fetch(use, load, may_end=self._stop_with_loads)
+            batch = self._read(self._source, load, may_end=self._may_end)
         elif any(leaf.is_deleted() for leaf in jax.tree.leaves(self._batch)):
             raise ValueError(
                 f"step {self.step + 1} uses load {load} again, but step {self.step} donated its "
@@ -110,28 +125,29 @@ class Repeated(Iterator):
             )
         else:
             batch = self._batch
-        uses = 1 if fresh else self._uses + 1
-        self._left = self._minibatches(batch, load, uses)
-        self._batch, self.load, self.fresh = batch, load, fresh
-        self._begun, self._uses, self._done = use + 1, uses, 0
-        self._seen = 0 if fresh else self._cut.parts
+        self._left = self._order(batch, load, uses)
+        self._batch, self.load, self.fresh, self._fresh_next = batch, load, fresh, None
+        self._begun, self._uses, self._done = step + 1, uses, 0
+        self._seen = 0 if fresh and self._observes else self._cut.parts
+        self._digests = [digest_decisions([fresh], self._digests[0]), self._digests[0]]
 
-    def _minibatches(self, batch, load, uses):
-        """The rows of every minibatch of a use; None for a whole batch."""
-        if self._cut.parts == 1:
-            return collections.deque([None])
+    def _order(self, batch, load, uses):
+        """The rows of every minibatch of a use."""
         try:
-            return self._cut.order(self._cut.units(batch), load, uses - 1)
+            return self._cut.order(batch, load, uses - 1)
         except ValueError as error:
             self._failed = error  # the load is gone
             raise
 
-    def _fetch(self, use, load, *, may_end):
-        step, total = (x and x * self._cut.parts for x in (use, self._plan.total_steps))
+    def _read(self, source, load, *, may_end):
+        step, total = (x and x * self._cut.parts for x in (self._begun, self._plan.total_steps))
         if self._failed:  # a generator that has failed would now end
             raise self._failed
         try:
-            return on_device(next(self._source))
+            batch = on_device(next(source))
+            if source is self._source:
+                self._where = getattr(self._loads, "last", None)
+            return batch
         except StopIteration:
             if load == 0:
                 raise ValueError("the source is empty: pass at least one batch.") from None
@@ -164,9 +180,13 @@ class Repeated(Iterator):
         if not self.fresh:
             return
         reads = self._reads()
-        if self._cut.parts > 1 and reads.observes:
-            self._rows.append(self._checked(rows))
-            self._seen += 1
+        if self._observes:
+            rows = self._checked(rows)
+            if self._saved_rows is not None:
+                several = lambda x: jnp.concatenate([x] * self._seen, reads.unit_axis)  # noqa: E731
+                saved = restored(jax.tree.map(several, rows), self._saved_rows)
+                self._rows, self._saved_rows = [saved], None
+            self._rows, self._seen = [*self._rows, rows], self._seen + 1
             if self._seen < self._cut.parts:
                 return
             rows, self._rows = self._waiting(), []
@@ -184,6 +204,8 @@ class Repeated(Iterator):
 
     def _waiting(self):
         """The gradients of this use that the order has not observed, in new arrays."""
+        if self._saved_rows is not None:
+            return copied(self._saved_rows)
         axis = self._reads().unit_axis
         joined = lambda *parts: jnp.copy(jnp.concatenate(parts, axis))  # noqa: E731
         return jax.tree.map(joined, *self._rows) if self._rows else ()
@@ -201,24 +223,25 @@ class Repeated(Iterator):
         """Exchanges data that a coordinated order has deferred, as `Epochs.sync`."""
         self._reads().sync()
 
-    def state(self) -> ReadState:
+    def state(self) -> EchoState:
         """The state to resume from, also in the middle of a use; the batch is then read again.
 
-        `repeat(read_epochs(..., state=), plan)` continues there.
+        `repeat(read_epochs(..., state=), plan)` continues there: by this plan, or by another that
+        has decided the same so far, such as a longer one.
         """
-        reads, uses, observed = self._reads(), self._uses, self._is_observed()
-        begun, done = divmod(self.step + 1 - (not observed), self._cut.parts)
-        if done:
-            used = done * self._cut.units(self._batch)
-            return reads.state_at(begun, uses - 1, used, self._waiting())
-        again = observed and uses and self._plan.again(begun, uses)
-        return reads.state_at(begun, uses if again else 0)
-
-    def _is_observed(self):
-        """Whether the last step needs no further `observe`."""
-        if self._cut.parts == 1 or not isinstance(self._loads, Epochs):
-            return getattr(self._loads, "observed", True)
-        return not self._loads.observes or self._seen >= self._done
+        reads, parts = self._reads(), self._cut.parts
+        saved = reads.state()
+        waits = int(saved.loads) < reads.loads  # the order has still to observe the batch
+        if self._observes:
+            waits = self._seen < self._done
+        steps, done = divmod(self.step + 1 - waits, parts)
+        # Once its epoch has ended, a batch cannot be read again.
+        where = self._where if self._where and self._where.epoch == reads.epoch else None
+        unit, batch = (where.unit, where.batch) if where else (0, 0)
+        uses = self._uses - (steps < self._begun) if where else 0
+        digests = self._digests[steps + (done > 0) < self._begun], self._cut.digest() if done else 0
+        counts = map(np.asarray, (steps, uses, done, unit, batch, *map(np.uint32, digests)))
+        return EchoState(saved, *counts, rows=self._waiting() if done else ())
 
     def _reads(self) -> Epochs:
         if not isinstance(self._loads, Epochs):
@@ -231,7 +254,7 @@ class Repeated(Iterator):
 
 def repeat(
     loads: Iterable[PyTree],
-    plan: EchoPlan | Factor | Measured,
+    plan: Policy,
     *,
     minibatches: int = 1,
     key: Key[jax.Array, ""] | None = None,
@@ -250,6 +273,7 @@ def repeat(
 
     `adaptive` checks whether a batch is ready when `next` is called. Wait for the previous step
     first (`jax.block_until_ready`): a host that runs ahead of the device finds fewer batches ready.
+    In several processes it asks all of them on their devices, which waits for that step anyway.
 
     Args:
       loads: `read_epochs`, which resumes from its own state; or an iterable of batches, trees of
@@ -297,7 +321,7 @@ def repeat(
       Choi, Passos, Shallue, Dahl, Faster Neural Network Training with Data Echoing, 2019,
       https://arxiv.org/abs/1907.05550
     """
-    if not isinstance(plan, EchoPlan | Factor | Measured):
+    if not isinstance(plan, Policy):
         raise ValueError(
             f"plan is a {type(plan).__name__}: pass a plan, such as ordering.echo.fixed(4) or "
             "ordering.echo.adaptive(max_factor=4)."
@@ -309,20 +333,20 @@ def repeat(
             "loads=prefetch_to_device(...)."
         )
     cut = cut_of(minibatches, key, axis)
-    stop_with_loads = stop_with_loads or plan.total_steps is None
+    may_end = stop_with_loads or plan.total_steps is None
     if isinstance(loads, Epochs):
-        cut, place = _of_reads(loads, cut, first_step)
-        return Repeated(loads, plan, cut, place, stop_with_loads)
-    first_step = plans.check_whole("first_step", first_step, 0, plan.most_steps * cut.parts)
-    use, done = divmod(first_step, cut.parts)
-    begun = use + (done > 0)
-    count, uses = plan.place(begun)
-    again = done > 0 or use != plan.total_steps and plan.first_load(use) < count
-    return Repeated(loads, plan, cut, Place(begun, count, uses, done, again), stop_with_loads)
+        return _of_reads(loads, plan, cut, first_step, may_end)
+    most = None if plan.total_steps is None else plan.total_steps * cut.parts
+    steps, done = divmod(plans.check_whole("first_step", first_step, 0, most), cut.parts)
+    count, uses = plan.place(steps + (done > 0))
+    again = done > 0 or plan.first_load(steps) < count
+    counts = steps, uses - (done > 0), done, 0, 0, 0, 0
+    of_source = (lambda source: source) if again else None
+    return Repeated(loads, plan, cut, counts, (), count - 1, of_source, may_end)
 
 
-def _of_reads(reads: Epochs, cut: Cut, first_step: int) -> tuple[Cut, Place]:
-    """How to cut the batches of a reader, and where its state is."""
+def _of_reads(reads: Epochs, plan: Policy, cut: Cut, first_step: int, may_end: bool) -> Repeated:
+    """The batches of a reader, from its place on."""
     if first_step:
         raise ValueError(
             f"first_step is {first_step}, but read_epochs resumes from its own state: "
@@ -330,14 +354,66 @@ def _of_reads(reads: Epochs, cut: Cut, first_step: int) -> tuple[Cut, Place]:
         )
     if cut.axis:
         raise ValueError(f"axis is {cut.axis}, but read_epochs knows its own: leave axis out.")
-    if reads.used and cut.parts == 1:
-        raise ValueError(
-            f"minibatches is 1, and the state was saved after {reads.used} units of a use: pass "
-            "minibatches as before."
-        )
     for units in reads.units_of_batches() if cut.parts > 1 else ():
         check_parts(units, cut.parts, "units")
-    inside = reads.used > 0
-    uses = reads.uses + inside
-    place = Place(reads.steps + inside, reads.loads + (uses > 0), uses, 0, uses > 0)
-    return cut._replace(axis=reads.unit_axis, size=reads.unit_size, keeps_first=True), place
+    cut = cut._replace(axis=reads.unit_axis, size=reads.unit_size, keeps_first=True)
+    counts, rows = _parts_of_state(reads)
+    again = _check_plan(plan, cut, *counts)
+    _, uses, done, unit, batch, *_ = counts
+    # The order has still to observe the batch in use, so it is the next one of the reader.
+    is_next = done > 0 and not uses and reads.observes
+
+    def source_of_last(source):
+        return source if is_next else reads.load_again(unit, batch)
+
+    load = reads.loads - (not is_next)
+    reads.around = None
+    source = source_of_last if again else None
+    return Repeated(reads, plan, cut, counts, rows, load, source, may_end)
+
+
+def _parts_of_state(reads: Epochs) -> tuple[list[int], PyTree]:
+    """The counts and rows of a saved state; with a reader alone, every batch was used once."""
+    if reads.around is None:
+        return [reads.loads, 0, 0, 0, 0, digest_decisions([True] * reads.loads), 0], ()
+    try:
+        counts = [int(part_of(reads.around, name)) for name in EchoState._fields[1:-1]]
+        rows = part_of(reads.around, "rows") if counts[2] and reads.observes else ()
+    except (KeyError, IndexError, AttributeError, TypeError, ValueError):
+        raise ValueError(
+            "state has not all fields of EchoState: pass what ordering.echo.repeat(...).state() "
+            "gave."
+        ) from None
+    return counts, rows
+
+
+def _check_plan(plan, cut, steps, uses, done, unit, batch, decisions, digest) -> bool:
+    """Whether the last batch is used again; ValueError for another plan than that of the state."""
+    begun = steps + (done > 0)
+    if plan.total_steps is not None and begun > plan.total_steps:
+        raise ValueError(
+            f"the state is at step {begun} and the plan has {plan.total_steps}: pass the plan of "
+            "the run, or a longer one."
+        )
+    fresh = plan.before(begun)
+    if len(fresh) == begun and digest_decisions(fresh) != decisions:
+        raise ValueError(
+            f"the plan's first {begun} decisions are not those of the state: pass the plan of the "
+            "run, or a longer one."
+        )
+    if done and cut.digest() != digest:
+        raise ValueError(
+            f"minibatches is {cut.parts}, and the state was saved inside a use, with another "
+            "number or key: pass both as before."
+        )
+    if done:
+        return True
+    again = steps != plan.total_steps and plan.again(
+        steps, uses if plan.online else plan.place(steps)[1]
+    )
+    if again and not uses:
+        raise ValueError(
+            f"step {steps} of the plan uses the last batch again, which this state cannot: pass "
+            "the plan of the run, or one that loads there."
+        )
+    return again

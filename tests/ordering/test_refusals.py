@@ -279,7 +279,7 @@ REFUSED = {  # the call, and what its message names: arguments, values, places i
         lambda: echo.bernoulli(optax.linear_schedule(1.0, 0.0, 3), total_steps=5, key=KEY), "p(3)"),
     "a step undecided": (
         lambda: Uses(Scripted(ANSWERS), policy(decided=[True, False]), first_step=3),
-        "first_step", "3",
+        "step is 3", "2 decisions",
     ),
     "what no order has": (
         lambda: echo.repeat([np.ones(1)], echo.fixed(2)).state(), "loads", "list"),
@@ -296,7 +296,7 @@ REFUSED = {  # the call, and what its message names: arguments, values, places i
         lambda: of_minibatches(3, lambda b, x: b.advance(b.order_state)), "advance"),
     "rows of another minibatch": (
         lambda: of_minibatches(3, lambda b, x: b.observe(x["g"][:, :0])), "(2, 0, 4)", "1 rows"),
-    "a state inside a use": (inside_a_use, "1 units", "use"),
+    "a state inside a use": (inside_a_use, "minibatches is 1", "use"),
     "a minibatch observed twice": (
         lambda: of_minibatches(3, lambda b, x: [b.observe(x["g"])] * 2 and b.observe(x["g"])),
         "1 of 1"),
