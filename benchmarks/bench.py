@@ -217,6 +217,7 @@ def main(values: flags.FlagValues) -> None:
     if values.part == "local_steps":  # read when the first device is asked for, which is below
         flag = f"--xla_force_host_platform_device_count={local_timing.WORKERS}"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
+        os.environ.setdefault("PJRT_NPROC", str(2 * local_timing.WORKERS))
     head = ()
     for name in names:
         print(f"Measuring {values.part}, {name}: compiles first", file=sys.stderr, flush=True)

@@ -2,7 +2,7 @@
 
 QSR says when workers average their weights. Pair balance orders the units of each worker.
 
-XLA_FLAGS=--xla_force_host_platform_device_count=8 python examples/two_axes.py
+XLA_FLAGS=--xla_force_host_platform_device_count=8 PJRT_NPROC=16 python examples/two_axes.py
 """
 
 import jax

@@ -7,6 +7,7 @@ else is an error of this code and has its traceback. The exit code is 1 for both
 
 import inspect
 import os
+import re
 import shlex
 import sys
 import textwrap
@@ -22,6 +23,7 @@ from syncopate.refusals import UserError
 
 # The settings of JAX for which all experiments are written and tested.
 FIXED = {"jax_enable_x64": False, "jax_numpy_dtype_promotion": "standard"}
+DEVICES = "--xla_force_host_platform_device_count"  # splits a CPU, and computes the same
 # What they refuse is a ValueError, for programs too; the experiments' own is a UserError.
 LIBRARIES = ("local_opt", "models", "ordering", "syncopate")
 HELP = ("h", "help", "helpshort", "helpfull")
@@ -105,6 +107,7 @@ def main(
         if "process_id" not in values or values["process_id"].value is None:
             print("Loading JAX and the experiment", file=sys.stderr, flush=True)
         if not rest:  # what starts other commands needs no JAX
+            os.environ.setdefault("PJRT_NPROC", str(max(os.cpu_count() or 1, 2 * cpu_devices())))
             check_jax()
         return run(values, *[argv[1:]] * rest)
 
@@ -150,6 +153,16 @@ def help_of(values: flags.FlagValues, defaults: Mapping[str, Any], *, full: bool
 
 def _entry(flag: str, text: str, start: str = "\n") -> str:
     return start + textwrap.fill(f"  {flag:23} {text}", 100, subsequent_indent=" " * 26)
+
+
+def cpu_devices() -> int:
+    """How many devices XLA_FLAGS makes of this CPU.
+
+    XLA launches and runs their programs in one pool of threads. With fewer than two threads for
+    each device, launches can take all of those for which a collective waits.
+    """
+    counts = re.findall(f"{DEVICES}=([0-9]+)", os.environ.get("XLA_FLAGS", ""))
+    return int(counts[-1]) if counts else 1
 
 
 def check_jax() -> None:

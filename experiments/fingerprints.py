@@ -17,6 +17,7 @@ import numpy as np
 from absl import flags
 
 import ordering.data
+from experiments.entry import DEVICES
 
 # Flags that may differ: a process's number, its address of process 0, and its data's folder (the
 # data themselves are compared).
@@ -32,7 +33,6 @@ CONFIG = (
 WHOLE = 2**28  # bytes up to which a set is hashed as a whole: about a second
 PACKAGES = ("experiments", "local_opt", "models", "ordering", "syncopate")
 SAMPLED = 1000  # examples of larger arrays and of sources, evenly spaced
-DEVICES = "--xla_force_host_platform_device_count"  # splits a CPU, and computes the same
 
 
 def facts(values: flags.FlagValues, data: str) -> dict[str, str]:

@@ -3,8 +3,7 @@ r"""Starts an experiment in several local processes on the CPU, to test or try m
     python -m experiments.launch --processes=2 -- experiments.cd_grab --run=mesh --workers=2
 
 Each process has one device, unless XLA_FLAGS says otherwise, and its own workers' data; they
-communicate over gloo. (With two CPU devices per process, each can wait for a collective that the
-other has not started.) Process 0 prints to stdout, the others to stderr. Ctrl-C or SIGTERM asks all
+communicate over gloo. Process 0 prints to stdout, the others to stderr. Ctrl-C or SIGTERM asks all
 processes to stop; a second one kills them. If a process fails, launch names it, ends the others and
 returns its exit code; give the command again to resume from the last complete checkpoint. On Linux
 the processes end with launch, however it ends; elsewhere they outlive its SIGKILL. On a cluster the
@@ -28,7 +27,6 @@ from syncopate.refusals import UserError
 
 PER_CORE = 8
 GRACE = 5.0  # seconds that the others get once one has failed; gloo has no timeout
-DEVICES = "--xla_force_host_platform_device_count"
 
 
 def launch(command: Sequence[str], processes: int) -> int:
@@ -45,7 +43,7 @@ def launch(command: Sequence[str], processes: int) -> int:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     xla = os.environ.get("XLA_FLAGS", "")
-    xla = xla if DEVICES in xla else f"{xla} {DEVICES}=1"
+    xla = xla if entry.DEVICES in xla else f"{xla} {entry.DEVICES}=1"
     environment = {"JAX_PLATFORMS": "cpu", **os.environ, "XLA_FLAGS": xla}
     # Pass -P unless the current folder is on this process's own path.
     isolated = [] if {"", os.getcwd()} & set(sys.path) else ["-P"]

@@ -88,7 +88,8 @@ def undrawn():
 
 def environment(devices=1):
     xla = f"--xla_force_host_platform_device_count={devices} {FAST_XLA}"
-    return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla, "PYTHONPATH": str(ROOT)}
+    inherited = {name: value for name, value in os.environ.items() if name != "PJRT_NPROC"}
+    return inherited | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla, "PYTHONPATH": str(ROOT)}
 
 
 def start(command, folder, devices=1, *, again=False, stdout=subprocess.PIPE):

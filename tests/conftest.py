@@ -14,8 +14,8 @@ os.environ["XLA_FLAGS"] = (
 )
 # Little programs that run once or twice: most of the time would go into optimising them.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-# Eight devices of two cores that run several programs at a time may wait for each other for ever.
-os.environ.setdefault("JAX_CPU_ENABLE_ASYNC_DISPATCH", "0")
+# With fewer threads, launches may take those for which a collective waits (docs/use/meshes.md).
+os.environ.setdefault("PJRT_NPROC", "16")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 # Every process of the suite imports the same files: none compiles them again.
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):

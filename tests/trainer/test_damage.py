@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import syncopate
-from experiments import fingerprints
+from experiments import entry, fingerprints
 from experiments.data import TASKS
 from experiments.data.base import first_of
 from experiments.data.text import Recut
@@ -210,6 +210,11 @@ def test_data_and_settings_of_jax_belong_to_a_run(finished, tmp_path, monkeypatc
 def test_conditions_hold_the_flags_of_xla_but_the_number_of_devices(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_b=1 --xla_force_host_platform_device_count=3 --xla_a=2")
     assert fingerprints.conditions()["XLA_FLAGS"] == "--xla_a=2 --xla_b=1"
+    assert entry.cpu_devices() == 3
+    monkeypatch.setenv("XLA_FLAGS", f"{entry.DEVICES}=2 {entry.DEVICES}=16")  # XLA takes the last
+    assert entry.cpu_devices() == 16
+    monkeypatch.delenv("XLA_FLAGS")
+    assert entry.cpu_devices() == 1
 
 
 def test_a_run_goes_on_as_it_was_and_is_told_of_other_conditions(
