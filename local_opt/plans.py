@@ -102,7 +102,8 @@ class SyncPlan(plans.Plan):
         """The tree after a step: its mean over the workers if the plan syncs there, else the tree.
 
         For loops without optax: call it between jitted steps. All syncs run one compiled program.
-        On one device the mean of equal numbers is that number; elsewhere it is as in `pmean`.
+        On one device the mean of equal numbers is that number; elsewhere it is as in `pmean`. On a
+        mesh over several processes the first call compares their plans.
 
         Args:
           step: in 0 .. T - 1, the step that was taken.
@@ -115,7 +116,7 @@ class SyncPlan(plans.Plan):
           The tree itself if no sync is due; else new arrays, on the same devices as the old.
 
         Raises:
-          ValueError: for a step, arrays or workers that do not fit.
+          ValueError: for a step, arrays or workers that do not fit, or processes with other plans.
 
         Examples:
           >>> import jax.numpy as jnp
@@ -124,11 +125,13 @@ class SyncPlan(plans.Plan):
           >>> plan.after(0, x, 2).tolist(), plan.after(1, x, 2).tolist()
           ([1.0, 3.0], [2.0, 2.0])
         """
+        count, axis_name, mesh = count_of(workers, axis_name)
+        if isinstance(mesh, Mesh) and mesh.is_multi_process:
+            _ = self._compared
         if not self.syncs_after(plans.check_whole("step", step, 0, self.total_steps - 1)):
             return tree
         arrays, rest = parted_modules(tree)
         check_leading({"tree": arrays, "weight": weight}, "worker")
-        count, axis_name, mesh = count_of(workers, axis_name)
         leaves, treedef = jax.tree.flatten(arrays)
         if mesh is None:
             traced = any(isinstance(x, Tracer) for x in leaves)
@@ -176,6 +179,11 @@ class SyncPlan(plans.Plan):
             return self
         rule = f"{self.rule}, to the next {every:g} loads"
         return SyncPlan(np.append(0, kept[:-1]), total_steps, rule)
+
+    @functools.cached_property
+    def _compared(self) -> None:
+        """Compares the plans of all processes, once."""
+        self.check_same()
 
     @functools.cached_property
     def _bits(self):

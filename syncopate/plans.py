@@ -192,7 +192,7 @@ class Plan:
         return hashlib.sha256(self._bounds.astype("<i8").tobytes()).hexdigest()
 
     def check_same(self) -> None:
-        """Raises ValueError if processes have different plans, since all would wait for ever."""
+        """Raises ValueError if processes have other plans: they would meet at other steps."""
         local = np.frombuffer(bytes.fromhex(self.digest()), np.uint8)
         digests = np.reshape(multihost_utils.process_allgather(local), (-1, local.size))
         other = np.flatnonzero((digests != digests[0]).any(axis=1))

@@ -38,6 +38,12 @@ def count_of(workers: int | Mesh | AbstractMesh | None, axis_name: Any) -> Worke
         return Workers(workers.shape[axis_name], axis_name, workers)
     if not is_whole(workers) or int(workers) < 1:
         raise ValueError(f"workers is {workers!r}: pass a whole number >= 1, or a mesh.")
+    if jax.distributed.is_initialized() and jax.process_count() > 1:
+        raise ValueError(
+            f"workers is {workers} in {jax.process_count()} processes, each of which would average "
+            "its own: pass jax.make_mesh((jax.device_count(),), ('worker',)), or for workers of "
+            "one process jax.sharding.Mesh(jax.local_devices(), ('worker',))."
+        )
     return Workers(int(workers), axis_of(axis_name, ()), None)
 
 

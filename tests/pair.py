@@ -97,9 +97,17 @@ def main(argv) -> None:
     }
     folded = local_opt.replicate(jax.random.key(3), mesh, keys="fold")
     results["folded"] = [jax.random.key_data(s.data).tolist() for s in folded.addressable_shards]
-    with pytest.raises(ValueError) as alone:
-        devices.mesh_of("vmap", WORKERS)
-    results |= {"differs": differences(number), "alone": str(alone.value)}
+    plan = local_opt.constant(2 + number, total_steps=6)
+    refused = {
+        "alone": lambda: devices.mesh_of("vmap", WORKERS),
+        "counted": lambda: local_opt.replicate(0.0, WORKERS),
+        "planned": lambda: plan.after(0, placed["x"], mesh),  # no sync is due in either process
+    }
+    for name, call in refused.items():
+        with pytest.raises(ValueError) as error:
+            call()
+        results[name] = str(error.value)
+    results["differs"] = differences(number)
     results["done"] = records.read_folder(str(folder / "run"))
     records.open_folder(str(folder / "run"), {"workers": WORKERS})
     records.rewrite(str(folder / "run"), [{"process": number}])

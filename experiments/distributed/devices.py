@@ -4,8 +4,9 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from experiments.distributed.deadlines import several
+from syncopate.plans import check_whole
 from syncopate.refusals import UserError
-from syncopate.workers import AXIS, count_of
+from syncopate.workers import AXIS
 
 
 def mesh_of(run: str, workers: int) -> Mesh | None:
@@ -22,7 +23,7 @@ def mesh_of(run: str, workers: int) -> Mesh | None:
 
 def worker_mesh(workers: int) -> Mesh:
     """A mesh of the first `workers` devices of all processes."""
-    (workers, *_), devices = count_of(workers, AXIS), jax.devices()
+    workers, devices = check_whole("workers", workers, 1), jax.devices()
     if workers > len(devices):
         raise UserError(
             f"{workers} workers need as many devices, and {len(devices)} are here: take fewer "

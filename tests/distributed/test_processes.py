@@ -91,6 +91,8 @@ def test_differences_are_reported_in_both_processes(two):
         assert (
             "--run is vmap in 2 processes, each of which would do the whole work" in result["alone"]
         )
+        assert "workers is 2 in 2 processes, each of which would average" in result["counted"]
+        assert "processes [1] have another plan than process 0" in result["planned"]
 
 
 PROCESS = """
