@@ -7,6 +7,7 @@ so the end of a process is noticed at the next sync.
 import concurrent.futures
 import contextlib
 import functools
+import itertools
 import json
 import queue
 import threading
@@ -46,7 +47,8 @@ class Members(NamedTuple):
       step: the steps taken by the processes that did not restart; one that rejoins adopts it.
       processes: the numbers of the processes that are alive.
       incarnations: a number from JAX's coordinator for each, which changes if a process restarts.
-      rejoined: the processes that have come back since the last sync, which have weight 0.
+      rejoined: the processes that have come back since the last sync of this `ElasticSync`, which
+        have weight 0 in its next one. Barriers, and syncs of others, do not change that.
     """
 
     step: int
@@ -67,6 +69,8 @@ class Record(NamedTuple):
     count: int = 0  # of its barriers so far
     step: int = 0
     time: float = 0.0
+    returns: bool = False  # this is its first barrier since it has come back
+    admitted: list[int] | None = None  # the syncs that it has taken part in since; None: all
 
 
 class Membership:
@@ -80,17 +84,21 @@ class Membership:
         self.client, self.process, self.everyone = client, process, list(range(processes))
         self.last, self.members = Record(), {}  # {process: incarnation}
         self.restarted = process in self.records()  # another incarnation has written there
+        self.admitted = [] if self.restarted else None
+        self.syncs = itertools.count()  # numbers of the `ElasticSync`s, equal on all processes
+        if client is not None and not self.restarted:
+            self._write(Record(), Record())
         self.pause = 0.0  # seconds, the longest since the last barrier
         if process == 0 and processes > 1:  # process 0 holds the coordinator
             threading.Thread(target=self._watch, daemon=True).start()
 
-    def barrier(self, step: int) -> Members:
+    def barrier(self, step: int, sync: int) -> Members:
         """Waits for all processes that are alive. Raises ValueError if their steps differ."""
         if self.client is None:
             return Members(step, (self.process,), (0,))
-        here = Record(self.last.count + 1, step, time.time())
-        text = json.dumps([self.last, here], allow_nan=False)
-        self.client.key_value_set(f"{RECORDS}/{self.process}", text, allow_overwrite=True)
+        returns = self.restarted and not self.last.count
+        here = Record(self.last.count + 1, step, time.time(), returns, self.admitted)
+        self._write(self.last, here)
         members, records = self.members, {}
         while True:
             before, members = members, self.who_lives()
@@ -109,12 +117,25 @@ class Membership:
                 f"processes {sorted(gone)} as dead, which may be alive: {THEN}"
             )
         count = max(record.count for record in records.values())
-        rejoined = tuple(n for n, record in records.items() if record.count < count)
-        steps = {n: record.step for n, record in records.items() if n not in rejoined}
-        if len({*steps.values()}) > 1:
-            raise ValueError(f"processes sync after different steps, {steps}: give all one plan.")
+        returned = {n: r.admitted for n, r in records.items() if r.admitted is not None}
+        rejoined = tuple(n for n, admitted in returned.items() if sync not in admitted)
+        steps = {n: record.step for n, record in records.items() if not record.returns}
+        if len({*steps.values()}) != 1:
+            raise ValueError(
+                f"processes sync after different steps, {steps}: give all one plan, and start all "
+                "from one checkpoint."
+            )
         self.members, self.last = members, here._replace(count=count, step=[*steps.values()][0])
         return Members(self.last.step, tuple(records), tuple(members[n] for n in records), rejoined)
+
+    def admit(self, sync: int) -> None:
+        """This process has taken part in a sync of this number."""
+        if self.admitted is not None and sync not in self.admitted:
+            self.admitted = [*self.admitted, sync]
+
+    def _write(self, *records: Record) -> None:
+        text = json.dumps(records, allow_nan=False)
+        self.client.key_value_set(f"{RECORDS}/{self.process}", text, allow_overwrite=True)
 
     def who_lives(self) -> dict[int, int]:
         """{process: incarnation}, once all processes that are alive ask."""
@@ -200,6 +221,7 @@ class ElasticSync:
                 f"jax.config.update({RECOVERS!r}, True) before jax.distributed.initialize."
             )
         self._timeout, self._membership = timeout, membership_of(coordination_client())
+        self._number = next(self._membership.syncs)
         self._synced = set(range(jax.process_count()))  # their control variates add up to zero
         donated = (0,) if donate else ()
         self._sync = functools.cache(
@@ -226,7 +248,8 @@ class ElasticSync:
             others as dead.
         """
         try:
-            members = self._wait(lambda: self._membership.barrier(step), self._timeout)
+            barrier = functools.partial(self._membership.barrier, step, self._number)
+            members = self._wait(barrier, self._timeout)
         except Unfinished:
             count, records = self._membership.last.count + 1, self._membership.records()
             expected = self._membership.members or self._membership.everyone
@@ -278,6 +301,7 @@ class ElasticSync:
             new = tuple(device.process_index in members.rejoined for device in mesh.devices)
             trees = self._run(self._admit(mesh, new), members, trees, weight)
         trees = self._run(self._sync(mesh), members, trees, weight)
+        self._membership.admit(self._number)
         self._synced = {*members.processes}
         return multihost_utils.global_array_to_host_local_array(trees, mesh, spec)
 

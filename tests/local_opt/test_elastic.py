@@ -168,10 +168,10 @@ class Coordinator:
             self.asked = dict.fromkeys(members, turn)
             self.lock.notify_all()
 
-    def barrier(self, members, steps):
+    def barrier(self, members, steps, sync=0):
         """What each of the processes that come with a step finds, or its error."""
         with concurrent.futures.ThreadPoolExecutor(len(steps)) as pool:
-            tasks = {n: pool.submit(members[n].barrier, step) for n, step in steps.items()}
+            tasks = {n: pool.submit(members[n].barrier, step, sync) for n, step in steps.items()}
         return [task.exception() or task.result() for task in tasks.values()]
 
 
@@ -199,9 +199,22 @@ def test_members_are_those_that_live_and_one_that_comes_back_is_known():
     members |= memberships(coordinator, [1])
     assert members[1].restarted
     result = coordinator.barrier(members, {0: 100, 1: 0, 2: 100})
-    assert result == 3 * [local_opt.elastic.Members(100, (0, 1, 2), (7, 12, 9), (1,))]
-    result = coordinator.barrier(members, dict.fromkeys(range(3), 120))
-    assert result == 3 * [local_opt.elastic.Members(120, (0, 1, 2), (7, 12, 9))]
+    back = local_opt.elastic.Members(100, (0, 1, 2), (7, 12, 9), (1,))
+    assert result == 3 * [back]
+    for member in members.values():
+        member.admit(0)
+    for sync, rejoined in ((0, ()), (1, (1,)), (0, ())):  # another sync has yet to admit it
+        result = coordinator.barrier(members, dict.fromkeys(range(3), 120), sync)
+        assert result == 3 * [back._replace(step=120, rejoined=rejoined)]
+
+
+def test_one_that_dies_before_the_first_sync_is_known_when_it_comes_back():
+    coordinator = Coordinator({0: 7, 1: 8, 2: 9})
+    members = memberships(coordinator, range(3))
+    coordinator.change({0: 7, 1: 12, 2: 9})
+    members |= memberships(coordinator, [1])
+    result = coordinator.barrier(members, {0: 20, 1: 0, 2: 20})
+    assert result == 3 * [local_opt.elastic.Members(20, (0, 1, 2), (7, 12, 9), (1,))]
 
 
 @pytest.mark.parametrize("before", [0, 1, 3])
@@ -222,14 +235,14 @@ def test_one_that_has_gone_on_is_read_at_the_step_that_it_left():
     slow, real = threading.Event(), members[1].records
     members[1].records = lambda count=None: slow.wait(20) and real(count)
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        waits = pool.submit(members[1].barrier, 40)
-        assert members[0].barrier(40).step == 40
-        ahead = pool.submit(members[0].barrier, 70)  # has written, and waits
+        waits = pool.submit(members[1].barrier, 40, 0)
+        assert members[0].barrier(40, 0).step == 40
+        ahead = pool.submit(members[0].barrier, 70, 0)  # has written, and waits
         while json.loads(coordinator.store[f"{elastic.RECORDS}/0"])[1][1] != 70:
             time.sleep(0.001)
         slow.set()
         assert waits.result() == local_opt.elastic.Members(40, (0, 1), (7, 8))
-        assert pool.submit(members[1].barrier, 70).result() == ahead.result()
+        assert pool.submit(members[1].barrier, 70, 0).result() == ahead.result()
 
 
 def test_who_waited_long_asks_again(monkeypatch):
@@ -239,9 +252,9 @@ def test_who_waited_long_asks_again(monkeypatch):
     members = memberships(coordinator, range(3))
     coordinator.barrier(members, dict.fromkeys(range(3), 20))
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        first = [pool.submit(members[n].barrier, 40) for n in (0, 1)]
+        first = [pool.submit(members[n].barrier, 40, 0) for n in (0, 1)]
         time.sleep(0.1)
-        pool.submit(members[2].barrier, 40)  # comes late, and another barrier later it is dead
+        pool.submit(members[2].barrier, 40, 0)  # comes late, and another barrier later it is dead
         while coordinator.asked != {0: 4, 1: 4, 2: 4}:
             time.sleep(0.001)
         assert [f.result().processes for f in first] == 2 * [(0, 1, 2)]
@@ -256,7 +269,7 @@ def test_process_0_that_was_stopped_does_not_go_on_alone(monkeypatch):
     coordinator.change({0: 7})
     members[0].pause = 12.0
     with pytest.raises(RuntimeError, match="process 0 .* 12.0 s .*step 40"):
-        members[0].barrier(40)
+        members[0].barrier(40, 0)
 
 
 MEETS = """
@@ -316,7 +329,7 @@ def test_one_that_comes_back_is_known_as_new_and_gets_the_step_of_the_others(fre
     assert again.stdout.readline() == "up\n"
     first.stdin.write("go\n")
     first.stdin.flush()
-    members = [[60, [0, 1], [1]], [80, [0, 1], []]]
+    members = [[60, [0, 1], [1]], [80, [0, 1], [1]]]  # barriers admit nobody
     assert printed(first, 2) == [[*each, False, False] for each in members]
     assert printed(again, 2) == [[*each, True, False] for each in members]
     for process in (first, again):
