@@ -23,37 +23,20 @@ class Cut(NamedTuple):
 
     def units(self, batch: PyTree) -> int:
         """The units in a minibatch; ValueError, which names the leaf, for a batch that has none."""
-        counts = set()
-        for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-            name = f"batch{jax.tree_util.keystr(path)}"
-            if leaf.ndim <= self.axis:
+        leaves = jax.tree_util.tree_leaves_with_path(batch)
+        rows = sum(leaves[0][1].shape[self.axis : self.axis + 1])
+        for path, leaf in leaves:
+            if leaf.shape[self.axis : self.axis + 1] != (rows,):
                 raise ValueError(
-                    f"{name} has the shape {leaf.shape}, and minibatches={self.parts} cuts axis "
-                    f"{self.axis}: give it as many rows as the others, as by jnp.full(rows, x)."
+                    f"batch{jax.tree_util.keystr(path)} has the shape {leaf.shape}, and others "
+                    f"{rows} rows along axis {self.axis}: give all leaves equally many rows."
                 )
-            counts.add(leaf.shape[self.axis])
-            if len(counts) > 1:
-                raise ValueError(
-                    f"{name} has {leaf.shape[self.axis]} rows along axis {self.axis}, and other "
-                    f"leaves have {min(counts - {leaf.shape[self.axis]})}: give all equally many."
-                )
-        (rows,) = counts
         check_parts(rows, self.parts * self.size, "rows")
-        for leaf in jax.tree.leaves(batch):
-            self._check_sharding(leaf, rows // self.parts)
+        for _, leaf in leaves:
+            shape = [*leaf.shape]
+            shape[self.axis] = rows // self.parts
+            leaf.sharding.shard_shape(tuple(shape))  # JAX's error if it cannot be split so
         return rows // self.size // self.parts
-
-    def _check_sharding(self, leaf, rows):
-        place = leaf.sharding
-        if isinstance(place, jax.sharding.NamedSharding):
-            try:
-                place.shard_shape((*leaf.shape[: self.axis], rows, *leaf.shape[self.axis + 1 :]))
-            except ValueError:
-                raise ValueError(
-                    f"minibatches={self.parts} makes minibatches of {rows} rows, which "
-                    f"sharding={place.spec} cannot split over {dict(place.mesh.shape)}: pass fewer "
-                    "minibatches, or batches whose minibatches hold a multiple of the devices."
-                ) from None
 
     def order(self, batch: PyTree, load: int, use: int) -> list[Int[Array, "n"] | None]:
         """The rows of all minibatches of a use; None for a whole batch."""
@@ -71,9 +54,9 @@ class Cut(NamedTuple):
             return batch
         leaves, structure = jax.tree.flatten(batch)
         places = (leaf.sharding for leaf in leaves)
-        places = (s if isinstance(s, jax.sharding.NamedSharding) else None for s in places)
+        places = tuple(s if isinstance(s, jax.sharding.NamedSharding) else None for s in places)
         with jax.transfer_guard_device_to_device("allow"):  # the numbers of rows
-            return structure.unflatten(_taking(self.axis, tuple(places))(leaves, rows))
+            return structure.unflatten(_take(leaves, rows, self.axis, places))
 
     @jax.transfer_guard("allow")
     def digest(self) -> int:
@@ -120,16 +103,14 @@ def _order(key, numbers, units, parts, size):
     return list(rows.reshape(parts, units * size))
 
 
-@functools.lru_cache(64)
-def _taking(axis, places):
-    def take(leaves, rows):
-        return [_rows(leaf, rows, axis) for leaf in leaves]
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _take(leaves, rows, axis, places):
+    def take(leaf, place):
+        explicit = jax.typeof(leaf).sharding
+        out = explicit if mesh.axes_in(explicit.spec) else None
+        leaf = leaf.at[(*[slice(None)] * axis, rows)].get(
+            mode="promise_in_bounds", out_sharding=out
+        )
+        return jax.lax.with_sharding_constraint(leaf, place) if place and not out else leaf
 
-    return jax.jit(take, out_shardings=list(places))
-
-
-def _rows(leaf, rows, axis):
-    place = jax.typeof(leaf).sharding  # of explicit axes alone
-    out = place if mesh.axes_in(place.spec) else None
-    index = (*[slice(None)] * axis, rows)
-    return leaf.at[index].get(mode="promise_in_bounds", out_sharding=out)
+    return [take(leaf, place) for leaf, place in zip(leaves, places, strict=True)]

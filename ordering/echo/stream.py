@@ -390,13 +390,9 @@ def _parts_of_state(reads: Epochs) -> tuple[list[int], PyTree]:
 def _check_plan(plan, cut, steps, uses, done, unit, batch, decisions, digest) -> bool:
     """Whether the last batch is used again; ValueError for another plan than that of the state."""
     begun = steps + (done > 0)
-    if plan.total_steps is not None and begun > plan.total_steps:
-        raise ValueError(
-            f"the state is at step {begun} and the plan has {plan.total_steps}: pass the plan of "
-            "the run, or a longer one."
-        )
     fresh = plan.before(begun)
-    if len(fresh) == begun and digest_decisions(fresh) != decisions:
+    ended = plan.total_steps is not None and begun > plan.total_steps
+    if ended or len(fresh) == begun and digest_decisions(fresh) != decisions:
         raise ValueError(
             f"the plan's first {begun} decisions are not those of the state: pass the plan of the "
             "run, or a longer one."

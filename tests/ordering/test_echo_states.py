@@ -168,8 +168,7 @@ OTHERS = {  # what goes on with a state, and what the refusal names
     ),
     "a shorter plan": (
         lambda: echo.repeat(shuffled(state=after(echo.fixed(2), 4)), echo.fixed(2, total_steps=3)),
-        "step 4",
-        "plan has 3",
+        "first 4 decisions",
     ),
     "a run that used each batch once": (
         lambda: echo.repeat(read_some(4), echo.fixed(2)),
