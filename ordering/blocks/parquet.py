@@ -46,16 +46,12 @@ class Parquet(File):
                 break
         return data.num_rows
 
-    def groups_of(self, start: Any, stop: Any) -> tuple[Any, Any]:
-        """The first row group of a range of rows, and one past its last."""
-        first = np.searchsorted(self.starts, start, side="right") - 1
-        return first, np.searchsorted(self.starts, stop)
-
     def records(self, handle: Any, start: int, stop: int) -> Any:
         """An Arrow table; a group that several ranges share is decoded once."""
         import pyarrow as pa
 
-        first, last = map(int, self.groups_of(start, stop))
+        first = int(np.searchsorted(self.starts, start, side="right")) - 1
+        last = int(np.searchsorted(self.starts, stop))
         tables = []
         for i in range(first, last):
             read = lambda: handle.read_row_group(i, self.columns, use_threads=False)  # noqa: B023,E731
@@ -147,16 +143,11 @@ def warn_of_groups(sources: Sequence[Source], unit_size: int) -> None:
     files = [source for source in sources if isinstance(source, Parquet)]
     if sum(sum(file.group_bytes) for file in files) <= MOST:
         return
-    for file in files:
-        starts = np.arange(0, len(file), unit_size)
-        first, last = file.groups_of(starts, np.minimum(starts + unit_size, len(file)))
-        times = (file.starts[last] - file.starts[first]).sum() / len(file)
-        if times > 2 and len(file.group_sizes) > 1:
-            most = file.group_sizes.max()
-            warnings.warn(
-                f"{file.name} has row groups of up to {most} rows, decoded {times:.0f} times per "
-                f"epoch of blocks of {unit_size}: pass a larger unit_size, or write smaller groups "
-                f"(row_group_size={unit_size}).",
-                stacklevel=3,
-            )
-            return
+    file = max(files, key=lambda file: file.group_sizes.max())
+    if (most := file.group_sizes.max()) > 2 * unit_size:
+        warnings.warn(
+            f"{file.name} has row groups of up to {most} rows, which blocks of {unit_size} decode "
+            f"again and again: pass a larger unit_size, or write it with "
+            f"row_group_size={unit_size}.",
+            stacklevel=3,
+        )

@@ -31,7 +31,7 @@ class Blocks(Sequence):
         self.parts, self._ranges, self._ends = parts, ranges, ends
         self._kept, self._decode = kept, decode
         self._first_records = np.cumsum([0, *map(len, parts)])
-        before = np.cumsum([0, *_sizes(ranges, self._first_records, kept)])
+        before = _sums_before(_sizes(ranges, self._first_records, kept))
         self.sizes = np.diff(before[ends])
         self.unit_size = int(self.sizes.max())
         self._first: dict[str, Any] = {}  # the unit that was read first, and its types
@@ -109,8 +109,12 @@ def _sizes(ranges, first_records, kept):
     part, start, stop = ranges.T
     if kept is None:
         return stop - start
-    before = np.cumsum([0, *kept])
+    before = _sums_before(kept)
     return before[first_records[part] + stop] - before[first_records[part] + start]
+
+
+def _sums_before(counts):
+    return np.concatenate([[0], np.cumsum(counts)])
 
 
 def _decoded(decode, part, records):

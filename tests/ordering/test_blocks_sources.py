@@ -1,6 +1,7 @@
 """People's own files: names, states, checksums and types as they are found on disks."""
 
 import functools
+import gc
 import gzip
 import io
 import os
@@ -295,6 +296,7 @@ def test_a_bounded_number_of_files_is_open(kind, tmp_path):
     for i in range(OPEN + 36):
         decode = record_files.write(kind, tmp_path / f"{i:03}.{kind}", 4, first=10 * i)
     blocks = split(files(tmp_path / f"*.{kind}"), unit_size=2, decode=decode)
+    gc.collect()
     before, most, wrong = len(os.listdir("/proc/self/fd")), [], []
 
     def work(thread):
@@ -312,6 +314,9 @@ def test_a_bounded_number_of_files_is_open(kind, tmp_path):
     assert not wrong
     assert max(most) - before <= OPEN + 2 * len(threads)  # a thread lists a folder, too
     assert max(most) - before > len(threads)  # files do stay open
+    blocks = None
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 @pytest.mark.parametrize("kind", ["array_record", "parquet", "npy"])
