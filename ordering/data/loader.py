@@ -224,8 +224,8 @@ def check_batches(name: str, batches: object) -> None:
     """Raises ValueError unless it is an iterable of batches; a dict is one batch."""
     if not isinstance(batches, Iterable) or isinstance(batches, dict | str | type):
         raise ValueError(
-            f"{name} is a {type(batches).__name__}: pass an iterable of batches, such as a list "
-            "or a generator."
+            f"{name} is a {type(batches).__name__}: pass an iterable of batches, such as a list, "
+            "or call the generator function."
         )
 
 
@@ -239,7 +239,10 @@ def on_device(batch: PyTree, sharding: PyTree = None) -> PyTree[jax.Array]:
 
 def _places(sharding: PyTree, batch: PyTree) -> PyTree:
     """A place for each leaf. Where both have None, JAX would write the batch into an error."""
-    return jax.tree.broadcast(sharding, batch, is_leaf=_is_none)
+    try:
+        return jax.tree.broadcast(sharding, batch, is_leaf=_is_none)
+    except ValueError as error:
+        raise ValueError(f"sharding is a tree that does not fit the batch: {error}") from error
 
 
 def _is_none(x: Any) -> bool:

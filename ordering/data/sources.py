@@ -1,5 +1,6 @@
 """Data sources, and their examples in the sequence of an order."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -86,50 +87,64 @@ def as_source(source: PyTree[ArrayLike] | Sequence | Source, *, name: str = "sou
     if isinstance(source, Source):
         return source
     containers.check_container(name, source)
-    if _is_array(source) or isinstance(source, dict | tuple):
+    if containers.is_array(source) or containers.is_tree(source):
         return _of_arrays(name, source)
     is_sized = hasattr(source, "__len__") and hasattr(source, "__getitem__")
     if not is_sized or isinstance(source, str | bytes | type):
         containers.refuse_source(name, source)
     size = len(source)
     _check_size(name, size)
-    (first,) = _read(source, [0])
-    if hasattr(source, "with_format") and _is_container(first):
-        what = "a data set whose rows are tables"
-        containers.refuse(name, what, f'{name}.with_format("numpy")')
+    _warn_of_random_maps(name, source)
+    try:
+        (first,) = _read(source, [0])
+    except (KeyError, IndexError, TypeError) as error:
+        raise ValueError(
+            f"{name}[0] fails, {error!r}: pass an object whose {name}[i] is example i."
+        ) from error
     return Source(source, size, like_of(first, name))
-
-
-def _is_array(x: Any) -> bool:
-    return isinstance(x, np.ndarray | jax.Array) or containers.is_tensor(x)
 
 
 def _of_arrays(name: str, tree: Any) -> Source:
     """A tree of arrays as a source."""
 
-    def check(path, x):
+    def as_array(path, x):
         called = name + jax.tree_util.keystr(path)
-        containers.check_container(called, x)
-        if _is_array(x):
+        if containers.is_array(x):
             return containers.as_numpy(called, x)
+        containers.check_container(called, x)
+        kind = type(x).__name__
+        if isinstance(x, list):  # NumPy would drop the zeros at the ends of texts
+            dtype = ", object" if x and isinstance(x[0], str | bytes) else ""
+            containers.refuse(called, x, f"np.array({called}{dtype})")
+        if hasattr(x, "read"):
+            containers.refuse(called, x, f"ordering.blocks.split({name}, unit_size=1)")
         if hasattr(x, "__len__") and hasattr(x, "__getitem__") and not isinstance(x, str | bytes):
-            line = called if isinstance(x, list) else f"list({called})"
-            of_texts = len(x) and isinstance(x[0], str | bytes)  # NumPy would drop zeros at the end
-            line = f"np.array({line}, object)" if of_texts else f"np.array({line})"
-            containers.refuse(called, f"a {type(x).__name__}", line)
-        what = "None" if x is None else f"a {type(x).__name__}"
-        raise ValueError(f"{called} is {what}: pass an array of all examples, or leave it out.")
+            raise ValueError(f"{called} is a {kind}: pass {called} alone, or arrays.")
+        raise ValueError(f"{called} is a {kind}: pass an array of all examples, or leave it out.")
 
-    is_leaf = lambda x: not isinstance(x, dict | tuple) or _is_leaf(x)  # noqa: E731
-    tree = jax.tree_util.tree_map_with_path(check, tree, is_leaf=is_leaf)
+    is_leaf = lambda x: isinstance(x, list) or containers.method_of(x)  # noqa: E731
+    tree = jax.tree_util.tree_map_with_path(as_array, tree, is_leaf=is_leaf)
     shapes = [x.shape for x in jax.tree.leaves(tree)]
     if len({shape[:1] for shape in shapes}) != 1 or not shapes[0]:
         raise ValueError(
-            f"{name} has arrays of the shapes {shapes}: pass arrays with the same leading axis, "
-            "the examples."
+            f"{name} has arrays of the shapes {shapes}: pass arrays with one leading axis, the "
+            "examples."
         )
     _check_size(name, shapes[0][0])
     return Source(tree, shapes[0][0])
+
+
+def _warn_of_random_maps(name: str, source: Any) -> None:
+    """Warns of Grain's random maps, whose numbers follow from a seed and the example's number."""
+    nodes = [source]
+    while nodes and type(nodes[0]).__module__.startswith("grain."):
+        if type(nodes[0]).__name__.startswith("RandomMap"):
+            return warnings.warn(
+                f"{name} has a random_map, which is the same in every epoch: apply it to "
+                "grain_dataset(source, indices).seed(epoch), in a function for read_epochs.",
+                stacklevel=3,
+            )
+        nodes = [*nodes[1:], *nodes[0].parents]
 
 
 def _check_size(name: str, size: int) -> None:
@@ -172,12 +187,6 @@ def _read(source: Any, numbers: list[int]) -> list:
     return rows
 
 
-# What may be in a list that becomes one array. None, a missing value, has its own error.
-PLAIN = (bool, int, float, complex, str, bytes, np.generic, type(None))
-ADVICE = (
-    "lists become arrays of numbers or of texts, of one type and of equal lengths, with no missing "
-    "values. Pad or convert it in the source, or leave it out."
-)
 PYTHONS = {kind: np.asarray(kind()).dtype for kind in (bool, int, float, complex)}
 TEXTS = np.dtype(object)  # NumPy's text types drop trailing zero bytes, e.g. of encoded images
 PYTHONS |= {str: TEXTS, bytes: TEXTS}
@@ -192,36 +201,30 @@ class Like(NamedTuple):
 
     def leaves(self, number: int, example: PyTree, ragged: bool = False) -> list:
         """The leaves of an example as arrays, or scalars; ValueError unless like example 0's."""
-        name = f"example {number}"
         try:
             values = self.structure.flatten_up_to(example)
-        except ValueError:
-            other = jax.tree.structure(example, is_leaf=_is_leaf)
+        except ValueError as error:
             raise ValueError(
-                f"{name} has the structure {_text(other)}, and example 0 {_text(self.structure)}: "
-                "give all examples the same keys, and leave out those that have no value."
+                f"example {number} has another structure than example 0: give all examples the "
+                f"same keys, and None to all or none. {error}"
             ) from None
-        arrays = []
+        leaves = []
         for path, value, dtype in zip(self.paths, values, self.dtypes, strict=True):
             kind = type(value)  # first the cases that need only the type
+            is_like = PYTHONS.get(kind) is dtype
             if kind is np.ndarray or issubclass(kind, np.generic):
                 is_like = value.dtype == dtype and dtype != TEXTS
-            else:
-                is_like = PYTHONS.get(kind) is dtype
-            if is_like:
-                arrays.append(value)
+            if is_like or ragged and isinstance(value, list) and None not in value:
+                leaves.append(value)
                 continue
-            if ragged and isinstance(value, list) and None not in value:
-                continue
-            array = _array(name + path, value)
+            array = _array(f"example {number}{path}", value)
             if array.dtype != dtype:
                 raise ValueError(
-                    f"{name}{path} is of {_named(array.dtype)}, and that of example 0 of "
-                    f"{_named(dtype)}: give all examples the same types, as by "
-                    f"np.asarray(value, {_named(dtype)!r})."
+                    f"example {number}{path} is of {_named(array.dtype)}, and that of example 0 of "
+                    f"{_named(dtype)}: give all examples the types of the first."
                 )
-            arrays.append(array if array.ndim else array[()])
-        return arrays
+            leaves.append(array if array.ndim else array[()])
+        return leaves
 
 
 def like_of(example: PyTree, name: str = "source") -> Like:
@@ -266,89 +269,60 @@ def _stack(path: str, column: Sequence, dtype: np.dtype) -> np.ndarray:
     return array
 
 
-def _text(structure: Any) -> str:
-    return f"{structure}".removeprefix("PyTreeDef(").removesuffix(")")[:200]
-
-
 def _named(dtype: np.dtype) -> str:
     return "texts" if dtype == TEXTS else f"{dtype}"
 
 
 def _is_leaf(value: Any) -> bool:
     """Whether it becomes one array, or is refused; for JAX some of these are trees."""
-    if isinstance(value, list):
-        return _is_column(value)
-    return value is None or not isinstance(value, dict | tuple) and _is_container(value)
+    return _is_column(value) or containers.method_of(value) is not None
 
 
-def _is_container(value: Any) -> bool:
-    try:
-        containers.check_container("", value)
-    except ValueError:
-        return True
-    return False
-
-
-def _is_column(value: list) -> bool:
-    """Whether a list becomes one array; for JAX it would be a tree of many."""
-    kinds = set(map(type, value))
-    plain = all(issubclass(kind, PLAIN) or kind is list for kind in kinds)
-    return plain and (list not in kinds or all(_is_column(v) for v in value if type(v) is list))
+def _is_column(value: Any) -> bool:
+    """Whether it is a list of numbers or texts, or of such lists."""
+    plain = containers.NUMBERS | containers.TEXTS | None
+    return isinstance(value, list) and all(isinstance(x, plain) or _is_column(x) for x in value)
 
 
 def _array(name: str, value: Any) -> np.ndarray:
     """A value of an example as an array; texts as objects."""
+    if value is None:
+        raise ValueError(f"{name} is None: leave such examples out, or fill the value in.")
     if isinstance(value, list):
         return _of_list(name, value)
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        return _of_list(name, list(value)) if value.ndim else _array(name, value[()])
     if isinstance(value, str | bytes):
-        return _objects(value)
-    if value is None:
-        raise ValueError(
-            f"{name} is None, and a batch needs all values: filter such examples out of the "
-            "source, or fill the value in."
-        )
-    if not _is_array(value) and not isinstance(value, np.generic | bool | int | float | complex):
-        containers.check_container(name, value)
+        array = np.empty((), object)
+        array[()] = value
+        return array
+    if not containers.is_array(value) and not isinstance(value, containers.NUMBERS):
         raise ValueError(
             f"{name} is a {type(value).__name__}: give arrays, numbers, texts, and trees of them."
         )
-    if isinstance(value, np.ndarray) and value.dtype == object:
-        if not any(isinstance(v, np.ndarray) for v in value.flat):
-            return _of_list(name, value.tolist())
-        parts = [_array(name, v) for v in value]  # lists in lists, as NumPy has them
-        if len({(x.dtype, x.shape) for x in parts}) == 1:
-            return np.stack(parts)
-        raise ValueError(f"{name} has arrays of several types or shapes: {ADVICE}")
     array = containers.as_numpy(name, value)
-    if array.dtype == object:  # an int of more than 64 bits, or texts of a tensor
-        return _of_list(name, array.tolist()) if array.ndim else _array(name, array[()])
     return array.astype(object) if array.dtype.kind in "SU" else array
 
 
-def _objects(value: Any) -> np.ndarray:
-    array = np.empty((), object)
-    array[()] = value
-    return array
-
-
-def _of_list(name: str, value: Any) -> np.ndarray:
-    """One array from a list of numbers or texts, or from lists of equal lengths of these."""
+def _of_list(name: str, value: list) -> np.ndarray:
+    """One array from a list of numbers or texts, or of lists and arrays of equal lengths."""
     try:
         array = np.array(value)
     except ValueError:  # several lengths
         array = np.empty(0, object)
-    if array.dtype.kind in "biu":
+    if array.dtype.kind in "biu" or not array.size and array.dtype != object:
         return array
     objects = np.array(value, object) if array.size else array
-    kinds = set(map(type, objects.flat))
-    if array.dtype.kind in "SU" and all(issubclass(kind, str | bytes) for kind in kinds):
+    of_texts = [isinstance(x, str | bytes) for x in objects.flat]
+    if of_texts and all(of_texts):
         return objects
-    if array.dtype.kind in "OSU":
-        raise ValueError(f"{name} is the list {f'{value}'[:60]}: {ADVICE}")
-    if any(issubclass(kind, int | np.integer) for kind in kinds):
-        for v, w in zip(objects.flat, array.ravel().tolist(), strict=True):
-            if isinstance(v, int | np.integer) and v != w:
-                raise ValueError(f"{name} has {v} in a list that becomes {array.dtype}: {ADVICE}")
+    numbers = zip(objects.flat, array.ravel().tolist(), strict=False)
+    exact = all(v == w for v, w in numbers if isinstance(v, int | np.integer))
+    if array.dtype.kind not in "fc" or not exact:
+        raise ValueError(
+            f"{name} is the list {f'{value}'[:60]}, as {array.dtype}: give numbers of one type or "
+            "texts, of equal lengths, without None."
+        )
     return array
 
 

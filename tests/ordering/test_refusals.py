@@ -312,7 +312,7 @@ REFUSED = {  # the call, and what its message names: arguments, values, places i
     "no value in a list": (lambda: batch_of([1, None]), "'x'", "None"),
     "no value": (lambda: batch_of(1, None), "1['x']", "None"),
     "no value at first": (lambda: MISSING[np.array([1, 2])], "1['x']", "None"),
-    "no value in the first": (lambda: as_source([{"x": None}]), "source[0]['x']", "None"),
+    "no value in the first": (lambda: as_source([{"x": None}]), "source[0]", "None"),
     "beyond 64 bits": (lambda: batch_of(1, 2**70), "x", "int64"),
     "unsigned": (lambda: batch_of(np.int64(5), np.uint64(2**63)), "uint64", "int64"),
     "floats after ints": (lambda: FLOATS[np.array([1, 2])], "1 ", "float64", "int64"),
@@ -333,7 +333,7 @@ REFUSED = {  # the call, and what its message names: arguments, values, places i
     "next_epoch by hand": (lambda: ended_by_hand("grab"), "next_epoch"),
     "next_epoch by hand, shuffled": (lambda: ended_by_hand("random_reshuffling"), "next_epoch"),
     "current alone": (lambda: read_epochs(np.arange(4), ONLY_CURRENT, KEY), "next", "left"),
-    "a last batch that devices cannot share": (lambda: split_over_four(18), "last"),
+    "a last batch that devices cannot share": (lambda: split_over_four(18), "(2,)", "'data'"),
     "a source that grew": (lambda: of_numbers(40), "40", "26"),
     "a source that shrank": (lambda: of_numbers(25), "25", "26"),
     "a step more": (

@@ -1,13 +1,20 @@
 """The examples that an order names, the steps of an epoch, and sources of other libraries."""
 
+import dataclasses
+from typing import NamedTuple
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ordering
+from ordering.blocks.sources import Part
 from ordering.data import as_source, step_indices
 from tests import tables
+from tests.sources import Examples
 
 
 @given(st.integers(1, 4), st.integers(1, 30), st.integers(1, 3), st.data())
@@ -75,3 +82,74 @@ def test_no_indices_and_slices():
         assert data[[]]["x"].shape == (0, 2) and data[[]]["x"].dtype == np.int8
         assert data[1:3]["x"].tolist() == data[[1, 2]]["x"].tolist() == [[1, 1], [2, 2]]
         assert as_source(data) is data and data.example(3)["x"].tolist() == [3, 3]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Item:
+    x: jax.Array
+    image: jax.Array | None = None
+
+
+class Pair(NamedTuple):
+    x: np.ndarray
+    image: np.ndarray | None = None
+
+
+@pytest.mark.parametrize("make", [Item, Pair, lambda x: {"x": x, "image": None}])
+def test_a_field_that_is_none_everywhere_stays_none(make):
+    """In examples, and in a tree of arrays, which may be any tree of JAX."""
+    array = np.arange(8.0).reshape(4, 2)
+    for source in ([make(x) for x in array], make(array)):
+        batch = as_source(source)[[2, 0]]
+        assert jax.tree.structure(batch) == jax.tree.structure(make(array))
+        np.testing.assert_array_equal(jax.tree.leaves(batch)[0], array[[2, 0]])
+        order = ordering.random_reshuffling(4, units_per_step=2)
+        reads = ordering.data.read_epochs(source, order, jax.random.key(0), num_epochs=1)
+        assert sum(jax.tree.leaves(batch)[0].sum() for batch in reads) == array.sum()
+    for some in ([Item(1), Item(2, 3)], [Item(1, 3), Item(2)]):
+        with pytest.raises(ValueError, match="example 1.* None"):
+            as_source(some)[[0, 1]]
+
+
+class ArrayRecordDataSource(Examples):
+    """As that of tfds, whose splits come as a dict."""
+
+
+FILE = Part("a file", 3, (0, 0), lambda start, stop: np.arange(start, stop))
+SPLITS = dict.fromkeys(["train", "test"], ArrayRecordDataSource(np.arange(3)))
+REFUSED = {
+    "splits": (SPLITS, r"source\['test'\] is a ArrayRecord.*: pass source\['test'\] alone"),
+    "files": ((FILE, FILE), r"write ordering.blocks.split\(source, unit_size=1\)"),
+    "no numbers": (
+        ArrayRecordDataSource({"x": np.arange(3)}, 0, KeyError(0)),
+        r"source\[0\] fails",
+    ),
+    "an array of texts": ({"x": ["a\0", "b"]}, r"np.array\(source\['x'\], object\)"),
+    "a stream": (iter([1, 2]), r"write list\(source\)"),
+    "a masked array": (np.ma.array([1, 2]), r"write source.filled\(value\)"),
+}
+
+
+@pytest.mark.parametrize("source,message", REFUSED.values(), ids=REFUSED)
+def test_what_is_no_source_is_refused_with_what_to_write(source, message):
+    with pytest.raises(ValueError, match=message):
+        as_source(source)
+
+
+def test_a_random_map_of_grain_is_warned_of():
+    """It is the same in every epoch, as its numbers follow from a seed and the example's number."""
+    grain = pytest.importorskip("grain")
+    plain = grain.MapDataset.range(4).shuffle(seed=0).map(lambda x: x)
+    draw = lambda x, rng: (x, int(rng.integers(10**6)))  # noqa: E731
+    for source in (plain.random_map(draw, seed=1), plain.seed(1).random_map(draw).map(lambda x: x)):
+        with pytest.warns(UserWarning, match="source has a random_map, .* grain_dataset"):
+            as_source(source)
+
+    def read(indices, first_step, epoch):
+        return ordering.data.grain_dataset(plain, indices).seed(epoch).random_map(draw).batch(2)
+
+    order = ordering.random_reshuffling(4, units_per_step=2)
+    batches = ordering.data.read_epochs(read, order, jax.random.key(0), num_epochs=2)
+    noise = [value for _, values in batches for value in values.tolist()]
+    assert len(set(noise)) == 8
