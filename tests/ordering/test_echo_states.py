@@ -139,8 +139,8 @@ def test_a_plan_goes_on_where_another_stopped_or_is_refused(seed):
         steps = kept + run(rest, 20 * parts - len(kept))
         decisions = [step[2] for step in steps[::parts]]
         assert steps == plain_loop(name, decisions, parts)
-        known = plan.before(len(decisions)).tolist()
-        assert known == decisions[: len(known)], "the plan's own decisions, from its first step on"
+        given = plan.before(len(decisions)).tolist()
+        assert given == decisions[: len(given)], "the plan's own decisions, from its first step on"
         assert plan.total_steps in (None, len(decisions))
     assert 3 < refused < 20
 
@@ -195,7 +195,8 @@ OTHERS = {  # what goes on with a state, and what the refusal names
     ),
     "a state without its counts": (
         lambda: echo.repeat(shuffled(state={"reads": shuffled().state()}), echo.fixed(2)),
-        "fields of EchoState",
+        "state has no",
+        "pass what",
     ),
     "a batch that is gone": (
         lambda: echo.repeat(
