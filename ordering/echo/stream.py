@@ -1,6 +1,6 @@
 """The batches of a run with echoing."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -54,16 +54,16 @@ class Repeated(Iterator):
         loads: Any,
         plan: Policy,
         cut: Cut,
+        source: Iterator,
+        may_end: bool,
         counts: Sequence[int],
         rows: PyTree,
         load: int,
-        again: Callable[[Iterator], Iterator] | None,
-        may_end: bool,
+        again: Iterator | None,
     ):
-        """Goes on where a state has these counts and rows; `again` gives an iterator of `load`."""
-        self._loads, self._source, self._plan, self._cut = loads, iter(loads), plan, cut
-        self._may_end, self._batch, self._left = may_end, None, []
-        self._again = again and again(self._source)
+        """Goes on where a state has these counts and rows, if need be `again` with a `load`."""
+        self._loads, self._plan, self._cut, self._source = loads, plan, cut, source
+        self._may_end, self._again, self._batch, self._left = may_end, again, None, []
         steps, uses, done, unit, number, decisions, _ = counts
         inside = done > 0
         # Steps of the plan and uses of the load that have begun, and minibatches of the last use.
@@ -339,10 +339,11 @@ def repeat(
     most = None if plan.total_steps is None else plan.total_steps * cut.parts
     steps, done = divmod(plans.check_whole("first_step", first_step, 0, most), cut.parts)
     count, uses = plan.place(steps + (done > 0))
-    again = done > 0 or plan.first_load(steps) < count
     counts = steps, uses - (done > 0), done, 0, 0, 0, 0
-    of_source = (lambda source: source) if again else None
-    return Repeated(loads, plan, cut, counts, (), count - 1, of_source, may_end)
+    again, source = None, iter(loads)
+    if done or plan.first_load(steps) < count:
+        again = source
+    return Repeated(loads, plan, cut, source, may_end, counts, (), count - 1, again)
 
 
 def _of_reads(reads: Epochs, plan: Policy, cut: Cut, first_step: int, may_end: bool) -> Repeated:
@@ -358,18 +359,14 @@ def _of_reads(reads: Epochs, plan: Policy, cut: Cut, first_step: int, may_end: b
         check_parts(units, cut.parts, "units")
     cut = cut._replace(axis=reads.unit_axis, size=reads.unit_size, keeps_first=True)
     counts, rows = _parts_of_state(reads)
-    again = _check_plan(plan, cut, *counts)
     _, uses, done, unit, batch, *_ = counts
-    # The order has still to observe the batch in use, so it is the next one of the reader.
+    again = None
+    # If the order has still to observe the batch in use, it is the next one of the reader.
     is_next = done > 0 and not uses and reads.observes
-
-    def source_of_last(source):
-        return source if is_next else reads.load_again(unit, batch)
-
-    load = reads.loads - (not is_next)
-    reads.around = None
-    source = source_of_last if again else None
-    return Repeated(reads, plan, cut, counts, rows, load, source, may_end)
+    if _check_plan(plan, cut, *counts):
+        again = reads if is_next else reads.load_again(unit, batch)
+    reads.around, load = None, reads.loads - (not is_next)
+    return Repeated(reads, plan, cut, reads, may_end, counts, rows, load, again)
 
 
 def _parts_of_state(reads: Epochs) -> tuple[list[int], PyTree]:

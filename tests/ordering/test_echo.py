@@ -103,3 +103,5 @@ def test_a_plan_without_an_end_stops_with_the_loads():
     for step in range(6):
         rest = Uses(Source(3, first=step // 2), echo.fixed(2), first_step=step)
         assert [use.step for use in rest] == list(range(step, 6))
+    late = Uses(Source(10**8, first=10**7), echo.fixed(2), first_step=2 * 10**7)
+    assert next(late)[:2] == (2 * 10**7, 10**7), "a run without an end has no last step"
