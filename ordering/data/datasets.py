@@ -5,8 +5,8 @@ If TensorFlow sees a GPU it takes the memory that JAX needs: install tensorflow-
 """
 
 import atexit
-import concurrent.futures
-import contextlib
+import functools
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -79,7 +79,7 @@ def tf_dataset(
     def load(first):
         part = np.asarray(indices[first:][:READ_AT_ONCE])
         try:
-            leaves, other = jax.tree.flatten(_reads.wait_for(lambda: read(part)))
+            leaves, other = jax.tree.flatten(_reads()(lambda: read(part)))
             if other != structure or list(map(kind, leaves)) != kinds:
                 raise ValueError(
                     "their shapes differ from those of example 0: pad or cut them, or let the "
@@ -97,7 +97,8 @@ def tf_dataset(
 
     make = tf.autograph.experimental.do_not_convert(make)
     parts = tf.data.Dataset.range(0, indices.size, READ_AT_ONCE)
-    return parts.map(make, tf.data.AUTOTUNE, deterministic=True).unbatch()
+    result = parts.map(make, tf.data.AUTOTUNE, deterministic=True).unbatch()
+    return result.apply(tf.data.experimental.assert_cardinality(indices.size))
 
 
 def _tensorflow(name: str) -> Any:
@@ -149,14 +150,11 @@ def reordered(
     size = _check_finite(tf, dataset)
     indices = check_indices(np.asarray(indices) if isinstance(indices, Indices) else indices, size)
     with tf.device("/CPU:0"):
-        examples = _in_memory(tf, dataset, size)
-        rows = lambda part: tf.nest.map_structure(lambda x: tf.gather(x, part), examples)  # noqa: E731
-        parts = tf.data.Dataset.from_tensor_slices(indices).batch(READ_AT_ONCE)
-        parts = parts.map(
-            tf.autograph.experimental.do_not_convert(rows), tf.data.AUTOTUNE, deterministic=True
-        )
-        sized = tf.data.experimental.assert_cardinality(indices.size)
-        return parts.unbatch().apply(sized)
+        examples = dataset.batch(size).get_single_element()
+        _check_again(tf, dataset, examples)
+        row = lambda i: tf.nest.map_structure(lambda x: x[i], examples)  # noqa: E731
+        row = tf.autograph.experimental.do_not_convert(row)
+        return tf.data.Dataset.from_tensor_slices(indices).map(row, tf.data.AUTOTUNE)
 
 
 def _check_finite(tf: Any, dataset: Any) -> int:
@@ -187,83 +185,63 @@ def _check_finite(tf: Any, dataset: Any) -> int:
     return size
 
 
-def _in_memory(tf: Any, dataset: Any, size: int) -> Any:
-    """The examples as one tree of tensors [N, ...]; ValueError if the sequence is not constant."""
-    few = min(size, READ_AT_ONCE)
-    try:
-        examples = dataset.batch(size).get_single_element()
-        again = dataset.take(few).batch(few).get_single_element()
-    except tf.errors.InvalidArgumentError as error:
-        if "different shapes" not in f"{error}":
-            raise
-        raise ValueError(
-            "dataset has examples of several shapes: pad or cut them in a map before, and decode "
-            f"images after it. {error.message}"
-        ) from None
-    as_bytes = lambda x: tf.io.serialize_tensor(x[:few]).numpy()  # noqa: E731
+def _check_again(tf: Any, dataset: Any, examples: Any) -> None:
+    """Raises ValueError if a second read of the dataset gives other examples."""
+    again = dataset.take(READ_AT_ONCE).batch(READ_AT_ONCE).get_single_element()
+    as_bytes = lambda x: tf.io.serialize_tensor(x[:READ_AT_ONCE]).numpy()  # noqa: E731
     if jax.tree.map(as_bytes, examples) != jax.tree.map(as_bytes, again):
         raise ValueError(
             "dataset gives other examples when it is read again: leave out shuffle and "
-            "shuffle_files, and put maps that draw random numbers after reordered."
+            "shuffle_files, and draw random numbers after reordered."
         )
-    return examples
 
 
 class _Reads:
-    """The reads that TensorFlow's threads wait for. None may wait while Python exits.
+    """Reads for TensorFlow's threads, none of which may be inside Python when the program ends.
 
     At exit Python frees iterators, which wait for these threads, which would wait for Python. So a
-    separate daemon thread reads, and ends with the process even while a read hangs.
+    daemon thread reads, and the wait for it ends with the program even while the read hangs.
     """
 
     def __init__(self):
-        self._lock, self._begun, self._ended, self._closed = threading.Lock(), 0, 0, False
-        self._waiting: set[concurrent.futures.Future] = set()
-        atexit.register(self._close)
+        self._waiting: set[queue.SimpleQueue] = set()
+        self._calls, self._closed = 0, False
+        atexit.register(self.close)
 
-    def wait_for(self, read: Callable[[], Any]) -> Any:
-        """The result of `read`, in another thread."""
-        future = concurrent.futures.Future()
-        with self._lock:
-            self._begun += 1
-            self._waiting.add(future)
-            closed = self._closed
-        try:
-            if closed:
-                raise RuntimeError("the program has ended.")
-            threading.Thread(target=_run, args=(future, read), daemon=True).start()
-            return future.result()
-        finally:
-            with self._lock:
-                self._waiting.discard(future)
-                self._ended += 1
+    def __call__(self, read: Callable[[], Any]) -> Any:
+        """The result of `read`."""
+        answers = queue.SimpleQueue()
 
-    def _close(self):
-        with self._lock:
-            self._closed, waiting = True, list(self._waiting)
-        for future in waiting:
-            _finish(future, future.set_exception, RuntimeError("the program has ended."))
-        seen = None
-        while seen != self._begun or self._ended < self._begun:
-            seen = self._begun
+        def answer():
+            try:
+                answers.put((read(), None))
+            except BaseException as error:  # raised again where the result is awaited
+                answers.put((None, error))
+
+        self._calls += 1
+        self._waiting.add(answers)
+        if self._closed:
+            answers.put(ENDED)
+        else:
+            threading.Thread(target=answer, daemon=True).start()
+        result, error = answers.get()
+        self._waiting.discard(answers)
+        if error is not None:
+            raise error
+        return result
+
+    def close(self) -> None:
+        """Ends all waits, and returns when TensorFlow has made no call for a moment."""
+        self._closed, calls = True, None
+        while self._waiting or calls != self._calls:
+            calls = self._calls
+            for answers in self._waiting.copy():
+                answers.put(ENDED)
             time.sleep(0.05)
 
 
-def _run(future, read):
-    try:
-        result = read()
-    except BaseException as error:  # raised again where the result is awaited
-        _finish(future, future.set_exception, error)
-    else:
-        _finish(future, future.set_result, result)
-
-
-def _finish(future, finish, value):
-    with contextlib.suppress(concurrent.futures.InvalidStateError):  # the other one was first
-        finish(value)
-
-
-_reads = _Reads()
+ENDED = None, RuntimeError("the program has ended.")
+_reads = functools.cache(_Reads)  # made by the first read: other programs exit at once
 
 
 def grain_dataset(

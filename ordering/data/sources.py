@@ -45,6 +45,8 @@ class Source:
 
     def example(self, i: int) -> PyTree:
         """Example i, unchanged: lists of several lengths stay lists."""
+        if not 0 <= i < self._size:
+            check_indices([i], self._size)
         if self._like is None:
             return jax.tree.map(lambda x: x[i], self._data)
         (example,) = _read(self._data, [int(i)])

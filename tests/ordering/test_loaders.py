@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from ordering.data import grain_dataset, step_indices
+from ordering.indices import Indices
 from tests.sources import SIZES, Examples, assert_same, epoch_of
 
 grain = None  # imported where it is used: every process of the tests collects this file
@@ -66,6 +67,10 @@ def test_examples_of_a_grain_source_stay_as_they_are():
     mixed = [{"id": np.int64(5)}, {"id": np.uint64(2**63 + 1)}]  # NumPy would make them float64
     with pytest.raises(ValueError, match="uint64, .* example 0 .*int64"):
         list(grain_dataset(mixed, [0, 1]).batch(2))
+    computed = Indices(lambda places: places, 6)
+    for beyond in (grain_dataset(x, computed), grain_dataset([*x], computed)):
+        with pytest.raises(ValueError, match="out of range: the source has 4 examples"):
+            list(beyond)
     with pytest.raises(
         ValueError, match=r"has 9223372036854775807 examples.* leave out repeat\(\)"
     ):
