@@ -86,8 +86,8 @@ def check_parts(count: int, parts: int, what: str) -> None:
     """Raises ValueError unless minibatches have equally many of `count` rows or units."""
     if count % parts:
         raise ValueError(
-            f"a batch has {count} {what}, which {parts} minibatches do not divide: pass a divisor, "
-            "or make all batches, also the last of an epoch, a multiple of it."
+            f"a batch has {count} {what}, which {parts} minibatches do not divide: pass a divisor "
+            "of all batches, also an epoch's last."
         )
 
 

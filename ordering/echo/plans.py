@@ -44,8 +44,8 @@ class Policy:
         fresh = self.before(step)
         if len(fresh) < step:
             raise ValueError(
-                f"step is {step}, and decided has {len(fresh)} decisions: pass those of all steps "
-                "before it, [batches.fresh for _ in batches]."
+                f"step is {step}, and decided has {len(fresh)} decisions: pass [batches.fresh for "
+                "_ in batches] of all before it."
             )
         return int(np.count_nonzero(fresh)), int(np.argmax(fresh[::-1])) + 1 if len(fresh) else 0
 
@@ -344,7 +344,7 @@ def adaptive(
     if not is_list or total_steps is not None and len(decisions) > total_steps:
         raise ValueError(
             f"decided is {kind}, and the run has {total_steps} steps: pass [batches.fresh for _ in "
-            "batches] of the run's first steps, a list of bools that begins with True."
+            "batches] of the first steps."
         )
     first = EchoPlan(decisions, "decided") if len(decisions) else None
     return Measured(total_steps, int(max_factor), first)

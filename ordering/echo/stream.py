@@ -91,7 +91,7 @@ class Repeated(Iterator):
         if self._seen < self._done:
             raise ValueError(
                 f"step {self.step} was not observed: call observe(rows) after each step of a "
-                "first use, or read with an order that looks at no gradients."
+                "first use."
             )
         if not self._left:
             self._begin_use()
@@ -120,8 +120,8 @@ class Repeated(Iterator):
             batch = self._read(self._source, load, may_end=self._may_end)
         elif any(leaf.is_deleted() for leaf in jax.tree.leaves(self._batch)):
             raise ValueError(
-                f"step {self.step + 1} uses load {load} again, but step {self.step} donated its "
-                "arrays: do not donate the batch, or donate a copy, jax.tree.map(jnp.copy, batch)."
+                f"step {self.step + 1} uses load {load} again, but step {self.step} donated it: "
+                "donate a copy, jax.tree.map(jnp.copy, batch)."
             )
         else:
             batch = self._batch
@@ -214,8 +214,8 @@ class Repeated(Iterator):
         """Adopts the state from a step that observed a fresh batch itself, without minibatches."""
         if self._cut.parts > 1:
             raise ValueError(
-                f"advance takes the state after a whole batch, and minibatches is "
-                f"{self._cut.parts}: pass the rows of each step to observe."
+                f"minibatches is {self._cut.parts}, and advance takes whole batches: pass rows to "
+                "observe."
             )
         self._reads().advance(order_state)
 
@@ -391,13 +391,13 @@ def _check_plan(plan, cut, steps, uses, done, unit, batch, decisions, digest) ->
     ended = plan.total_steps is not None and begun > plan.total_steps
     if ended or len(fresh) == begun and digest_decisions(fresh) != decisions:
         raise ValueError(
-            f"the plan's first {begun} decisions are not those of the state: pass the plan of the "
-            "run, or a longer one."
+            f"the plan's first {begun} decisions are not the state's: pass the run's plan or a "
+            "longer one."
         )
     if done and cut.digest() != digest:
         raise ValueError(
-            f"minibatches is {cut.parts}, and the state was saved inside a use, with another "
-            "number or key: pass both as before."
+            f"minibatches is {cut.parts}, and the state is inside a use with another number or "
+            "key: pass both as before."
         )
     if done:
         return True
@@ -406,7 +406,7 @@ def _check_plan(plan, cut, steps, uses, done, unit, batch, decisions, digest) ->
     )
     if again and not uses:
         raise ValueError(
-            f"step {steps} of the plan uses the last batch again, which this state cannot: pass "
-            "the plan of the run, or one that loads there."
+            f"step {steps} of the plan uses a batch again, which this state lost: pass the run's "
+            "plan."
         )
     return again

@@ -164,7 +164,7 @@ OTHERS = {  # what goes on with a state, and what the refusal names
     "another plan": (
         lambda: echo.repeat(shuffled(state=after(echo.fixed(2), 4)), echo.fixed(3)),
         "first 4 decisions",
-        "pass the plan of the run, or a longer one",
+        "pass the run's plan or a longer one",
     ),
     "a shorter plan": (
         lambda: echo.repeat(shuffled(state=after(echo.fixed(2), 4)), echo.fixed(2, total_steps=3)),
@@ -203,7 +203,7 @@ OTHERS = {  # what goes on with a state, and what the refusal names
             shuffled(state=late_at_an_epochs_end()), echo.EchoPlan([True] * 3 + [False])
         ),
         "step 3",
-        "uses the last batch again",
+        "uses a batch again",
     ),
 }
 
