@@ -21,6 +21,7 @@ from jaxtyping import Array, Key, PyTree
 from ordering import trees
 from ordering.gradients.convolution import holds, split_safe
 from ordering.gradients.interpret import RULE, has_rule_of_parameters
+from ordering.gradients.linear import hash_signs
 from syncopate import plans
 from syncopate.mesh import is_key, names_of, varying_axes, varying_like, varying_over
 
@@ -411,16 +412,22 @@ def check_separable(
 ) -> None:
     """Raises ValueError for a loss that mixes the examples of a batch (BatchNorm, contrastive).
 
+    Losses and gradients of the batch are compared with those of its examples alone, also beside the
+    parameters, since a head of zeros hides what is below. A loss that returns its mean must return
+    the mean of its examples' losses, which one that depends on their number or places does not.
+
     A loss that draws random numbers with the shape of the batch, such as a mask for dropout, cannot
     be checked; the error says so. Check it without the draws, as in evaluation. It is right in
     `per_example_grads`, which calls it with one example and a key at a time.
 
     Args:
-      loss: `(params, *batch) -> losses[n]`, or with a key.
-      params, batch, key: as for the loss; two or three examples are enough.
+      loss: `(params, *batch) -> losses[n]`, or their mean; or with a key.
+      params, batch, key: as for the loss. Two or three examples are enough, if there are none of
+        another kind, such as padding.
 
     Raises:
-      ValueError: if the loss of an example depends on the others, or is not one per example.
+      ValueError: if the loss of an example depends on the others, is not finite alone, or is not
+        one per example, or if the batch has one example only.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -432,42 +439,129 @@ def check_separable(
       ValueError: the loss of example 1 is 2 in a batch of 2 and 1 alone: ...
     """
     check_params(params)
+    params = jax.tree.map(jnp.asarray, params)
     size, batch = size_of(batch), jax.device_get(batch)  # slices of NumPy are not compiled
-    of_batch = jax.jit(lambda batch: checked_loss(loss, False)(params, batch, key)[0])
-    together = np.asarray(of_batch(batch), np.float64)
-    if together.shape != (size,):
+    if size == 1:
+        raise ValueError("a batch of one example mixes none: pass two or three examples.")
+    losses_of = lambda params, batch: checked_loss(loss, False)(params, batch, key)[0]  # noqa: E731
+    program = jax.make_jaxpr(losses_of)(params, batch)
+    shape = program.out_avals[0].shape
+    if shape not in ((size,), ()):
         raise ValueError(
-            f"the losses of a batch of {size} examples have the shape {together.shape}: return one "
-            "loss per example."
+            f"the losses of a batch of {size} examples have the shape {shape}: return one loss per "
+            "example, or their mean."
         )
-    for i, within in enumerate(together):
-        alone = jax.tree.map(lambda x: x[i : i + 1], batch)  # noqa: B023
-        copies = jax.tree.map(lambda x: np.repeat(x, size, axis=0), alone)
-        (by_itself,), others = (np.asarray(of_batch(x), np.float64) for x in (alone, copies))
-        for other in (by_itself, others[i]):
-            if not _near(other, within):
-                why = _mixes(of_batch, batch, not _near(others, others[0]))
-                raise ValueError(
-                    f"the loss of example {i} is {within:.6g} in a batch of {size} and {other:.6g} "
-                    f"alone: {why}"
-                )
+    why, tolerance = _why_they_differ(program), _tolerance(program)
+    compare = jax.jit(functools.partial(_compared, losses_of, size, shape))
+    with jax.default_matmul_precision("highest"):
+        result, beside = (jax.device_get(compare(params, batch, noise)) for noise in (0.0, 0.1))
+    _check_losses(*result[:2], {"rtol": 1e-3, "atol": 1e-3}, why)
+    if np.isfinite(beside[0]).all():
+        result, largest = beside, np.max(np.abs(beside[0]))
+        _check_losses(*result[:2], {"rtol": tolerance, "atol": tolerance * largest}, why)
+    if not (holds(program.jaxpr.eqns, RULE) and has_rule_of_parameters(program, params)):
+        _check_gradients(params, *result[2:], tolerance, why)
 
 
-def _near(one, other):
-    return np.allclose(one, other, rtol=1e-3, atol=1e-3, equal_nan=True)
+def _compared(losses_of, size, shape, params, batch, noise):
+    """The losses of a batch, those of its examples alone, and the norms by leaf of two gradients.
+
+    First that of the difference between weighted sums of all gradients in a batch and alone, then
+    those of the examples. With noise no layer is zero.
+    """
+    params = jax.tree.map(functools.partial(_noisy, noise), params)
+
+    def weighted(params, batch, weights):
+        losses = losses_of(params, batch)
+        return jnp.sum(losses * weights.reshape(losses.shape).astype(losses.dtype)), losses
+
+    def norms(tree):
+        return jnp.stack([jnp.linalg.norm(jnp.ravel(trees.as_wide(g))) for g in tree])
+
+    def add(total, unit):
+        gradient, losses = gradient_of(params, *example_of(unit))
+        each = jax.tree.leaves(gradient)
+        return [t + g for t, g in zip(total, each, strict=True)], (losses.reshape(()), norms(each))
+
+    gradient_of = jax.grad(weighted, has_aux=True)
+    weights = np.linspace(0.5, 1.5, size) if shape else np.full(size, 1 / size)
+    together, within = gradient_of(params, batch, jnp.asarray(weights if shape else 1.0))
+    start = [-trees.as_wide(g) for g in jax.tree.leaves(together)]
+    off, (alone, sizes) = jax.lax.scan(add, start, (batch, jnp.asarray(weights)))
+    return within, alone, norms(off), jnp.linalg.norm(sizes, axis=0)
 
 
-def _mixes(of_batch, batch, by_place):
-    """Why losses differ, and what to do; if a mask is drawn, equal examples differ `by_place`."""
-    program = jax.make_jaxpr(of_batch)(batch).jaxpr
-    if by_place and holds(program.eqns, *DRAWS):
+def _noisy(noise, p):
+    signs = hash_signs(jnp.uint32(1), jnp.arange(p.size)).reshape(p.shape)
+    return p + (noise * signs * jnp.maximum(jnp.std(p), 0.2)).astype(p.dtype)
+
+
+def _check_losses(within, alone, near, why):
+    """Raises ValueError unless the losses of a batch, or their mean, are those of its examples."""
+    within, alone = np.asarray(within, np.float64), np.asarray(alone, np.float64)
+    size, each = len(alone), np.broadcast_to(within, len(alone))
+    broken = np.isfinite(each) & ~np.isfinite(alone)
+    if broken.any():
+        i = int(np.argmax(broken))
+        raise ValueError(
+            f"the loss of example {i} alone is {alone[i]}: divide by an argument that is equal for "
+            "all examples, or by at least 1 (docs/use/losses.md, Weighed by tokens)."
+        )
+    same = np.isclose(alone, within, **near, equal_nan=True)
+    if within.ndim and not same.all():
+        i = int(np.argmin(same))
+        raise ValueError(
+            f"the loss of example {i} is {within[i]:.6g} in a batch of {size} and {alone[i]:.6g} "
+            f"alone: {why}"
+        )
+    mean = np.mean(alone)
+    if not within.ndim and not np.isclose(mean, within, **near, equal_nan=True):
+        is_sum = np.isclose(size * mean, within, **near)
+        raise ValueError(
+            f"the loss of a batch of {size} is {within:.6g}, and the mean of its examples' losses "
+            f"{mean:.6g}: {'it is their sum: return the mean.' if is_sum else why}"
+        )
+
+
+def _check_gradients(params, off, sizes, tolerance, why):
+    """Raises ValueError unless gradients of examples, of these sizes, differ little from a batch's.
+
+    A leaf whose gradient is zero but for rounding is compared with the size of all others.
+    """
+    whole = np.linalg.norm(sizes)
+    wrong = np.isfinite(whole) & ~(off <= tolerance * (sizes + 0.1 * whole))
+    if wrong.any():
+        i = int(np.argmax(wrong))
+        path, _ = jax.tree_util.tree_leaves_with_path(params)[i]
+        raise ValueError(
+            f"the gradient of the loss for params{jax.tree_util.keystr(path)} is {off[i]:.2g} off "
+            f"in a batch, and gradients of examples have the size {whole:.2g}: {why}"
+        )
+
+
+def _tolerance(program):
+    """1e-3, or more for a program that rounds to few bits."""
+    kinds = {a.dtype for a in _arrays_in(program.jaxpr) if jnp.issubdtype(a.dtype, jnp.floating)}
+    return max([1e-3, *(min(0.1, 8 * float(jnp.finfo(kind).eps)) for kind in kinds)])
+
+
+def _arrays_in(jaxpr):
+    for equation in jaxpr.eqns:
+        yield from (v.aval for v in equation.outvars if hasattr(v.aval, "dtype"))
+        for inner in core.jaxprs_in_params(equation.params):
+            yield from _arrays_in(inner)
+
+
+def _why_they_differ(program):
+    if holds(program.jaxpr.eqns, *DRAWS):
         return (
             "the loss draws random numbers with the shape of the batch, such as a mask for "
-            "dropout, so that examples cannot be compared. ordering.per_example_grads gives each "
-            "example its own key: pass key= there, and check the loss without draws here; or draw "
-            "from keys that are a part of the batch, one for each example."
+            "dropout, or mixes the examples. ordering.per_example_grads gives each example its "
+            "own key: pass key= there, and check the loss without draws here; or draw from keys "
+            "that are a part of the batch, one for each example."
         )
     return (
-        "the model mixes the examples, as BatchNorm does. Use ordering.microbatch_grads or "
-        "group_loss, or a normalisation that treats them separately."
+        "the model mixes the examples, as BatchNorm does, or looks at their number or places. Use "
+        "a normalisation that treats them separately, pass what depends on the batch as an "
+        "argument, or use ordering.microbatch_grads or group_loss."
     )

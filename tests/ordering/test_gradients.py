@@ -101,6 +101,87 @@ def test_losses_that_mix_examples_are_refused(name, key):
         ordering.check_separable(loss, params, batch)
 
 
+def normal(x):
+    return (x - x.mean(0, keepdims=True)) / jnp.sqrt(x.var(0, keepdims=True) + 1e-5)
+
+
+def entropy(logits, x):
+    return -jax.nn.log_softmax(logits)[jnp.arange(len(x)), (x[:, 0] > 0).astype(int)]
+
+
+def errors(p, x):
+    return jnp.square(x @ p["in"]) * (x[:, :1] > 0)
+
+
+NOT_SEPARABLE = {
+    "a head of zeros": (
+        lambda p, x: entropy(normal(x @ p["in"]) @ p["zero"], x),
+        "example . .*mixes",
+    ),
+    "a branch of zero": (
+        lambda p, x: entropy((x + p["zero"].sum() * normal(x)) @ p["in"], x),
+        "example . .*mixes",
+    ),
+    "small losses": (lambda p, x: 1e-5 * entropy(normal(x @ p["in"]), x), "example . .*mixes"),
+    "gradients alone": (
+        lambda p, x: (
+            p["zero"].sum() * x.sum(1)
+            - jax.lax.stop_gradient(p["zero"].sum() * x.sum(1))
+            + p["in"].sum() * x.mean()
+            - jax.lax.stop_gradient(p["in"].sum() * x.mean())
+            + x[:, 0]
+        ),
+        r"gradient of the loss for params\['in'\]",
+    ),
+    "a mean": (
+        lambda p, x: entropy(normal(x @ p["in"]) @ p["zero"], x).mean(),
+        "batch of 6.*mixes",
+    ),
+    "times by place": (
+        lambda p, x: jnp.square(x @ p["in"] - (jnp.arange(len(x)) / len(x))[:, None]).mean(),
+        "batch of 6.*places",
+    ),
+    "padding": (lambda p, x: entropy(x @ p["in"], x).sum() / (len(x) + 1), "batch of 6.*number"),
+    "a sum": (lambda p, x: entropy(x @ p["in"], x).sum(), "their sum: return the mean"),
+    "tokens of the batch": (
+        lambda p, x: errors(p, x).sum() / (x[:, 0] > 0).sum(),
+        "example . alone",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOT_SEPARABLE)
+def test_losses_that_look_at_the_batch_are_refused_wherever_parameters_are(name):
+    x = np.random.default_rng(0).normal(size=(6, 5)).astype(np.float32)
+    params = {"in": jnp.ones((5, 3)) + jnp.arange(3.0)[None], "zero": jnp.zeros((3, 2))}
+    loss, message = NOT_SEPARABLE[name]
+    with pytest.raises(ValueError, match=message):
+        ordering.check_separable(loss, params, x)
+
+
+TREATED_ALONE = {
+    "a mean": lambda p, x: entropy(x @ p["in"], x).mean(),
+    "a mean, clipped": lambda p, x: errors(p, clip_gradient(0.1, x)).mean(),
+    "clipped parameters": lambda p, x: x @ clip_gradient(0.1, p["in"][:, 0]),
+    "bfloat16": lambda p, x: entropy((x.astype(jnp.bfloat16) @ p["in"].astype(jnp.bfloat16)), x),
+    "at least one": lambda p, x: errors(p, x).sum(1) / jnp.maximum((x[:, :1] > 0).sum(1), 1),
+    "exact fit": lambda p, x: errors(p, 0 * x).sum(1),
+    "keys of examples": lambda p, x, keys: jax.vmap(jax.random.normal)(keys) * errors(p, x).sum(1),
+}
+
+
+@pytest.mark.parametrize("name", TREATED_ALONE)
+def test_losses_that_treat_examples_alone_are_taken(name):
+    x = np.random.default_rng(0).normal(size=(6, 5)).astype(np.float32)
+    keys = [jax.random.split(jax.random.key(0), 6)] if "keys" in name else []
+    ordering.check_separable(TREATED_ALONE[name], {"in": jnp.ones((5, 3))}, x, *keys)
+
+
+def test_a_batch_of_one_cannot_be_checked():
+    with pytest.raises(ValueError, match="pass two or three"):
+        ordering.check_separable(lambda w, x: x @ w, jnp.ones(5), jnp.ones((1, 5)))
+
+
 @jax.custom_vjp
 def clip_gradient(bound, x):
     return x
