@@ -11,7 +11,7 @@ from jaxtyping import Bool, Int, PyTree
 
 from ordering.blocks.parquet import warn_of_groups
 from ordering.blocks.sources import SAMPLE, SAMPLES, Part, Source, digest_of, types_of
-from ordering.data.sources import as_source, never_ends, stacked
+from ordering.data.sources import as_source, never_ends, stack_examples
 from syncopate import plans
 
 ARRAYS = np.ndarray | jax.Array | dict | tuple
@@ -73,7 +73,7 @@ class Blocks(Sequence):
         read = [(unit, self._records(*of)) for unit in units for of in self._ranges_of(unit)]
         if all(isinstance(records, list) for _, records in read):  # in one copy
             read = [(units[0], [record for _, records in read for record in records])]
-        blocks = [(unit, stacked(x) if isinstance(x, list) else x) for unit, x in read]
+        blocks = [(unit, stack_examples(x) if isinstance(x, list) else x) for unit, x in read]
         for unit, records in blocks:
             self._check_types(unit, types_of(records))
         if len(blocks) == 1:

@@ -41,7 +41,7 @@ class Source:
         numbers = check_indices(indices, self._size).tolist()
         if not numbers:
             return jax.tree.map(lambda x: x[:0], self[:1])
-        return stacked(_read(self._data, numbers), self._like, numbers)
+        return stack_examples(_read(self._data, numbers), self._like, numbers)
 
     def example(self, i: int) -> PyTree:
         """Example i, unchanged: lists of several lengths stay lists."""
@@ -91,8 +91,7 @@ def as_source(source: PyTree[ArrayLike] | Sequence | Source, *, name: str = "sou
     containers.check_container(name, source)
     if containers.is_array(source) or containers.is_tree(source):
         return _of_arrays(name, source)
-    is_sized = hasattr(source, "__len__") and hasattr(source, "__getitem__")
-    if not is_sized or isinstance(source, str | bytes | type):
+    if not _is_sized(source):
         containers.refuse_source(name, source)
     size = len(source)
     _check_size(name, size)
@@ -106,32 +105,31 @@ def as_source(source: PyTree[ArrayLike] | Sequence | Source, *, name: str = "sou
     return Source(source, size, like_of(first, name))
 
 
+def _is_sized(x: Any) -> bool:
+    is_text = isinstance(x, str | bytes | type)
+    return hasattr(x, "__len__") and hasattr(x, "__getitem__") and not is_text
+
+
 def _of_arrays(name: str, tree: Any) -> Source:
     """A tree of arrays as a source."""
 
     def as_array(path, x):
         called = name + jax.tree_util.keystr(path)
-        if containers.is_array(x):
-            return containers.as_numpy(called, x)
-        containers.check_container(called, x)
-        kind = type(x).__name__
         if isinstance(x, list):  # NumPy would drop the zeros at the ends of texts
             dtype = ", object" if x and isinstance(x[0], str | bytes) else ""
             containers.refuse(called, x, f"np.array({called}{dtype})")
         if hasattr(x, "read"):
             containers.refuse(called, x, f"ordering.blocks.split({name}, unit_size=1)")
-        if hasattr(x, "__len__") and hasattr(x, "__getitem__") and not isinstance(x, str | bytes):
-            raise ValueError(f"{called} is a {kind}: pass {called} alone, or arrays.")
-        raise ValueError(f"{called} is a {kind}: pass an array of all examples, or leave it out.")
+        if _is_sized(x) and not hasattr(x, "__array__"):
+            containers.check_container(called, x)
+            raise ValueError(f"{called} is a {type(x).__name__}: pass {called} alone, or arrays.")
+        return containers.as_numpy(called, x)
 
     is_leaf = lambda x: isinstance(x, list) or containers.method_of(x)  # noqa: E731
     tree = jax.tree_util.tree_map_with_path(as_array, tree, is_leaf=is_leaf)
     shapes = [x.shape for x in jax.tree.leaves(tree)]
     if len({shape[:1] for shape in shapes}) != 1 or not shapes[0]:
-        raise ValueError(
-            f"{name} has arrays of the shapes {shapes}: pass arrays with one leading axis, the "
-            "examples."
-        )
+        raise ValueError(f"{name} has the shapes {shapes}: pass arrays of as many examples.")
     _check_size(name, shapes[0][0])
     return Source(tree, shapes[0][0])
 
@@ -154,8 +152,7 @@ def _check_size(name: str, size: int) -> None:
         raise ValueError(f"{name} is empty: pass at least one example.")
     if size > MOST:
         raise ValueError(
-            f"{name} has {size} examples, like a data set that repeats for ever: leave out "
-            "repeat(), as every epoch has its own order."
+            f"{name} has {size} examples, as if it repeats for ever: leave out repeat()."
         )
 
 
@@ -165,8 +162,8 @@ def check_indices(indices: ArrayLike | Sequence, num_examples: int) -> Int[np.nd
     wrong = indices[(indices < 0) | (indices >= num_examples)]
     if wrong.size:
         raise ValueError(
-            f"index {wrong[0]} is out of range: the source has {num_examples} examples. Pass "
-            f"indices in [0, {num_examples - 1}], as step_indices makes them for an order."
+            f"index {wrong[0]} is out of range: the source has {num_examples} examples, so pass "
+            f"indices in [0, {num_examples - 1}]."
         )
     return indices
 
@@ -207,8 +204,8 @@ class Like(NamedTuple):
             values = self.structure.flatten_up_to(example)
         except ValueError as error:
             raise ValueError(
-                f"example {number} has another structure than example 0: give all examples the "
-                f"same keys, and None to all or none. {error}"
+                f"example {number} has another structure than example 0: give all the same keys, "
+                f"and None to all or none. {f'{error}'[:99]}"
             ) from None
         leaves = []
         for path, value, dtype in zip(self.paths, values, self.dtypes, strict=True):
@@ -239,7 +236,7 @@ def like_of(example: PyTree, name: str = "source") -> Like:
     return Like(structure, paths, [array.dtype for array in arrays])
 
 
-def stacked(
+def stack_examples(
     examples: Sequence[PyTree], like: Like | None = None, numbers: Sequence[int] | None = None
 ) -> PyTree[np.ndarray]:
     """One tree of arrays [n, ...] from n examples, like the first one of the source.
@@ -258,8 +255,8 @@ def _stack(path: str, column: Sequence, dtype: np.dtype) -> np.ndarray:
     shapes = {getattr(x, "shape", ()) for x in column}
     if len(shapes) > 1:
         raise ValueError(
-            f"the examples' {path or 'arrays'} have the shapes {sorted(shapes)[:9]} in one batch, "
-            "which must have one shape: pad or cut them in the source."
+            f"the examples' {path or 'arrays'} have the shapes {sorted(shapes)[:9]} in one batch: "
+            "pad or cut them in the source."
         )
     if shapes and shapes != {()}:
         return np.stack(column)

@@ -254,7 +254,7 @@ def tf_dataset(source):
 def grain_dataset(source):
     size = len(ordering.data.as_source(source))
     dataset = ordering.data.grain_dataset(source, np.arange(size))
-    return ordering.data.sources.stacked(list(dataset))
+    return ordering.data.sources.stack_examples(list(dataset))
 
 
 def split(source):
@@ -275,7 +275,7 @@ def prefetch_to_device(source):
 def of_list(batch):
     if isinstance(batch, list) and isinstance(batch[0], dict):
         rows = [{name: np.array(x) for name, x in row.items()} for row in batch]
-        return ordering.data.sources.stacked(rows)
+        return ordering.data.sources.stack_examples(rows)
     result = np.array(batch)
     if result.dtype == object:  # a tree with None, which is none of a column
         raise ValueError("no array")

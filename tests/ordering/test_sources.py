@@ -14,6 +14,7 @@ import ordering
 from ordering.blocks.sources import Part
 from ordering.data import as_source, step_indices
 from tests import tables
+from tests.bad_values import Foreign
 from tests.sources import Examples
 
 
@@ -127,6 +128,7 @@ REFUSED = {
     ),
     "an array of texts": ({"x": ["a\0", "b"]}, r"np.array\(source\['x'\], object\)"),
     "a stream": (iter([1, 2]), r"write list\(source\)"),
+    "an array of another library": ({"x": Foreign(3, 2)}, r"write np.asarray\(source\['x'\]\)"),
     "a masked array": (np.ma.array([1, 2]), r"write source.filled\(value\)"),
 }
 
