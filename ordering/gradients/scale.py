@@ -20,6 +20,8 @@ from ordering.gradients.examples import check_params
 from ordering.gradients.linear import Map, SketchLeaf
 from syncopate import mesh, plans
 
+STEPS = 128  # of an optimizer that is tried out
+
 
 class Factors(NamedTuple):
     """The scale of a parameter, rows * cols, as arrays that broadcast to its shape."""
@@ -53,9 +55,9 @@ def second_moment_scale(
     applying its updates.
 
     Args:
-      optimizer: an optax optimizer, also chained, masked or partitioned, that has one second moment
-        `nu` for every parameter and divides by its root. A dozen updates of small arrays check
-        this.
+      optimizer: an optax optimizer, also chained, masked, frozen in part or in `optax.MultiSteps`,
+        that has one second moment `nu` for every parameter and divides by its root. Updates of
+        small arrays check this.
       opt_state: the state of `optimizer`.
       params: the parameters; shapes are enough.
       leaves: from `sketch_plan`; parameters that are "sketched" then get `Factors`.
@@ -72,7 +74,8 @@ def second_moment_scale(
 
     Raises:
       ValueError: if a parameter has no second moment, several, or one of another shape; for an
-        optimizer that divides by another value, such as Adamax, AMSGrad and a centred RMSProp.
+        optimizer that divides by another value, such as Adamax, AMSGrad, a centred RMSProp and Adam
+        of a large `eps`, or clips entries of what it divided.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -182,9 +185,12 @@ def _moments(opt_state, params) -> list[Array]:
 def _check_divides(optimizer, structure, shapes) -> None:
     """Raises ValueError unless updates are divided by the root of `nu`, which is tried out.
 
-    After a few steps on small arrays of this structure, every entry of nu is multiplied by c^2. An
-    update that divides by its root becomes c times smaller, up to one factor per leaf, as in LAMB.
-    Adamax divides by nu, AMSGrad by the largest nu so far, a centred RMSProp by nu - mu^2.
+    After steps on small arrays of this structure, every entry of nu is multiplied by c^2. An update
+    that divides by its root becomes c times smaller, up to one factor per leaf, as in LAMB; with
+    momentum behind the division, the part that the last gradient adds does. Adamax divides by nu,
+    AMSGrad by the largest nu so far, a centred RMSProp by nu - mu^2. The last step counts in which
+    the gradient changes the update: rates may be zero at first or at the end, updates may come in
+    every few steps, RAdam divides from the sixth step on. Frozen parameters have none.
     """
     random, small = np.random.default_rng(0), [tuple(min(n, 2) for n in s) for s in shapes]
     factors = [np.linspace(2, 8, math.prod(s)).reshape(s) for s in small]
@@ -198,24 +204,39 @@ def _check_divides(optimizer, structure, shapes) -> None:
         at = [f for end, f in ends if path[len(path) - len(end) :] == end and f.shape == x.shape]
         return x * at[0] ** 2 if named and at else x
 
+    @jax.jit
+    def trial(state, gradient):
+        """The next state, and updates [2, 2, ...]: nu as it is or larger, a gradient or zero."""
+        states = state, jax.tree_util.tree_map_with_path(raised, state)
+        last = jax.tree.map(lambda x: jnp.stack([jnp.full_like(x, 1e-3), 0 * x]), params)
+        both = [jax.vmap(lambda g: update(g, s, params)[0])(last) for s in states]  # noqa: B023
+        return update(gradient, state, params)[1], jax.tree.map(lambda *x: jnp.stack(x), *both)
+
     with mesh.at_once():
         params, update = tree(np.zeros), optax.with_extra_args_support(optimizer).update
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-        ends, state = list(zip(paths, factors, strict=True)), optimizer.init(params)
-        for _ in range(12):  # RAdam divides from the sixth step on
-            _, state = update(tree(lambda s: 0.3 + random.normal(size=s)), state, params)
-        larger = jax.tree_util.tree_map_with_path(raised, state)
-        last = tree(lambda s: np.full(s, 1e-3))
-        both = [jax.tree.leaves(update(last, s, params)[0]) for s in (state, larger)]
-    for path, factor, before, after in zip(paths, factors, *both, strict=True):
-        ratio = np.asarray(after, np.float64) * factor / np.asarray(before, np.float64)
-        if ratio.size and not np.allclose(ratio, ratio.mean(), rtol=0.05):
+        ends, state, tried = list(zip(paths, factors, strict=True)), optimizer.init(params), []
+        for _ in range(STEPS):
+            state, updates = trial(state, tree(lambda s: 0.3 + random.normal(size=s)))
+            tried.append(jax.device_get(jax.tree.leaves(updates)))
+    for path, factor, *each in zip(paths, factors, *tried, strict=True):
+        moved = [x for x in each if (x[0, 0] != x[0, 1]).any()]
+        if moved and not _is_divided(np.float64(moved[-1]), factor):
             raise ValueError(
                 f"the optimizer does not divide updates of params{jax.tree_util.keystr(path)} by "
                 "the root of its nu, as Adam does: keep a second moment beside it: moment = "
                 "optax.scale_by_rms(), in every step _, state = moment.update(mean_gradient, "
                 "state), and pass moment and that state."
             )
+
+
+def _is_divided(updates, factor):
+    """Whether updates, or their change by a gradient, are `factor` times smaller, but for one."""
+    for before, after in (updates[:, 0], updates[:, 0] - updates[:, 1]):
+        ratio = after * factor / np.where(before == 0, np.nan, before)
+        if np.allclose(ratio, ratio.mean(), rtol=0.05):
+            return True
+    return False
 
 
 def _check_leaves(leaves, moments):

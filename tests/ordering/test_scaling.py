@@ -164,6 +164,10 @@ def test_a_scaled_step_has_the_products_of_the_plain_one():
     jax.tree.map(np.testing.assert_array_equal, scaled(ones), plain())
 
 
+LATE = optax.join_schedules([optax.constant_schedule(0.0), optax.constant_schedule(0.1)], [100])
+FROZEN = {"b": True, "w": False}
+
+
 def test_a_scale_that_does_not_fit_is_refused():
     w, batch = jnp.zeros((60, 40)), {"x": jnp.ones((2, 3, 60)), "y": jnp.ones((2, 3, 40))}
     gradients = ordering.sketched_grads(product, SKETCH_KEY, size=128)
@@ -182,8 +186,14 @@ def test_a_scale_that_does_not_fit_is_refused():
         optax.adamax(0.1),
         optax.adamaxw(0.1),
         optax.chain(optax.clip(1.0), optax.amsgrad(0.1)),
+        optax.chain(optax.adamax(0.1), optax.masked(optax.set_to_zero(), FROZEN)),
+        optax.amsgrad(LATE),
+        optax.MultiSteps(optax.adamax(0.1), 4).gradient_transformation(),
+        optax.adam(0.1, eps=1.0),
+        optax.chain(optax.scale_by_adam(), optax.clip(1e-3)),
     ],
-    ids=["amsgrad", "sm3", "centred", "adamax", "adamaxw", "chained"],
+    ids=["amsgrad", "sm3", "centred", "adamax", "adamaxw", "chained"]
+    + ["frozen", "late", "in every fourth step", "eps", "clipped"],
 )
 def test_optimizers_that_divide_by_something_else_are_refused(optimizer):
     with pytest.raises(ValueError, match="params|`nu`"):
@@ -200,3 +210,20 @@ def test_optimizers_that_divide_by_the_root_are_taken(name):
         state = stepped(each, steps=1)[0]
         scale = scale_of(each, state, PARAMS)
         assert any((x != 1).any() for x in jax.tree.leaves(scale))
+
+
+OFTEN_ZERO = {
+    "frozen behind": optax.chain(ADAM, optax.masked(optax.set_to_zero(), FROZEN)),
+    "frozen before": optax.chain(optax.transforms.freeze(FROZEN), ADAM),
+    "in every fourth step": optax.MultiSteps(ADAM, 4).gradient_transformation(),
+    "momentum behind": optax.rmsprop(1e-3, momentum=0.9),
+    "a rate that ends": optax.adam(optax.cosine_decay_schedule(1e-3, 10)),
+    "a rate that begins late": optax.adam(LATE),
+    "weights that are averaged": optax.contrib.schedule_free_adamw(1e-3),
+}
+
+
+@pytest.mark.parametrize("name", OFTEN_ZERO)
+def test_optimizers_whose_updates_are_zero_or_go_on_are_taken(name):
+    optimizer = OFTEN_ZERO[name]
+    ordering.second_moment_scale(optimizer, optimizer.init(PARAMS), PARAMS)
