@@ -142,9 +142,9 @@ def prefetch_to_device(
     which waits for a place in the queue. Loading starts at the call. NumPy arrays are copied, also
     on a CPU, so a loader may fill one buffer again and again; JAX arrays are passed on.
 
-    The thread has the context variables of the call and these settings of JAX: the mesh, the
-    default device, x64, the kind of random keys, the promotion of types and ranks, the precision
-    of products, and the search for NaNs. Transfer guards and what only logs stay with the caller.
+    The thread has the context variables of the call. It also has these settings of JAX: the mesh,
+    the default device, x64, the kind of random keys, promotion, precision, and the search for NaNs.
+    Transfer guards and what only logs stay with the caller.
 
     Args:
       batches: an iterable of trees of arrays, such as a dataset of tf.data or a Grain loader;
@@ -234,7 +234,12 @@ def on_device(batch: PyTree, sharding: PyTree = None) -> PyTree[jax.Array]:
     if not jax.tree.leaves(batch):
         raise ValueError(f"a batch is {batch!r}, without arrays: give arrays, or end the iterable.")
     batch = representable(batch)
-    return jax.tree_util.tree_map_with_path(_put, batch, _places(sharding, batch), is_leaf=_is_none)
+    places = _places(sharding, batch)
+    result = jax.tree_util.tree_map_with_path(_put, batch, places, is_leaf=_is_none)
+    given = zip(*map(jax.tree.leaves, (batch, result)), strict=True)
+    # Only then may a loader fill its memory again.
+    jax.block_until_ready([array for x, array in given if not isinstance(x, jax.Array)])
+    return result
 
 
 def _places(sharding: PyTree, batch: PyTree) -> PyTree:

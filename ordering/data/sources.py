@@ -125,7 +125,7 @@ def _of_arrays(name: str, tree: Any) -> Source:
             raise ValueError(f"{called} is a {type(x).__name__}: pass {called} alone, or arrays.")
         return containers.as_numpy(called, x)
 
-    is_leaf = lambda x: isinstance(x, list) or containers.method_of(x)  # noqa: E731
+    is_leaf = lambda x: isinstance(x, list) or containers.method_of(x) is not None  # noqa: E731
     tree = jax.tree_util.tree_map_with_path(as_array, tree, is_leaf=is_leaf)
     shapes = [x.shape for x in jax.tree.leaves(tree)]
     if len({shape[:1] for shape in shapes}) != 1 or not shapes[0]:
