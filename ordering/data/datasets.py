@@ -69,8 +69,7 @@ def tf_dataset(
             return leaf.shape[1:], tf.as_dtype(leaf.dtype)
         except TypeError:
             raise ValueError(
-                f"the examples have values of {leaf.dtype}, which TensorFlow does not have: leave "
-                "them out, or pass times as numbers, by x.astype(np.int64)."
+                f"the examples have {leaf.dtype}, which TensorFlow lacks: pass x.astype(np.int64)."
             ) from None
 
     like, structure = jax.tree.flatten(examples[:1])
@@ -82,8 +81,7 @@ def tf_dataset(
             leaves, other = jax.tree.flatten(_reads()(lambda: read(part)))
             if other != structure or list(map(kind, leaves)) != kinds:
                 raise ValueError(
-                    "their shapes differ from those of example 0: pad or cut them, or let the "
-                    "source leave images encoded, and decode in map."
+                    "their shapes differ from example 0: pad or cut them, or decode in map."
                 )
         except Exception as error:  # TensorFlow keeps only its text
             raise RuntimeError(f"examples {part}: {describe_error(error)}") from error
@@ -161,27 +159,19 @@ def _check_finite(tf: Any, dataset: Any) -> int:
     """N of a finite dataset of dense tensors; raises ValueError for another."""
     if not isinstance(dataset, tf.data.Dataset):
         raise ValueError(
-            f"dataset is a {type(dataset).__name__}: pass a tf.data.Dataset, or give what has "
-            "source[i] to tf_dataset(source, indices)."
+            f"dataset is a {type(dataset).__name__}: pass a tf.data.Dataset, or write tf_dataset."
         )
     for path, spec in jax.tree_util.tree_leaves_with_path(dataset.element_spec):
         if not isinstance(spec, tf.TensorSpec):
             raise ValueError(
-                f"dataset{jax.tree_util.keystr(path)} is a {type(spec).__name__}: make dense "
-                "tensors in a map before, by x.to_tensor(shape=...) or tf.sparse.to_dense(x)."
+                f"dataset{jax.tree_util.keystr(path)} is a {type(spec).__name__}: make it dense in "
+                "a map before, as by x.to_tensor(shape=...)."
             )
     size = int(dataset.cardinality())
-    if size == tf.data.INFINITE_CARDINALITY:
-        raise ValueError(
-            "dataset repeats for ever: leave out repeat(), as every epoch has its own order."
-        )
-    if size == tf.data.UNKNOWN_CARDINALITY:
-        raise ValueError(
-            "dataset does not know how many examples it has: write "
-            "dataset.apply(tf.data.experimental.assert_cardinality(n)) in its place, for n of them."
-        )
-    if size == 0:
-        raise ValueError("dataset is empty: pass at least one example.")
+    if size < 1:
+        known = {0: "empty", tf.data.INFINITE_CARDINALITY: "endless: leave out repeat()"}
+        unknown = "of unknown length: apply tf.data.experimental.assert_cardinality(n) to it"
+        raise ValueError(f"dataset is {known.get(size, unknown)}.")
     return size
 
 

@@ -162,7 +162,7 @@ FAILING = {
     "shapes of others": (
         64 * RAGGED[:1] + RAGGED[2:],
         range(65),
-        "differ from those of example 0: pad",
+        "differ from example 0: pad",
     ),
     "types": (64 * [1] + [2.5], range(65), "is of float64, and that of example 0 of int64"),
 }
