@@ -469,11 +469,13 @@ class Joined(Source):
     def __init__(self, parts: list[Source], names: list[str], first: np.ndarray):
         super().__init__(None, int(first[-1]))
         self._parts, self._names, self._first = parts, names, first
-        kinds = [jax.tree.map(lambda x: (x.dtype, x.shape[1:]), part[:1]) for part in parts]
+        trees = [jax.tree.map(lambda x: (x.dtype, x.shape[1:]), part[:1]) for part in parts]
+        # A tuple equals a NamedTuple of the same values.
+        kinds = [(tree, jax.tree.structure(tree)) for tree in trees]
         for name, kind in zip(names, kinds, strict=True):
             if kind != kinds[0]:
                 raise ValueError(
-                    f"the examples of {name} are {kind}, and those of {names[0]} {kinds[0]}: "
+                    f"the examples of {name} are {kind[0]}, and those of {names[0]} {trees[0]}: "
                     "give all sources examples of one structure, type and shape."
                 )
 

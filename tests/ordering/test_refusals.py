@@ -266,6 +266,8 @@ REFUSED = {  # the call, and what its message names: arguments, values, places i
     "one of two sources": (lambda: MIXED.source({"a": [0] * 9}), "sources", "b"),
     "a source of another size": (lambda: mixed_of([0] * 9, [0] * 4), "4 examples", "3"),
     "a source of other examples": (lambda: mixed_of([{"x": 1}] * 9, [0] * 3), "examples of b"),
+    "a tuple beside a NamedTuple": (
+        lambda: mixed_of(OnlyCurrent(np.arange(9)), (np.arange(3),)), "examples of b", "Only"),
     "workers that share no batch": (lambda: MIXED.order(workers=3), "workers", "batch_size"),
     "an order of no source": (lambda: MIXED.order(orders={"c": ordering.counted(3)}), "orders"),
     "an order of other units": (
