@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
@@ -230,40 +231,42 @@ def check_batches(name: str, batches: object) -> None:
 
 
 def on_device(batch: PyTree, sharding: PyTree = None) -> PyTree[jax.Array]:
-    """The batch as JAX arrays; without a sharding, JAX arrays stay where they are."""
+    """The batch as JAX arrays; without a sharding, JAX arrays stay where they are.
+
+    A CPU takes NumPy's memory as it is if it is aligned, and a device may still read it when
+    `device_put` returns: what is returned here is a copy that has arrived.
+    """
     if not jax.tree.leaves(batch):
         raise ValueError(f"a batch is {batch!r}, without arrays: give arrays, or end the iterable.")
     batch = representable(batch)
-    places = _places(sharding, batch)
-    result = jax.tree_util.tree_map_with_path(_put, batch, places, is_leaf=_is_none)
-    given = zip(*map(jax.tree.leaves, (batch, result)), strict=True)
-    # Only then may a loader fill its memory again.
-    jax.block_until_ready([array for x, array in given if not isinstance(x, jax.Array)])
-    return result
+    paths, leaves, places = _placed(batch, sharding)
+    for path, x, place in zip(paths, leaves, places, strict=True):
+        _check_shape(path, np.shape(x), place)
+    # One process could not move JAX arrays that span several.
+    kept = [isinstance(x, jax.Array) and places[i] is None for i, x in enumerate(leaves)]
+    moved = [i for i, keep in enumerate(kept) if not keep]
+    arrays = jax.device_put([leaves[i] for i in moved], [places[i] for i in moved])
+    for i, array in zip(moved, arrays, strict=True):
+        if _is_shared(leaves[i], array):
+            array = jax.device_put(leaves[i].copy(), places[i])
+        leaves[i] = array if isinstance(leaves[i], jax.Array) else array.block_until_ready()
+    return jax.tree.unflatten(jax.tree.structure(batch), leaves)
 
 
-def _places(sharding: PyTree, batch: PyTree) -> PyTree:
-    """A place for each leaf. Where both have None, JAX would write the batch into an error."""
-    try:
-        return jax.tree.broadcast(sharding, batch, is_leaf=_is_none)
+def _placed(batch: PyTree, sharding: PyTree) -> tuple[list, list, list]:
+    """The paths of the leaves, the leaves, and the place of each, None for the default."""
+    is_none = lambda x: x is None  # noqa: E731
+    try:  # where both have None, JAX would write the batch into an error
+        places = jax.tree.broadcast(sharding, batch, is_leaf=is_none)
     except ValueError as error:
         raise ValueError(f"sharding is a tree that does not fit the batch: {error}") from error
-
-
-def _is_none(x: Any) -> bool:
-    return x is None
-
-
-def _put(path, value, place):
-    """A leaf on the device. Not NumPy's own memory, which a CPU takes as it is if it is aligned."""
-    if value is None or place is None and isinstance(value, jax.Array):
-        return value  # one process could not move arrays that span several
-    _check_shape(path, np.shape(value), place)
-    try:
-        array = jax.device_put(value, place)
-        return jax.device_put(value.copy(), place) if _is_shared(value, array) else array
-    except (TypeError, OverflowError) as error:
-        raise ValueError(f"{_name(path)} is of {np.asarray(value).dtype}: {error}") from error
+    places = jax.tree.leaves(places, is_leaf=is_none)
+    leaves = jax.tree_util.tree_leaves_with_path(batch, is_leaf=is_none)
+    rows = [
+        (*leaf, place) for leaf, place in zip(leaves, places, strict=True) if leaf[1] is not None
+    ]
+    paths, leaves, places = map(list, zip(*rows, strict=True))
+    return paths, leaves, places
 
 
 def _is_shared(value: Any, array: jax.Array) -> bool:
@@ -281,14 +284,10 @@ def check_steps(source: Source, shapes: Iterable[tuple[int, ...]], sharding: PyT
     `shapes` are the leading axes, such as (W, n), of a whole step and of an epoch's last step.
     """
     if sharding is not None:
-        first = source[:1]
-        places = _places(sharding, first)
+        paths, leaves, places = _placed(source[:1], sharding)
         for axes in shapes:
-            jax.tree_util.tree_map_with_path(
-                lambda path, x, place: _check_shape(path, (*axes, *x.shape[1:]), place),  # noqa: B023
-                first,
-                places,
-            )
+            for path, x, place in zip(paths, leaves, places, strict=True):
+                _check_shape(path, (*axes, *x.shape[1:]), place)
 
 
 def _check_shape(path, shape, place):
@@ -321,6 +320,11 @@ def _representable(path, value):
         return value
     array = containers.as_numpy(_name(path), value)
     dtype = jax.dtypes.canonicalize_dtype(array.dtype.newbyteorder("="))
+    is_number = jnp.issubdtype(dtype, np.number) and dtype.kind != "m"
+    if not is_number and dtype.kind != "b":
+        raise ValueError(
+            f"{_name(path)} is of {dtype}, which JAX lacks: pass numbers, or leave it out."
+        )
     if dtype != array.dtype:
         with np.errstate(over="ignore"):
             cast = array.astype(dtype)

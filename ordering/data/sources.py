@@ -210,9 +210,10 @@ class Like(NamedTuple):
         leaves = []
         for path, value, dtype in zip(self.paths, values, self.dtypes, strict=True):
             kind = type(value)  # first the cases that need only the type
-            is_like = PYTHONS.get(kind) is dtype
             if kind is np.ndarray or issubclass(kind, np.generic):
                 is_like = value.dtype == dtype and dtype != TEXTS
+            else:
+                is_like = PYTHONS.get(kind) is dtype
             if is_like or ragged and isinstance(value, list) and None not in value:
                 leaves.append(value)
                 continue
