@@ -233,25 +233,23 @@ def plan_of(closed: core.ClosedJaxpr, params: PyTree, rest: int, size: int) -> P
     each = jax.tree_util.tree_leaves_with_path(params)
     uses, other, shared = [[] for _ in each], [[] for _ in each], {}
 
-    def number(value):
-        shared.setdefault(value.name, value)
-
-    handler = Handler(
-        RULES,
-        use=lambda use, param, data: uses[param.leaf].append((use, param.stack)),
-        other=lambda leaf, name: other[leaf].append(name),
-        number=number,
-        evaluates=False,
-    )
-
     def values(leaves):
+        found = {}  # no tracer leaves the function
+        handler = Handler(
+            RULES,
+            use=lambda use, param, data: uses[param.leaf].append((use, param.stack)),
+            other=lambda leaf, name: other[leaf].append(name),
+            number=lambda value: [found.setdefault(value.name, value), None][1],
+            evaluates=False,
+        )
         interpret(closed, leaves, [None] * rest, handler)
-        return [value.value for value in shared.values()]
+        shared.update({name: tuple(value.leaves) for name, value in found.items()})
+        return [value.value for value in found.values()]
 
     program = jax.make_jaxpr(values)(jax.tree.leaves(params))
     jaxpr = program.jaxpr.replace(eqns=_needed(program.jaxpr))
     run = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, program.consts))
-    parts, leaves = [tuple(value.leaves) for value in shared.values()], []
+    parts, leaves = [*shared.values()], []
     for i, (path, value) in enumerate(each):
         name, in_number = jax.tree_util.keystr(path), any(i in part for part in parts)
         leaves.append(leaf_of(name, jnp.shape(value), uses[i], other[i], in_number, size))

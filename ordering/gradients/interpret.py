@@ -12,6 +12,7 @@ Values are named by their place in the program, not by the identity of tracers. 
 program gives the same names, also in the bodies of `jax.checkpoint` and scans.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -46,6 +47,13 @@ class Shared(NamedTuple):
     copy: Any  # the value computed from the example's copies of parameters, or None
     leaves: dict[int, str]  # {parameter in it: the primitive that used the parameter}
     name: tuple[int, ...] = ()  # the places of the outer equations, this one, and the result
+    linear: bool = True  # whether its gradient is linear in its cotangent: no `jax.custom_vjp`
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it is one real number, whose gradient is formed once for all examples."""
+        real = jnp.issubdtype(jnp.result_type(self.value), jnp.floating)
+        return self.linear and real and jnp.size(self.value) == 1
 
 
 class Handler(NamedTuple):
@@ -69,6 +77,7 @@ def interpret(
 
     `copies` are the example's copies of parameters, {number of the leaf: array}.
     """
+    _check_names()
     copies = copies or {}
 
     def entering(i, value):
@@ -79,6 +88,24 @@ def interpret(
     leaves = [entering(i, leaf) for i, leaf in enumerate(jax.tree.leaves(params))]
     loss, *others = _walk(closed.jaxpr, closed.consts, [*leaves, *rest], handler, ())
     return [_seen(loss, "the result", handler), *map(raw, others)]
+
+
+@functools.cache
+def _check_names() -> None:
+    """Raises RuntimeError if JAX has other names for the primitives that contain programs."""
+    rule = jax.custom_vjp(lambda x: x)
+    rule.defvjp(lambda x: (x, None), lambda _, g: (g,))
+
+    def program(x):
+        x = jax.checkpoint(jnp.sin)(jax.jit(jnp.sin)(rule(x)))
+        return jax.lax.scan(lambda x, _: (x, None), x, None, length=2)[0]
+
+    names = {equation.primitive.name for equation in jax.make_jaxpr(program)(1.0).jaxpr.eqns}
+    if names != {RULE, *PROGRAMS}:
+        raise RuntimeError(
+            f"JAX {jax.__version__} has the primitives {sorted(names)}, and {RULE, *PROGRAMS} are "
+            "known here: use the newest syncopate-jax, or an older JAX."
+        )
 
 
 def has_rule_of_parameters(closed: core.ClosedJaxpr, params: PyTree) -> bool:
@@ -116,6 +143,9 @@ def _evaluate(equation, values, handler, path):
     elif name in MOVES and isinstance(values[0], Param):
         results = _moved(equation, values)
     elif name in handler.rules:
+        shapes = [atom.aval.shape for atom in equation.invars]
+        if any(of_example(v) and 0 in shape for v, shape in zip(values, shapes, strict=True)):
+            return bind_of_example(equation, [*map(raw, values)], handler)  # no gradient
         results = handler.rules[name](equation, values, handler)
     if results is not None:
         return results
@@ -156,15 +186,17 @@ def _shared(equation, values, handler, path):
     name, leaves, values = equation.primitive.name, {}, [*values]
     for v in values:
         leaves |= {v.leaf: name} if isinstance(v, Param) else v.leaves
-    if leaves and holds([equation], RULE):
+    has_rule = bool(leaves) and holds([equation], RULE)
+    if has_rule:
         handler.rule()
+    linear = not has_rule and all(v.linear for v in values if isinstance(v, Shared))
     results = bind(equation, [v.value for v in values])
     copies = [None] * len(results)
     if any(v.copy is not None for v in values):
         each = [v.value if v.copy is None else v.copy for v in values]
         copies = convolution.bind_split(equation, each)
     return [
-        Shared(value, copy, leaves, (*path, i))
+        Shared(value, copy, leaves, (*path, i), linear)
         if name != "stop_gradient" and jnp.issubdtype(value.dtype, jnp.inexact)
         else constant(value)
         for i, (value, copy) in enumerate(zip(results, copies, strict=True))
@@ -177,7 +209,7 @@ def _seen(value, name, handler):
         return value
     if is_constant(value):
         return value.value
-    if isinstance(value, Shared) and handler.number and jnp.size(value.value) == 1:
+    if _is_number(value) and handler.number:
         return handler.number(value)
     for leaf, first in ({value.leaf: name} if isinstance(value, Param) else value.leaves).items():
         handler.other(leaf, first)
@@ -233,16 +265,27 @@ def _remat(equation, values, handler, path):
 
     def again(arrays):
         results = _walk(params["jaxpr"], (), _filled(values, arrays), handler, path)
-        kinds[:] = results
-        return _arrays(results)
+        kinds[:] = [_kind(v) for v in results]
+        return _arrays(results), [v.place if isinstance(v, Param) else None for v in results]
 
     again = jax.checkpoint(again, prevent_cse=params["prevent_cse"], policy=params["policy"])
-    results = again(_arrays(values))
-    return _filled(kinds, results)
+    arrays, places = again(_arrays(values))
+    return [
+        v._replace(place=place) if isinstance(v, Param) else v
+        for v, place in zip(_filled(kinds, arrays), places, strict=True)
+    ]
+
+
+def _kind(value):
+    """The value without arrays, which must not leave the trace that they belong to."""
+    if of_example(value):
+        return None
+    empty = value._replace(value=None, copy=None)
+    return empty._replace(place=None) if isinstance(value, Param) else empty
 
 
 def _arrays(values):
-    """(value, copy) of all values, which are their only arrays."""
+    """(value, copy) of all values, which are their only arrays beside the place of a parameter."""
     return [(v, None) if of_example(v) else (v.value, v.copy) for v in values]
 
 
@@ -258,7 +301,8 @@ def _scan(equation, values, handler, path):
     if not any(map(of_example, values)):
         return None
     params, inside = equation.params, handler._replace(number=None)
-    consts, carry, stacked = _parts_of_scan(equation, values)
+    first, second = params["num_consts"], params["num_consts"] + params["num_carry"]
+    consts, carry, stacked = values[:first], values[first:second], values[second:]
     consts = [_seen(v, "scan", handler) if _is_number(v) else v for v in consts]
     carry = [_seen(v, "scan", handler) for v in carry]
     stacked = [v if _is_stacked(v) else _seen(v, "scan", handler) for v in stacked]
@@ -281,23 +325,8 @@ def _scan(equation, values, handler, path):
     return [*carry, *results]
 
 
-def _parts_of_scan(equation, values):
-    """The constants of a scan, its carry, and its stacked arrays."""
-    inner = equation.params["jaxpr"].jaxpr
-    # In the body stacked arrays have one axis less; versions of JAX count the others differently.
-    is_stacked = [
-        len(outer.aval.shape) > len(each.aval.shape)
-        for outer, each in zip(
-            (*equation.invars, *equation.outvars), (*inner.invars, *inner.outvars), strict=True
-        )
-    ]
-    first = len(values) - sum(is_stacked[: len(values)])
-    constant = first - is_stacked[len(values) :].count(False)
-    return values[:constant], values[constant:first], values[first:]
-
-
 def _is_number(value):
-    return isinstance(value, Shared) and jnp.size(value.value) == 1
+    return isinstance(value, Shared) and value.is_number
 
 
 def _is_stacked(value):

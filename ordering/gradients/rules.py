@@ -120,7 +120,8 @@ def _rows_as_one(multiply):
     """
 
     def as_one(x, w):
-        return multiply(x.reshape(-1, x.shape[-1]), w).reshape(*x.shape[:2], -1)
+        flat = x.reshape(x.shape[0] * x.shape[1], x.shape[2])
+        return multiply(flat, w).reshape(*x.shape[:2], w.shape[1])
 
     wrapped = custom_vmap(multiply)
 

@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 import ordering
+from ordering.gradients import interpret
 from tests.cases import mostly_slow
 from tests.sketched import KEY, SKETCH_KEY, assert_sketched, close
 
@@ -229,3 +230,21 @@ def test_a_number_of_parameters_is_used_in_several_places(name):
     x = RNG.normal(size=(4, 20)).astype(np.float32)
     loss = with_key(lambda p, x: jnp.square(SHARED[name](p, x)).sum(-1))
     assert_sketched(loss, params, x, size=32)
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_no_tracer_leaves_its_trace(name):
+    w = RNG.normal(size=(2, 20, 20)).astype(np.float32) / 5
+    params = {"t": np.float32(0.3), "a": w[0], "b": w[1]}
+    loss = lambda p, x: jnp.square(SHARED[name](p, x)).sum(-1)  # noqa: E731
+    gradients = ordering.sketched_grads(loss, SKETCH_KEY, size=32)
+    with jax.checking_leaks():
+        jax.eval_shape(gradients, params, jnp.ones((4, 20)))
+
+
+def test_other_names_of_primitives_are_refused(monkeypatch):
+    """JAX has changed some before, and rules would be missed without a word."""
+    interpret._check_names.__wrapped__()
+    monkeypatch.setattr(interpret, "RULE", "custom_vjp_call_jaxpr")
+    with pytest.raises(RuntimeError, match="custom_vjp_call.*are known here"):
+        interpret._check_names.__wrapped__()
