@@ -191,7 +191,6 @@ SETTINGS: tuple[Any, ...] = (
     (jax.default_device, "jax_default_device"),
     (jax.default_matmul_precision, "jax_default_matmul_precision"),
     (jax.default_prng_impl, "jax_default_prng_impl"),
-    (jax.threefry_partitionable, "jax_threefry_partitionable"),
     (jax.enable_x64, "jax_enable_x64"),
     (jax.numpy_dtype_promotion, "jax_numpy_dtype_promotion"),
     (jax.numpy_rank_promotion, "jax_numpy_rank_promotion"),

@@ -64,11 +64,12 @@ def as_source(source: PyTree[ArrayLike] | Sequence | Source, *, name: str = "sou
     code to write; missing values are refused, too.
 
     Args:
-      source: a tree (dict, tuple, NamedTuple) of arrays [N, ...] of NumPy or JAX; or an object with
-        `len(source)` and `source[i]`, such as a list of examples, `tfds.data_source`, or a data set
-        of Grain, PyTorch or Hugging Face (one split, without a format or in "numpy", "torch" or
-        "jax"). If it has `__getitems__(list)`, this is used. Examples are trees of arrays, numbers
-        and texts; a list of numbers or texts is one array. All have the types of example 0.
+      source: a tree (dict, tuple, NamedTuple, dataclass) of arrays [N, ...] of NumPy or JAX; or an
+        object with `len(source)` and `source[i]`, such as a list of examples, `tfds.data_source`,
+        or a data set of Grain, PyTorch or Hugging Face (one split, without a format or in "numpy",
+        "torch" or "jax"). If it has `__getitems__(list)`, this is used. Examples are trees of
+        arrays, numbers and texts; a list of numbers or texts is one array. All have the types of
+        example 0; a field is None in all examples or in none.
       name: its name in messages.
 
     Returns:
