@@ -35,6 +35,7 @@ from ordering.gradients.examples import (
 )
 from ordering.gradients.interpret import Handler, as_copy, interpret
 from ordering.gradients.linear import MOST, SIZE, Map, SketchLeaf, times
+from ordering.gradients.moves import filled
 from ordering.gradients.rules import LINEAR, LOOK_UP, RULES, Use
 from ordering.gradients.scale import scaled_maps, whole_scale
 from ordering.trees import as_float32, tree_size
@@ -452,15 +453,16 @@ def use_of(leaves: list[SketchLeaf], maps: list[Map], zeros: Zeros, use: Use, pa
     if param.stack:
         of = linear.of_slice(of, param.place)
     if leaf.how == "formed":
-        rule = functools.partial(_row_of_use, leaf, zeros.sketch.size, param.dims)
-        return _formed(use, rule, param.value, zeros.of(param.leaf), of, data)
+        rule = functools.partial(_row_of_use, leaf, zeros.sketch.size, param.dims, param.parts)
+        return _formed(use, rule, param.value, zeros.of(param.leaf), (param.factor, of), data)
     rule = functools.partial(_of_factors, use, leaf, zeros.sketch.size)
     y = use.apply(param.value, *data)
-    return _tap(rule, y, zeros.sketch, (of.left, of.right, *data))
+    return _tap(rule, y, zeros.sketch, (param.factor, of.left, of.right, *data))
 
 
-def _of_factors(use: Use, leaf: SketchLeaf, size, dy, left, right, *data):
+def _of_factors(use: Use, leaf: SketchLeaf, size, dy, factor, left, right, *data):
     """The sketch of x^T dy, float32[k], without forming this product."""
+    dy = dy if factor is None else (dy * factor).astype(dy.dtype)
     groups, p, q = leaf.sizes
     swapped = numbers_of(use.rows) != leaf.rows
     if swapped:
@@ -472,11 +474,13 @@ def _of_factors(use: Use, leaf: SketchLeaf, size, dy, left, right, *data):
     return jnp.pad(sums.reshape(-1) / math.sqrt(groups), (0, size - sums.size))
 
 
-def _row_of_use(leaf: SketchLeaf, size, dims, gradient, of):
+def _row_of_use(leaf: SketchLeaf, size, dims, parts, gradient, factor, of):
     """The row of a gradient that has the shape in which the parameter is used."""
+    gradient = gradient if factor is None else (gradient * factor).astype(gradient.dtype)
     each = [dim for group in dims for dim in group]
     order = sorted(range(len(each)), key=lambda i: each[i])
     natural = gradient.reshape([n for _, n in each]).transpose(order)
+    natural = filled(natural, {each[i][0]: axis for axis, i in enumerate(order)}, parts)
     return _row_of_slice(leaf, size, natural, of)
 
 
@@ -495,7 +499,7 @@ def _formed_backward(use, row_of_gradient, kept, dy):
     w, of, data = kept
     _, pull = jax.vjp(use.plain, w, *data)
     gradient, *to_data = split_safe(pull)(dy)
-    return gradient, row_of_gradient(gradient, of), None, tuple(to_data)
+    return gradient, row_of_gradient(gradient, *of), None, tuple(to_data)
 
 
 _formed.defvjp(_formed_forward, _formed_backward)

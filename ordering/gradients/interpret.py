@@ -13,7 +13,6 @@ program gives the same names, also in the bodies of `jax.checkpoint` and scans.
 """
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,20 +23,9 @@ from jaxtyping import PyTree
 
 from ordering.gradients import convolution
 from ordering.gradients.convolution import bind, holds
+from ordering.gradients.moves import MOVES, Param, is_stacked, moved, sliced
 
 RULE = "custom_vjp_call"
-
-
-class Param(NamedTuple):
-    """A parameter, or the slice of it that a scan is at."""
-
-    value: Any
-    leaf: int  # its index among the leaves
-    # For every dimension of the value, the leaf's dimensions in it, (number, size), except size 1.
-    dims: tuple[tuple[tuple[int, int], ...], ...]
-    stack: int  # how many leading dimensions of the leaf the scans so far loop over
-    place: Any  # uint32[], slices of the leaf before this one
-    copy: Any = None  # the example's copy of the value, if the parameter is copied
 
 
 class Shared(NamedTuple):
@@ -83,7 +71,9 @@ def interpret(
     def entering(i, value):
         dims = tuple(((axis, n),) if n > 1 else () for axis, n in enumerate(value.shape))
         # Empty parameters have no gradient.
-        return Param(value, i, dims, 0, jnp.uint32(0), copies.get(i)) if value.size else value
+        if not value.size:
+            return value
+        return Param(value, i, value.shape, dims, place=jnp.uint32(0), copy=copies.get(i))
 
     leaves = [entering(i, leaf) for i, leaf in enumerate(jax.tree.leaves(params))]
     loss, *others = _walk(closed.jaxpr, closed.consts, [*leaves, *rest], handler, ())
@@ -140,16 +130,16 @@ def _evaluate(equation, values, handler, path):
         return _shared(equation, values, handler, path)
     if name in PROGRAMS and (name == "jit" or not all(is_plain(v) for v in values)):
         results = PROGRAMS[name](equation, values, handler, path)
-    elif name in MOVES and isinstance(values[0], Param):
-        results = _moved(equation, values)
-    elif name in handler.rules:
+    elif name in MOVES and any(isinstance(v, Param) for v in values):
+        results = moved(equation, values, _constant_number)
+    elif name in handler.rules and all(v.is_whole for v in values if isinstance(v, Param)):
         shapes = [atom.aval.shape for atom in equation.invars]
         if any(of_example(v) and 0 in shape for v, shape in zip(values, shapes, strict=True)):
             return bind_of_example(equation, [*map(raw, values)], handler)  # no gradient
         results = handler.rules[name](equation, values, handler)
     if results is not None:
         return results
-    if not any(map(of_example, values)):
+    if not any(of_example(v) or getattr(v, "own", False) for v in values):
         return _shared(equation, values, handler, path)
     return bind_of_example(equation, [_seen(v, name, handler) for v in values], handler)
 
@@ -168,6 +158,11 @@ def of_example(value: Any) -> bool:
 
 def is_plain(value: Any) -> bool:
     return of_example(value) or is_constant(value)
+
+
+def _constant_number(value):
+    """The value of a constant number, else None."""
+    return value.value if is_constant(value) and jnp.size(value.value) == 1 else None
 
 
 def raw(value: Any) -> Any:
@@ -225,33 +220,6 @@ def as_copy(value, copy):
 as_copy.defvjp(lambda value, copy: (copy, None), lambda _, gradient: (gradient, gradient))
 
 
-def _moved(equation, values):
-    """A parameter with another dtype or shape. Dimensions may be swapped, merged and split."""
-    param, *sizes = values
-    result: Any = equation.outvars[0].aval
-    if equation.primitive.name == "transpose":
-        dims = tuple(param.dims[i] for i in equation.params["permutation"])
-    else:
-        dims = _regrouped(param, result.shape)
-    if sizes or dims is None or not jnp.issubdtype(result.dtype, jnp.floating):
-        return None
-    value, copy = (x if x is None else bind(equation, [x])[0] for x in (param.value, param.copy))
-    return [param._replace(value=value, copy=copy, dims=dims)]
-
-
-def _regrouped(param: Param, shape):
-    """The leaf's dimensions within each one of a new shape; None if one would be split."""
-    left, dims = [dim for group in param.dims for dim in group], []
-    for size in shape:
-        group = []
-        while math.prod(n for _, n in group) < size and left:
-            group.append(left.pop(0))
-        if math.prod(n for _, n in group) != size:
-            return None
-        dims.append(tuple(group))
-    return None if left else tuple(dims)
-
-
 def _jit(equation, values, handler, path):
     inner = equation.params["jaxpr"]
     return _walk(inner.jaxpr, inner.consts, values, handler, path)
@@ -266,14 +234,17 @@ def _remat(equation, values, handler, path):
     def again(arrays):
         results = _walk(params["jaxpr"], (), _filled(values, arrays), handler, path)
         kinds[:] = [_kind(v) for v in results]
-        return _arrays(results), [v.place if isinstance(v, Param) else None for v in results]
+        return _arrays(results), [_numbers(v) for v in results]
 
     again = jax.checkpoint(again, prevent_cse=params["prevent_cse"], policy=params["policy"])
-    arrays, places = again(_arrays(values))
-    return [
-        v._replace(place=place) if isinstance(v, Param) else v
-        for v, place in zip(_filled(kinds, arrays), places, strict=True)
-    ]
+    arrays, numbers = again(_arrays(values))
+    filled = zip(_filled(kinds, arrays), numbers, strict=True)
+    return [v._replace(**of) if isinstance(v, Param) else v for v, of in filled]
+
+
+def _numbers(value):
+    """The numbers of a parameter beside its arrays."""
+    return {"place": value.place, "factor": value.factor} if isinstance(value, Param) else {}
 
 
 def _kind(value):
@@ -281,11 +252,11 @@ def _kind(value):
     if of_example(value):
         return None
     empty = value._replace(value=None, copy=None)
-    return empty._replace(place=None) if isinstance(value, Param) else empty
+    return empty._replace(**dict.fromkeys(_numbers(value)))
 
 
 def _arrays(values):
-    """(value, copy) of all values, which are their only arrays beside the place of a parameter."""
+    """(value, copy) of all values, which are their only arrays beside `_numbers`."""
     return [(v, None) if of_example(v) else (v.value, v.copy) for v in values]
 
 
@@ -305,11 +276,11 @@ def _scan(equation, values, handler, path):
     consts, carry, stacked = values[:first], values[first:second], values[second:]
     consts = [_seen(v, "scan", handler) if _is_number(v) else v for v in consts]
     carry = [_seen(v, "scan", handler) for v in carry]
-    stacked = [v if _is_stacked(v) else _seen(v, "scan", handler) for v in stacked]
+    stacked = [v if is_stacked(v) else _seen(v, "scan", handler) for v in stacked]
 
     def body(carry, at):
         place, slices = at
-        slices = _filled([_slice(v, params["length"], place) for v in stacked], slices)
+        slices = _filled([sliced(v, params["length"], place) for v in stacked], slices)
         given, inner = [*consts, *carry, *slices], params["jaxpr"]
         results = _walk(inner.jaxpr, inner.consts, given, inside, path)
         results = [_seen(v, "scan", inside) for v in results]
@@ -329,27 +300,5 @@ def _is_number(value):
     return isinstance(value, Shared) and value.is_number
 
 
-def _is_stacked(value):
-    """Whether the leading axis of a value is the leaf's next dimension, so that a scan may loop."""
-    return isinstance(value, Param) and [n for n, _ in value.dims[0]] == [value.stack]
-
-
-def _slice(value, length, place):
-    """The kind of a slice, without its array."""
-    if of_example(value):
-        return value
-    place = value.place * length + place
-    return value._replace(dims=value.dims[1:], stack=value.stack + 1, place=place)
-
-
-# Primitives that contain a jaxpr, and those whose result is still a parameter.
+# Primitives that contain a jaxpr.
 PROGRAMS = {"jit": _jit, "remat2": _remat, "scan": _scan}
-MOVES = (
-    "broadcast_in_dim",
-    "convert_element_type",
-    "copy",
-    "name",
-    "reshape",
-    "squeeze",
-    "transpose",
-)

@@ -19,12 +19,12 @@ from ordering.gradients import linear
 from ordering.gradients.convolution import CONVOLUTION, bind
 from ordering.gradients.interpret import (
     Handler,
-    Param,
     bind_of_example,
     is_constant,
     is_plain,
     of_example,
 )
+from ordering.gradients.moves import Param, filled
 from ordering.trees import as_float32
 
 PRODUCT, LOOK_UP, LINEAR = "product", "look-up", "linear"
@@ -65,7 +65,7 @@ def _dot_general(equation, values, handler):
     kept = [i for i in range(len(shapes[1 - side])) if i not in of_x]
     rows, cols = _dims(param, of_w), _dims(param, free)
     counts, sizes = ([shapes[s][i] for i in at] for s, at in ((1 - side, kept), (side, free)))
-    terms = math.prod(shapes[side][i] for i in of_w)
+    terms, parts = math.prod(shapes[side][i] for i in of_w), param.parts
 
     def matrix(x):
         return x.transpose((*kept, *of_x)).reshape(math.prod(counts), terms)
@@ -80,11 +80,12 @@ def _dot_general(equation, values, handler):
         return run
 
     def sums(signs, count, groups, x):
-        return linear.grouped_sums(_natural(matrix(x), rows), signs, count, groups, precision)
+        x = _natural(matrix(x), rows, parts)
+        return linear.grouped_sums(x, signs, count, groups, precision)
 
     def columns(dy, x):
         dy = dy if side else jnp.moveaxis(dy, range(-len(kept), 0), range(len(kept)))
-        return _natural(dy.reshape(math.prod(counts), math.prod(sizes)), cols)
+        return _natural(dy.reshape(math.prod(counts), math.prod(sizes)), cols, parts)
 
     precision, multiply = precision_of(equation), _matmul(equation, side)
     use = Use(
@@ -148,6 +149,10 @@ def _gather(equation, values, handler):
     table, indices = values
     if not isinstance(table, Param):
         return _look_up(equation, values, handler)
+    if table.parts:
+        return None
+    if (canonical := _of_rows(equation)) is not None:
+        return _rows_of_vmap(equation, canonical, values, handler)
     how, (table_shape, shape) = (
         equation.params["dimension_numbers"],
         [v.aval.shape for v in equation.invars],
@@ -203,9 +208,54 @@ def _gather(equation, values, handler):
     return [handler.use(use, table, (data,))]
 
 
+def _of_rows(equation):
+    """The parameters of a look-up of rows for one that vmap makes of `table[i]`, or None.
+
+    It has indices of all axes. They are clipped, so that all but that of the row are zero.
+    """
+    how, clips = equation.params["dimension_numbers"], jax.lax.GatherScatterMode.CLIP
+    shape, indices = (v.aval.shape for v in equation.invars)
+    batch = len(indices) - 1
+    if not (
+        equation.params["mode"] == clips
+        and equation.params["slice_sizes"] == (1, *shape[1:])
+        and how.collapsed_slice_dims == ()
+        and not how.operand_batching_dims
+        and 0 in how.start_index_map
+        and how.offset_dims == tuple(range(batch, batch + len(shape)))
+    ):
+        return None
+    how = how._replace(
+        offset_dims=how.offset_dims[:-1], collapsed_slice_dims=(0,), start_index_map=(0,)
+    )
+    return {"dimension_numbers": how}
+
+
+def _rows_of_vmap(equation, canonical, values, handler):
+    table, indices = values
+    at = equation.params["dimension_numbers"].start_index_map.index(0)
+    (table_aval, shape), result = (v.aval for v in equation.invars), equation.outvars[0].aval
+    batch = len(shape.shape) - 1
+
+    def rows(table, indices):
+        indices = jax.lax.slice_in_dim(indices, at, at + 1, axis=-1)
+        return bind(equation, [table, indices], **canonical)[0]
+
+    found = jax.make_jaxpr(rows)(table_aval, shape).jaxpr
+    (of_rows,) = [e for e in found.eqns if e.primitive is equation.primitive]
+    if is_constant(indices) or indices is not None:
+        value = indices.value if is_constant(indices) else indices
+        value = jax.lax.slice_in_dim(value, at, at + 1, axis=-1)
+        indices = indices._replace(value=value) if is_constant(indices) else value
+    results = _gather(of_rows, [table, indices], handler)
+    if results is None or results[0] is None:
+        return results
+    return [jnp.expand_dims(results[0], batch).reshape(result.shape)]
+
+
 def _convolution(equation, values, handler):
     x, param = values
-    if not (is_plain(x) and isinstance(param, Param)) or not of_example(x):
+    if not (is_plain(x) and isinstance(param, Param)) or not of_example(x) or param.parts:
         return None
     params = equation.params
     if max(params["feature_group_count"], params["batch_group_count"]) > 1:
@@ -253,10 +303,16 @@ def _dims(param, axes) -> Dims:
     return tuple(dim for axis in axes for dim in param.dims[axis])
 
 
-def _natural(x, dims):
-    """[T, K], with columns in the leaf's order instead of the use's; `dims` are in the use's."""
+def _natural(x, dims, parts=()):
+    """[T, K], with columns in the leaf's order instead of the use's; `dims` are in the use's.
+
+    Of dimensions of which the use has parts, it has all entries, zeros elsewhere.
+    """
     order = [1 + dims.index(dim) for dim in sorted(dims)]
-    return x.reshape(-1, *(n for _, n in dims)).transpose(0, *order).reshape(x.shape)
+    x = x.reshape(len(x), *(n for _, n in dims)).transpose(0, *order)
+    axes = {number: axis for axis, (number, _) in enumerate(sorted(dims), 1)}
+    x = filled(x, axes, tuple((number, part) for number, part in parts if number in axes))
+    return x.reshape(len(x), math.prod(x.shape[1:]))
 
 
 def _as_used(table, dims):

@@ -1,6 +1,7 @@
 """What a loss asks of JAX is what it gets: modes, types, precisions, rematerialised bodies."""
 
 import itertools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -248,3 +249,82 @@ def test_other_names_of_primitives_are_refused(monkeypatch):
     monkeypatch.setattr(interpret, "RULE", "custom_vjp_call_jaxpr")
     with pytest.raises(RuntimeError, match="custom_vjp_call.*are known here"):
         interpret._check_names.__wrapped__()
+
+
+def looped(w, x, at):
+    """Layers by their number, each by `at(w, i)`."""
+    for i in range(len(w)):
+        x = jnp.tanh(x @ at(w, i))
+    return x
+
+
+def by_fori(w, x):
+    body = lambda i, x: jnp.tanh(x @ lax.dynamic_index_in_dim(w, i, 0, False))  # noqa: E731
+    return lax.fori_loop(0, len(w), body, x)
+
+
+def by_pairs(w, x, inner):
+    return lax.scan(lambda x, two: (inner(two, x), None), x, w.reshape(2, -1, *w.shape[1:]))[0]
+
+
+def scanned_layers(w, x):
+    return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+
+
+def an_expert(w, x):
+    """The slice depends on the example."""
+    return x @ w[jnp.argmax(x[0, 0, :4])] * w[jnp.argmax(x[0, 0, :4])].mean()
+
+
+def at_first(w, i):
+    return w[i]
+
+
+MOVED = {
+    "layers by number": ((3, 24, 24), lambda w, x: looped(w, x, at_first)),
+    "layers backwards": ((3, 24, 24), lambda w, x: looped(w, x, lambda w, i: w[-1 - i])),
+    "one of the layers": ((3, 24, 24), lambda w, x: x @ w[1]),
+    "a loop's index": ((3, 24, 24), by_fori),
+    "one layer": ((1, 24, 24), lambda w, x: scanned_layers(w, x)),
+    "pairs of layers": ((4, 24, 24), lambda w, x: by_pairs(
+        w, x, lambda w, x: looped(w, x, at_first))),
+    "scans in a scan": ((4, 24, 24), lambda w, x: by_pairs(w, x, scanned_layers)),
+    "split": ((24, 36), lambda w, x: sum(jnp.tanh(x @ w) for w in jnp.split(w, 3, -1))),
+    "split rows": ((48, 24), lambda w, x: sum(jnp.tanh(x @ w) for w in jnp.split(w, 2))),
+    "every second column": ((24, 40), lambda w, x: x @ w[:, 1::2]),
+    "part of a part": ((60, 40), lambda w, x: x @ w[::2, 2:30][3:27, ::-3]),
+    "flipped": ((24, 40), lambda w, x: x @ w[::-1, ::-1]),
+    "overlapping": ((24, 40), lambda w, x: x @ w[:, :30] + x @ w[:, 10:]),
+    "part and whole": ((24, 40), lambda w, x: jnp.square(x @ w[:, :20]).sum() + x @ w),
+    "heads of a part": ((24, 4, 20), lambda w, x: jnp.einsum("nti,ihd->nthd", x, w[:, 1:, ::2])),
+    "times a number": ((24, 40), lambda w, x: x @ (w * 0.5)),
+    "over a root": ((24, 40), lambda w, x: x @ (w / np.sqrt(24.0)).T.T),
+    "minus": ((3, 24, 24), lambda w, x: lax.scan(lambda x, w: (x @ -(2 * w), None), x, w)[0]),
+    "in a checkpoint": ((3, 24, 24), jax.checkpoint(
+        lambda w, x: looped(w, x, lambda w, i: 3 * w[i]))),
+    "rows of a vmap": ((50, 24), lambda w, x: jax.vmap(jax.vmap(lambda i: w[i]))(
+        jnp.int32(9 * jnp.abs(x[:, :, 0])))),
+    "rows beyond": ((50, 24), lambda w, x: jax.vmap(jax.vmap(lambda i: w[i - 5]))(
+        jnp.int32(30 * jnp.abs(x[:, :, 0])))),
+    "matrices of a vmap": ((5, 4, 24), lambda w, x: jax.vmap(jax.vmap(lambda i: w[i]))(
+        jnp.int32(3 * jnp.abs(x[:, :, 0])))),
+    "a penalty beside": ((24, 40), lambda w, x: x @ (w * 0.5) + jnp.square(3 * w[:, ::2]).sum()),
+    "an expert": ((4, 24, 24), lambda w, x: x @ w[jnp.argmax(x[0, 0, :4])]),
+    "an expert that is used otherwise": ((4, 24, 24), an_expert),
+}  # fmt: skip
+COPIED = ("an expert that is used otherwise",)
+
+
+@pytest.mark.parametrize("size", [16, 200, 900], ids=["sketched", "formed", "small"])
+@pytest.mark.parametrize("name", MOVED)
+def test_parameters_that_moved_are_not_copied(name, size):
+    shape, function = MOVED[name]
+    params = {"w": RNG.normal(size=shape).astype(np.float32) / 5, "b": np.ones((40, 40))}
+    params["b"] = params["b"].astype(np.float32)
+    x = RNG.normal(size=(3, 4, 24)).astype(np.float32)
+    loss = with_key(lambda p, x: jnp.square(function(p["w"], x)).reshape(len(x), -1).sum(-1))
+    plan = ordering.sketch_plan(loss, params, x, key=KEY, size=size)
+    assert (plan[1].how == "copied") == (name in COPIED), plan[1]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="sketched_grads copies")
+        assert_sketched(loss, params, x, size=size)
