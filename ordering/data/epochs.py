@@ -296,7 +296,7 @@ def read_epochs(
             place = restored(place, state)
             shared = 1 if order.indices else scope.workers or 1
             check_place(place, sizes.num_units, shared, sizes.window)
-        if callable(source):
+        if callable(source) and not hasattr(source, "__getitem__"):
             read = read_pipeline(source, order, scope, sizes.num_units, unit_size)
         else:
             examples = as_source(source)

@@ -139,6 +139,13 @@ def test_what_is_no_source_is_refused_with_what_to_write(source, message):
         as_source(source)
 
 
+def test_a_data_set_that_may_be_called_is_a_source():
+    source = type("Callable", (Examples,), {"__call__": lambda self: None})(np.arange(4))
+    order = ordering.random_reshuffling(4, units_per_step=2)
+    reads = ordering.data.read_epochs(source, order, jax.random.key(0), num_epochs=1)
+    assert sorted(np.concatenate(list(reads)).tolist()) == [0, 1, 2, 3]
+
+
 def test_a_random_map_of_grain_is_warned_of():
     """It is the same in every epoch, as its numbers follow from a seed and the example's number."""
     grain = pytest.importorskip("grain")
