@@ -108,9 +108,10 @@ def first_batches(state, units: int) -> dict[str, Callable]:
     sizes = {"units_per_step": PER_STEP}
     workers, size = (1, *state.current.shape)[-2:]
     order = ordering.baselines.shuffle_once(size, units_per_step=PER_STEP)
-    if isinstance(state, GLOBAL):
-        order, sizes["total"] = order._replace(is_global=True, total=units), units
     options = {"workers": workers if state.current.ndim == 2 else None}
+    if isinstance(state, GLOBAL):
+        order = ordering.global_reshuffling(size, units_per_step=PER_STEP, total=units)
+        sizes["total"] = units
     first = ordering.init_workers(order, jax.random.key(0), **options)
     first = first._replace(current=state.current, next=state.next)
     place = ordering.data.ReadState(first)

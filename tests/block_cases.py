@@ -1,6 +1,8 @@
 """Files of numbers, orders over their blocks, and what hosts read of them."""
 
+import dataclasses
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -65,23 +67,32 @@ def given_order(orders, ready, window):
 
 @functools.lru_cache(64)  # for what is compiled
 def _given_order(numbers, shape, ready, window):
-    orders = np.frombuffer(numbers, np.int32).reshape(shape)
+    fields = {"num_units": shape[-1], "units_per_step": window, "total": math.prod(shape[1:])}
+    return GivenOrder(numbers=numbers, shape=shape, ready=ready, **fields)
 
-    def at(epoch):
-        rows = orders[epoch] if isinstance(epoch, int) else jnp.asarray(orders)[epoch]
-        following = jnp.asarray(orders)[jnp.minimum(epoch + 1, len(orders) - 1)]
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GivenOrder(ordering.Ordering):
+    numbers: bytes
+    shape: tuple
+    ready: int
+    total: int
+    is_global = True
+
+    def init(self, key, params=None):
+        del key, params
+        return self.at(jnp.int32(0))
+
+    def next_epoch(self, state):
+        return self.at(state.epoch + 1)
+
+    def at(self, epoch):
+        orders = jnp.asarray(np.frombuffer(self.numbers, np.int32).reshape(self.shape))
+        rows, following = orders[epoch], orders[jnp.minimum(epoch + 1, len(orders) - 1)]
         if orders.ndim == 3:
             worker = jax.lax.axis_index("worker")
-            rows, following = jnp.asarray(rows)[worker], following[worker]
-        return Given(jnp.asarray(rows), following, jnp.int32(ready), jnp.int32(epoch))
-
-    return ordering.Ordering(
-        lambda key, like: at(0),
-        lambda state, rows: state,
-        lambda state: at(state.epoch + 1),
-        units_per_step=window,
-        is_global=True,
-    )
+            rows, following = rows[worker], following[worker]
+        return Given(rows, following, jnp.int32(self.ready), epoch)
 
 
 class Case(NamedTuple):
@@ -157,10 +168,8 @@ def vectors_of(units):
 def global_order_of(name, units, window, axis_name="worker"):
     """An order that assigns blocks to all workers anew in every epoch."""
     if name == "global_reshuffling":
-        order = ordering.global_reshuffling(units, units_per_step=window, axis_name=axis_name)
-    else:
-        order = ordering.global_order(ordering.cd_grab(units, units_per_step=window), units)
-    return order._replace(next_epoch=jax.jit(order.next_epoch))  # `resize` calls it as it is
+        return ordering.global_reshuffling(units, units_per_step=window, axis_name=axis_name)
+    return ordering.global_order(ordering.cd_grab(units, units_per_step=window), units)
 
 
 def short_run(name, state=None, parts=(20, 11), unit_size=2, *, window=3, **options):

@@ -23,6 +23,7 @@ from experiments.distributed.devices import worker_mesh, worker_sharding
 from experiments.report import records
 from experiments.trainer import config, measure, pipeline, program
 from experiments.trainer.train import Hooks, compile_and_train
+from ordering import steps
 
 WORKERS, STEPS = 2, 24
 RECIPE = Recipe(
@@ -91,7 +92,7 @@ def main(argv) -> None:
     results = {
         "workers": pipeline.workers_here(mesh, WORKERS),
         "placed": [s.index[0].start or 0 for s in placed["x"].addressable_shards],
-        "here": np.asarray(pipeline.of_process(placed["x"])).tolist(),
+        "here": np.concatenate([rows for _, rows in steps.of_process(placed["x"])]).tolist(),
         "whole": jax.tree.map(np.ndarray.tolist, pipeline.on_host(placed)),
         "first": processes.of_first({"seconds": number + 0.1, "text": "x" * (1 + 2000 * number)}),
     }

@@ -17,8 +17,7 @@ import ordering.data
 from experiments.data import shards
 from experiments.distributed import deadlines
 from experiments.trainer.config import Sizes
-from ordering.data import batches
-from ordering.data.batches import of_process as of_process
+from ordering.data import batches, reading
 from syncopate.mesh import is_key
 from syncopate.unstable import multihost_utils
 from syncopate.workers import AXIS
@@ -61,7 +60,6 @@ class Source(NamedTuple):
 
     train: object
     sizes: Sizes
-    total: int | None  # units of the whole set if orders index these; None: own units
     workers: list[int]  # neighbouring workers, of this process
     sharding: object = None  # of arrays with a worker axis
     reads: str = "thread"  # a loader thread, or "tfdata"
@@ -73,32 +71,32 @@ class Source(NamedTuple):
         return self._replace(train=of_seed(seed))
 
 
-def examples_of(indices: np.ndarray, source: Source) -> np.ndarray:
-    """The examples, by their numbers in the source, that the orders of own workers name."""
-    first = source.workers[0] * source.sizes.num_units * source.sizes.unit_size
-    indices = indices if source.total else indices + first
-    return indices if source.examples is None else source.examples.reshape(-1)[indices]
+def sizes_of_epoch(sizes: Sizes) -> batches.Sizes:
+    """The units of all workers, and those that their steps read at once."""
+    workers = sizes.workers
+    return batches.Sizes(workers * sizes.num_units, workers * sizes.units_per_step, workers)
 
 
 class Reads(batches.Reader):
     """Batches of all epochs, of orders that the state of the training keeps."""
 
-    def __init__(self, load: Callable, orders: Callable, sizes: Sizes, first_load: int):
-        self._orders, units = orders, sizes.units_per_step
+    def __init__(self, order, load: Callable, orders: Callable, sizes: Sizes, first_load: int):
+        self._orders, of_epoch = orders, sizes_of_epoch(sizes)
         epoch, step = divmod(first_load, sizes.loads_per_epoch)
-        start = batches.Position(epoch, step * units, loads=first_load)
-        super().__init__(load, batches.Sizes(sizes.num_units, units), start, ahead=LOOK_AHEAD)
+        start = batches.Position(epoch, step * of_epoch.window, loads=first_load)
+        super().__init__(order, load, of_epoch, start, ahead=LOOK_AHEAD)
 
     def newest_state(self):
         return self._orders()
 
 
 def read_epochs(
-    source: Source, orders: Callable, delay: float, clock: "Clock", first_load: int
+    source: Source, order, orders: Callable, delay: float, clock: "Clock", first_load: int
 ) -> Reads:
     """Batches [w, b, S, ...] on the devices, one per load, read ahead across the epochs of a run.
 
     Args:
+      order: of a worker's units.
       orders: returns the newest state of all workers' orders, in the epoch of the next batch.
       delay: least seconds of the clock per load; first_load: where the run continues.
     """
@@ -122,16 +120,13 @@ def read_epochs(
     reads = {"thread": by_thread, "tfdata": by_tfdata}[source.reads]
     throttled = Throttle(delay, clock)
 
-    def load(orders, first_step, epoch, number):
-        del first_step  # the orders begin there
-        indices, _ = ordering.data.step_indices(
-            orders,
-            units_per_step=sizes.units_per_step,
-            unit_size=sizes.unit_size,
-            num_units=sizes.num_units,
-            total=source.total,
-        )
-        placed = map(place, reads(at_epoch(epoch), examples_of(indices, source)))
+    def load(units, first_step, epoch, number):
+        del first_step  # the units begin there
+        units = reading.units_of(units, workers, sizes_of_epoch(sizes), order)
+        examples = np.asarray(reading.examples_of(units, sizes.unit_size))
+        if source.examples is not None:
+            examples = source.examples.reshape(-1)[examples]
+        placed = map(place, reads(at_epoch(epoch), examples))
         return ordering.data.prefetch_to_device(
             throttled(placed) if delay else placed,
             depth=DEPTH,
@@ -140,7 +135,7 @@ def read_epochs(
             timeout=deadlines.timeout + (DEPTH + 2) * delay,
         )
 
-    return Reads(load, orders, sizes, first_load)
+    return Reads(order, load, orders, sizes, first_load)
 
 
 class Slow(NamedTuple):

@@ -13,7 +13,7 @@ from jax.sharding import SingleDeviceSharding
 
 import local_opt
 import ordering
-from experiments.data.base import Recipe, Task, size_of
+from experiments.data.base import Recipe, Task
 from experiments.distributed import processes
 from experiments.distributed.devices import replicated_sharding, worker_sharding
 from experiments.trainer import config, pipeline, step, timeline
@@ -83,7 +83,6 @@ def build(
         train, reads = _recut(task, row), reads or "thread"
     worker = step.worker_of(task, recipe, row, rounds, sizes, in_turn=turns)
     over = mesh or sizes.workers
-    total = size_of(task.train) // sizes.unit_size if row.deals else None
     data, source = None, None
     if reads is None:
         if row.deals:
@@ -94,7 +93,7 @@ def build(
     else:
         numbers = pipeline.workers_here(mesh, sizes.workers)
         place, examples = worker_sharding(mesh), pipeline.examples_of_workers(task.train, sizes)
-        source = pipeline.Source(train, sizes, total, numbers, place, reads, examples)
+        source = pipeline.Source(train, sizes, numbers, place, reads, examples)
     same = 2 * ("replicated",)  # the rate, and the place
     of_all = functools.partial(local_opt.map_workers, in_specs="worker", out_specs="worker")
     return Program(

@@ -4,6 +4,7 @@ Everything is written for one worker under the named axis "worker". The state of
 workers, is one tree: `TrainState`.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -160,11 +161,14 @@ def weighted_rounds(rounds: local_opt.Rounds, weigh: Callable) -> local_opt.Roun
 def weighted_order(order: ordering.Ordering, weigh: Callable) -> ordering.Ordering:
     """The order, which observes what a step adds: gradients times the weight of their worker."""
 
-    def observe(state, rows):
-        weight = weigh()
-        return order.observe(state, jax.tree.map(lambda g: g * weight.astype(g.dtype), rows))
+    class Weighted(type(order)):
+        def observe(self, state, gradients):
+            weight = weigh()
+            weighted = jax.tree.map(lambda g: g * weight.astype(g.dtype), gradients)
+            return super().observe(state, weighted)
 
-    return order._replace(observe=observe)
+    fields = dataclasses.fields(order)
+    return Weighted(**{field.name: getattr(order, field.name) for field in fields})
 
 
 def zero_stats(worker: Worker) -> StepStats:

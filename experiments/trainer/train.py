@@ -110,8 +110,9 @@ def train(program: Program, plans: Plans, state: TrainState, at: Progress, hooks
     with contextlib.ExitStack() as stack:
         asked = stack.enter_context(processes.interrupts())
         save = stack.enter_context(checkpoint.writing(hooks.folder, plans))
+        source, order = program.source, program.worker.order
         reads_from = functools.partial(
-            pipeline.read_epochs, program.source, lambda: state.orders, hooks.slow.load, clock
+            pipeline.read_epochs, source, order, lambda: state.orders, hooks.slow.load, clock
         )
         segments = _segments(program, plans, at, stops, lambda: pace.limit, reads_from)
         try:

@@ -129,7 +129,7 @@ def resize(
     """
     if not isinstance(state, BlockState):
         raise ValueError(f"state is a {type(state).__name__}: pass what BlockEpochs.state gave.")
-    if isinstance(order, Ordering) and order.indices is not None:
+    if isinstance(order, Ordering) and order.computed:
         return state  # it is of any number of workers
     orders = state.order
     if not isinstance(orders, GlobalState | GlobalShuffleState) or np.ndim(orders.current) != 2:

@@ -1,6 +1,6 @@
 """An iterator over all epochs of blocks, which keeps the state of the order."""
 
-import functools
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,11 +18,11 @@ from ordering.blocks.sums import add_gradients
 from ordering.blocks.units import Blocks
 from ordering.blocks.windows import Windows, batches_of, num_batches, reading_by
 from ordering.data.batches import Sizes
-from ordering.data.epochs import Epochs, copied, num_units_of, on_devices
-from ordering.data.place import ReadState, check_place, restored, unwrap
-from ordering.data.reading import check_orders, first_units, total_of
-from ordering.resizing import redistributed
+from ordering.data.epochs import Epochs, first_state, on_devices
+from ordering.data.place import ReadState, check_place, copied, restore, unwrap
+from ordering.data.reading import sizes_of, total_of, units_of
 from syncopate import plans
+from syncopate.workers import AXIS, Workers
 
 
 class BlockEpochs(Epochs):
@@ -38,26 +38,27 @@ class BlockEpochs(Epochs):
         load: Any,
         sizes: Sizes,
         order: Ordering,
-        scope: base.Scope,
+        workers: Workers,
         start: BlockState,
         num_epochs: int | None,
     ):
         place = ReadState(*start[:4])
         super().__init__(
-            load, sizes, order, scope, place, num_epochs, sizes.batches, int(start.batch)
+            load, sizes, order, workers, place, num_epochs, sizes.batches, int(start.batch)
         )
         self._start, self._sums, self._summed = start, start.sums, int(start.summed)
         self._sums_rows = self._summed > 0  # whether `observe` is called
-        self._add = _adding(scope)
+        self._add = jax.jit(workers.map(add_gradients), donate_argnums=0)
         self._places = None  # of the records of the last batch
 
     @property
     def window_ended(self) -> bool:
-        return self._places is not None and not self._batches.position.batch
+        return self._places is not None and not self._batches.position().batch
 
     @property
     def window_units(self) -> int:
-        return min(self._sizes.window, self._sizes.num_units - self._last.unit)
+        units = min(self._sizes.window, self._sizes.num_units - self._last.unit)
+        return units // self._sizes.least
 
     def observe(self, rows: PyTree) -> None:
         """Adds the gradients of the last batch's records to those of their blocks.
@@ -79,14 +80,13 @@ class BlockEpochs(Epochs):
                 f"{self._last.batch + 1} of its batches were read: call it once after each step."
             )
         self._sums_rows = True
-        with jax.transfer_guard("allow"):
-            self._sums, ended = self._add(self._sums, rows, self._places), self.window_ended
-            self._summed, self.observed = self._summed + 1, True
-            if ended:
-                axis, count = self.order_state.current.ndim - 1, self.window_units
-                of_window = lambda x: jax.lax.slice_in_dim(x, 0, count, axis=axis)  # noqa: E731
-                sums = jax.tree.map(of_window, self._sums)
-                self.advance(self._order_of_all.observe(self.order_state, sums))
+        self._sums, ended = self._add(self._sums, rows, self._places), self.window_ended
+        self._summed, self.observed = self._summed + 1, True
+        if ended:
+            axis, count = self.order_state.current.ndim - 1, self.window_units
+            of_window = lambda x: jax.lax.slice_in_dim(x, 0, count, axis=axis)  # noqa: E731
+            sums = jax.tree.map(of_window, self._sums)
+            self.advance(self._programs.observe(self.order_state, sums))
 
     def advance(self, order_state: State) -> None:
         """Adopts the state from a step that added the gradients itself (`add_gradients`).
@@ -114,9 +114,9 @@ class BlockEpochs(Epochs):
           A tree of new arrays: the order's state, the position, the sums of the window's blocks,
           the sizes, and digests of files and filters.
         """
-        at = self._last if self._is_left() else self._batches.position
-        order, sums = copied((self.order_state, self._sums))
-        counts = at.epoch, at.unit * self._workers, at.loads, at.batch, self._summed
+        at = self._last if self._is_left() else self._batches.position()
+        order, sums = self._copy_of_order(), copied(self._sums)
+        counts = at.epoch, at.unit, at.loads, at.batch, self._summed
         counts = dict(zip(BlockState._fields[1:6], map(np.asarray, counts), strict=True))
         return self._start._replace(order=order, sums=sums, **counts)
 
@@ -131,15 +131,6 @@ class BlockEpochs(Epochs):
         waits = self.observes and not self.observed
         return waits and (self._sums_rows or self.window_ended)
 
-    def computed_order(self, state: State, unit: int) -> np.ndarray:
-        """The order of each worker, whose windows share the units of all from this unit on."""
-        units, workers = np.asarray(super().computed_order(state, unit)), self._workers
-        begun, rest = np.split(units, [unit * workers])
-        windows = redistributed(rest[None], workers, workers * self._sizes.window)
-        rows = np.concatenate([begun.reshape(workers, -1), windows], axis=1)
-        rows = rows[self._scope.of_process]
-        return rows[0] if self._scope.workers is None else rows
-
     def check_step(self) -> None:
         if not self.observed and (self._summed or self.window_ended):
             super().check_step()
@@ -150,12 +141,6 @@ class BlockEpochs(Epochs):
         return batch
 
 
-@functools.lru_cache(64)
-def _adding(scope: base.Scope) -> Callable:
-    """`add_gradients` of all workers, compiled."""
-    return jax.jit(scope.map(add_gradients), donate_argnums=0)
-
-
 def read_blocks(
     blocks: Blocks,
     order: Ordering,
@@ -164,7 +149,7 @@ def read_blocks(
     batch_size: int,
     like: PyTree = None,
     workers: int | Mesh | None = None,
-    axis_name: str | None = None,
+    axis_name: str = AXIS,
     window: int | None = None,
     seed: int = 0,
     num_epochs: int | None = None,
@@ -232,69 +217,72 @@ def read_blocks(
         plans.check_whole("num_epochs", num_epochs, 0)
     batch_size = plans.check_whole("batch_size", batch_size, 1)
     seed = plans.check_whole("seed", seed, 0, 2**31 - 1)  # fits an int32 of JAX
-    base.check_order(order)
-    scope = base.scope_of(workers, axis_name)
-    first = base.init_workers(order, key, like, workers, axis_name=axis_name)
-    num_units = _units_per_worker(order, first, scope)
-    _check_units(blocks, order, scope, num_units)
-    window = _window_of(order, first, window, num_units)
-    batches, last = (num_batches(blocks, n, batch_size) for n in (window, num_units % window))
-    with jax.transfer_guard("allow"):
-        shape = (window,) if scope.workers is None else (scope.workers, window)
-        sums = jax.tree.map(lambda x: jnp.zeros((*shape, *jnp.shape(x)), jnp.float32), like)
-        n = np.asarray(0)  # nothing has been read
-        about = window, batch_size, seed, blocks.unit_size, blocks.filter_digest
-        about = [np.asarray(x) for x in about]
-        start = BlockState(first, n, n, n, n, n, sums, *about, blocks.digests)
-        state, around = unwrap(state)
-        if state is not None:
-            saved = restored(start, position.check(state, start, blocks))
-            check_place(saved, num_units, scope.workers or 1, window, aligned=True)
-            start = start._replace(**dict(zip(BlockState._fields[:7], saved, strict=False)))
-    read, first_unit = reading_by(readers), first_units(order, scope, num_units)
-    sharding = scope.sharding if sharding is None else sharding
+    of_all = base.workers_of(workers, axis_name)
+    order = _of_windows(order, window)
+    first, sizes = first_state(order, key, like, of_all), _sizes(blocks, order, of_all, batch_size)
+    window = order.units_per_step
+    shape = (window,) if of_all.count is None else (of_all.count, window)
+    sums = jax.tree.map(lambda x: jnp.zeros((*shape, *jnp.shape(x)), jnp.float32), like)
+    n = np.asarray(0)  # nothing has been read
+    about = window, batch_size, seed, blocks.unit_size, blocks.filter_digest
+    about = [np.asarray(x) for x in about]
+    start = BlockState(first, n, n, n, n, n, sums, *about, blocks.digests)
+    state, around = unwrap(state)
+    if state is not None:
+        saved = restore(start, position.check(state, start, blocks))
+        check_place(int(saved.units), order, sizes, aligned=True)
+        start = start._replace(**dict(zip(BlockState._fields[:7], saved, strict=False)))
+    read, sharding = reading_by(readers), of_all.sharding if sharding is None else sharding
 
-    def load(orders, first_step, epoch, number):
-        check_orders(orders, order, num_units, len(blocks))
-        units, axes = np.atleast_2d(orders) + first_unit, (*orders.shape[:-1], batch_size)
-        windows = Windows(blocks, units, (window, batch_size), (seed, epoch), axes)
-        given = batches_of(read(windows), first_step % batches)
+    def load(units, first_step, epoch, number):
+        here = of_all.of_process
+        rows = _rows(units_of(units, here, sizes, order), len(here), sizes)
+        axes = (batch_size,) if of_all.count is None else (len(rows), batch_size)
+        windows = Windows(blocks, rows, (window, batch_size), (seed, epoch), axes)
+        given = batches_of(read(windows), first_step % sizes.batches)
         return on_devices(given, sharding, depth=depth, timeout=timeout, first_load=number)
 
-    sizes = Sizes(num_units, window, batches, last)
-    reads = BlockEpochs(load, sizes, order, scope, start, num_epochs)
+    reads = BlockEpochs(load, sizes, order, of_all, start, num_epochs)
     reads.around = around
     return reads
 
 
-def _units_per_worker(order, first, scope):
-    workers, total = scope.workers or 1, num_units_of(order, first)
-    if order.indices is None:
-        return total
-    if total % workers:
+def _of_windows(order: Any, window: int | None) -> Ordering:
+    """The order with steps of whole windows."""
+    base.check_order(order)
+    if window is None:
+        return order
+    window = plans.check_whole("window", window, 1, order.num_units)
+    if window != order.units_per_step and order.observes:
         raise ValueError(
-            f"the order names {total} units, and {workers} workers cannot share them: make blocks "
-            f"by split(multiple_of={workers}), and an order of as many units."
+            f"window is {window}, and the order observes {order.units_per_step} units at once: "
+            f"make it with units_per_step={window}."
         )
-    return total // workers
+    return dataclasses.replace(order, units_per_step=window)
 
 
-def _check_units(blocks, order, scope, num_units):
-    total = total_of(order, scope, num_units)
+def _sizes(blocks: Blocks, order: Ordering, workers: Workers, batch_size: int) -> Sizes:
+    """An epoch of all workers in windows; raises ValueError for an order of other blocks."""
+    sizes = sizes_of(order, workers)
+    if sizes.num_units % sizes.least:
+        raise ValueError(
+            f"the order names {sizes.num_units} units, and {sizes.least} workers cannot share them:"
+            f" make blocks by split(multiple_of={sizes.least}), and an order of as many units."
+        )
+    total = total_of(order, sizes)
     if total != len(blocks):
         raise ValueError(
             f"the order names {total} units, and there are {len(blocks)} blocks: make an order of "
             "as many units; for W workers, len(blocks) / W units each (split(multiple_of=W))."
         )
+    of_windows = order.units_per_step, sizes.num_units % sizes.window // sizes.least
+    batches, last = (num_batches(blocks, n, batch_size) for n in of_windows)
+    return sizes._replace(batches=batches, last=last)
 
 
-def _window_of(order, first, window, num_units):
-    if window is None:
-        return plans.check_whole("the order's units_per_step", order.units_per_step, 1, num_units)
-    window = plans.check_whole("window", window, 1, num_units)
-    if window != order.units_per_step and hasattr(first, "position"):
-        raise ValueError(
-            f"window is {window}, and the order observes {order.units_per_step} units at once: "
-            f"make it with units_per_step={window}."
-        )
-    return window
+def _rows(units: Any, workers: int, sizes: Sizes) -> np.ndarray:
+    """int64[w, n], the units of each of these workers, window after window."""
+    units, window = np.asarray(units), sizes.window // sizes.least
+    whole, last = np.split(units, [len(units) - len(units) % (workers * window)])
+    windows = whole.reshape(-1, workers, window).swapaxes(0, 1)
+    return np.concatenate([x.reshape(workers, -1) for x in (windows, last)], axis=1)

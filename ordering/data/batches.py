@@ -6,29 +6,27 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jaxtyping import PyTree
 
-from ordering.base import State
+from ordering import steps
+from ordering.base import Ordering, State
 from ordering.data.loader import LoadError, Prefetch
 from ordering.indices import Indices
-from syncopate.unstable import multihost_utils
 
-# (orders from a step on, that step, the epoch, the number of the first batch) -> its loader
-Load = Callable[[np.ndarray, int, int, int], Prefetch]
+# (units from a step on, that step, the epoch, the number of the first batch) -> its loader
+Load = Callable[[Indices, int, int, int], Prefetch]
 
 
 class Sizes(NamedTuple):
-    """An epoch of one worker: its units, how many are read at once, and the batches they make."""
+    """An epoch of all workers: its units, how many are read at once, and the batches they make."""
 
     num_units: int
     window: int
+    least: int = 1  # units that a last window needs, one of each worker; fewer are left out
     batches: int = 1
     last: int = 1  # batches of the last window, if it has fewer units
-    least: int = 1  # units that a last window needs; fewer are left out
 
-    def steps(self, units: int) -> int:
+    def batches_of(self, units: int) -> int:
         """Batches of so many units, from the beginning of a window to the end of the epoch."""
         return units // self.window * self.batches + (units % self.window >= self.least) * self.last
 
@@ -46,23 +44,26 @@ class EpochBatches:
     """The batches of one epoch, which are loaded as its order becomes known.
 
     Attributes:
-      epoch, loads: as of the next batch's `Position`.
+      start: the position of its first batch.
+      loads: as of the next batch's `Position`.
       step, steps: number of the next batch in its epoch, and the number of all.
       opened: batches before this one have a loader.
     """
 
     def __init__(self, load: Load, sizes: Sizes, start: Position):
-        self._load, self._sizes, self.epoch, self.loads = load, sizes, start.epoch, start.loads
-        self._unit, self._first = start.unit, -(-start.unit // sizes.window) * sizes.batches
+        self._load, self._sizes, self.start, self.loads = load, sizes, start, start.loads
+        self._first = -(-start.unit // sizes.window) * sizes.batches
         self.step = self.opened = self._first + start.batch
-        self.steps = self._first + sizes.steps(sizes.num_units - start.unit)
+        self.steps = self._first + sizes.batches_of(sizes.num_units - start.unit)
         self._loaders: collections.deque[tuple[int, Prefetch]] = collections.deque()  # by ends
 
-    @property
-    def position(self) -> Position:
-        """Where the next batch is; at the end of the epoch no window has begun."""
-        batch = 0 if self.ended else self.step % self._sizes.batches
-        return Position(self.epoch, self._unit_of(self.step), batch, self.loads)
+    def position(self, later: int = 0) -> Position:
+        """Where the next batch is, or a later one; at the end of the epoch no window has begun."""
+        step = self.step + later
+        ended = step == self.steps
+        unit = self._sizes.num_units if ended else self.start.unit + self._units(step)
+        batch = 0 if ended else step % self._sizes.batches
+        return Position(self.start.epoch, unit, batch, self.loads + later)
 
     def place_after(self) -> Position:
         """Where the batch after the next one is."""
@@ -74,21 +75,22 @@ class EpochBatches:
     def ended(self) -> bool:
         return self.step == self.steps
 
-    def _unit_of(self, step: int) -> int:
-        windows = (step - self._first) // self._sizes.batches
-        whole = self._unit + windows * self._sizes.window
-        return self._sizes.num_units if step == self.steps else whole
+    def _units(self, step: int) -> int:
+        """Units from the start to the window of a step."""
+        return (step - self._first) // self._sizes.batches * self._sizes.window
 
-    def open(self, orders: np.ndarray, num_final: int) -> None:
-        """Starts loading the first `num_final` units of each order, as far as not yet started."""
-        windows = (num_final - self._unit) // self._sizes.window
-        whole = num_final >= self._sizes.num_units
-        stop = self.steps if whole else self._first + windows * self._sizes.batches
+    def open(self, units: Indices, num_final: int) -> None:
+        """Loads the steps of the first `num_final` units from the start on, if not yet begun."""
+        size = self._sizes.num_units - self.start.unit
+        left_out = size % self._sizes.window % self._sizes.least
+        whole, end = num_final >= size, num_final // self._sizes.window * self._sizes.batches
+        stop = self.steps if whole else self._first + end
         if stop > self.opened:
-            part = slice(self._unit_of(self.opened), self._unit_of(stop))
-            part = orders[part] if orders.ndim == 1 else orders[:, part]
+            end = size - left_out if whole else self._units(stop)
+            part = units[self._units(self.opened) : end]
             number = self.loads + self.opened - self.step
-            self._loaders.append((stop, self._load(part, self.opened, self.epoch, number)))
+            loader = self._load(part, self.opened, self.start.epoch, number)
+            self._loaders.append((stop, loader))
             self.opened = stop
 
     def loader(self) -> Prefetch | None:
@@ -132,6 +134,7 @@ class Reader(Iterator, contextlib.AbstractContextManager):
 
     def __init__(
         self,
+        order: Ordering,
         load: Load,
         sizes: Sizes,
         start: Position,
@@ -139,13 +142,14 @@ class Reader(Iterator, contextlib.AbstractContextManager):
         num_epochs: int | None = None,
         ahead: int = 2,
     ):
-        self._load, self._sizes, self._num_epochs, self._ahead = load, sizes, num_epochs, ahead
+        self._order, self._load, self._sizes = order, load, sizes
+        self._num_epochs, self._ahead = num_epochs, ahead
         self._batches = EpochBatches(load, sizes, start)
         self._last = start  # the position of the last batch
         self._following: EpochBatches | None = None
-        self._order: Any = None  # a copy of this epoch's order on its way to the host
-        self._early: Any = None  # a copy of the known part of the next order, likewise
-        self._due = True  # the order is still to be loaded
+        self._units: Any = None  # this epoch's, and its number in the state, until all are loaded
+        self._next_units: Any = None  # those of the next epoch, and how many are final
+        self._due = True  # not all of this epoch's steps are being loaded
 
     def newest_state(self) -> State:
         """The newest state of the orders of all workers."""
@@ -154,13 +158,8 @@ class Reader(Iterator, contextlib.AbstractContextManager):
     def end_epoch(self) -> None:
         """Called once between two epochs."""
 
-    def current_order(self, state: State) -> list:
-        """The order of this epoch, on its way to the host."""
-        return _copies(state.current)
-
-    def next_order(self, state: State) -> list:
-        """The order of the next epoch and how many of its units are known, likewise."""
-        return _copies(state.next, state.left)
+    def check_epoch(self, epoch: int) -> None:
+        """Raises ValueError if the epoch in the orders' state, at the begin of one, is not it."""
 
     def check_step(self) -> None:
         """Raises ValueError if the next batch may not be asked for yet."""
@@ -168,7 +167,7 @@ class Reader(Iterator, contextlib.AbstractContextManager):
     @property
     def epoch(self) -> int:
         """The epoch of the last batch; before the first batch, its epoch."""
-        return self._batches.epoch
+        return self._batches.start.epoch
 
     @property
     def loads(self) -> int:
@@ -185,17 +184,18 @@ class Reader(Iterator, contextlib.AbstractContextManager):
         self.check_step()
         if self._num_epochs is not None and self.epoch + self.epoch_ended >= self._num_epochs:
             raise StopIteration
-        with jax.transfer_guard("allow"):
-            if self.epoch_ended:
-                self.end_epoch()
-                self._batches, self._following = self._next_batches(), None
-                self._due, self._order, self._early = True, None, None
-            self._begin_step()
+        if self.epoch_ended:
+            self.end_epoch()
+            self._batches, self._following = self._next_batches(), None
+            self._due, self._units, self._next_units = True, None, None
+        if self._due:
+            self._load_epoch()
+        self._look_ahead()
         self._batches.wait()
 
     def __next__(self) -> PyTree[jax.Array]:
         self.wait()
-        position = self._batches.position
+        position = self._batches.position()
         batch = self._batches.take()
         self._last = position
         return batch
@@ -218,57 +218,30 @@ class Reader(Iterator, contextlib.AbstractContextManager):
     def _next_batches(self) -> EpochBatches:
         """The batches of the epoch after the present one."""
         now = self._batches
-        start = Position(now.epoch + 1, loads=now.loads + now.steps - now.step)
+        start = Position(self.epoch + 1, loads=now.loads + now.steps - now.step)
         return self._following or EpochBatches(self._load, self._sizes, start)
 
-    def _begin_step(self):
-        if self._due and self._order is None:
+    def _load_epoch(self):
+        now = self._batches
+        if self._units is None:
             state = self.newest_state()
-            self._order = [*self.current_order(state), *_copies(*epoch_of(state))]
+            self._units = self._order.units(state, now.start.unit), steps.Least(state.epoch)
         # Once two loads have started, wait for the order only while the device is busy.
-        if self._due and (self._batches.step or self._batches.opened < 2):
-            order, *epochs = map(on_host, self._order)
-            self.check_order(*epochs)
-            self._batches.open(order, self._sizes.num_units)
-            self._due = False
-        self._look_ahead()
-
-    def check_order(self, *epochs_of_workers: np.ndarray) -> None:
-        """Raises ValueError if the epoch in the orders' states is not this one."""
+        if now.step or now.opened < 2:
+            units, epoch = self._units
+            self.check_epoch(int(epoch))
+            now.open(units, self._sizes.num_units)
+            self._due, self._units = False, None
 
     def _look_ahead(self):
         """Copies the known part of the next order, and loads it a step later, without waiting."""
-        now, units = self._batches, self._sizes.num_units
-        if self._early is None:
+        now = self._batches
+        if self._next_units is None:
             if now.step >= now.steps - 1 - self._ahead:
-                self._early = self.next_order(self.newest_state())
+                self._next_units = self._order.next_units(self.newest_state())
         elif self._following is None and now.opened == now.steps:
-            if self._num_epochs is None or now.epoch + 1 < self._num_epochs:
-                orders, left = map(on_host, self._early)
+            if self._num_epochs is None or self.epoch + 1 < self._num_epochs:
+                units, final = self._next_units
                 self._following = self._next_batches()
-                self._following.open(orders, min(int(np.min(left)), units))
-
-
-def _copies(*arrays):
-    """Copies on their way to the host, as a step may donate the state itself."""
-    copies = [jnp.copy(of_process(array)) for array in arrays]
-    for copy in copies:
-        copy.copy_to_host_async()
-    return copies
-
-
-def on_host(x: Any) -> Any:
-    """An array in the host's memory; computed indices stay as they are."""
-    return x if isinstance(x, Indices) else np.asarray(x)
-
-
-def of_process(x: Any) -> Any:
-    """The rows [w, ...] of this process's own workers, without a copy."""
-    if getattr(x, "is_fully_addressable", True):
-        return x
-    return multihost_utils.global_array_to_host_local_array(x, x.sharding.mesh, x.sharding.spec)
-
-
-def epoch_of(state: State) -> list[np.ndarray]:
-    """The epoch that the orders are in; empty for a custom order that does not count epochs."""
-    return [state.epoch] if hasattr(state, "epoch") else []
+                # Of a computed order the number is that of all workers, and all are final.
+                self._following.open(units, int(final) * self._sizes.least)

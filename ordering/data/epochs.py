@@ -5,29 +5,30 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 from jaxtyping import Key, PyTree
 
-from ordering import base
-from ordering.base import Ordering, Scope, State
-from ordering.data.batches import (
-    EpochBatches,
-    Load,
-    Position,
-    Reader,
-    Sizes,
-    epoch_of,
-    of_process,
-    on_host,
-)
+from ordering import base, steps
+from ordering.base import Ordering, State
+from ordering.data.batches import EpochBatches, Load, Position, Reader, Sizes
 from ordering.data.loader import Prefetch, check_steps, prefetch_to_device, representable
-from ordering.data.place import ReadState, check_place, key_data, restored, unwrap
-from ordering.data.reading import read_pipeline, read_source
+from ordering.data.place import (
+    ReadState,
+    check_digest,
+    check_place,
+    copied,
+    counts_of,
+    digest_of,
+    part_of,
+    restore,
+    unwrap,
+)
+from ordering.data.reading import read_pipeline, read_source, sizes_of
 from ordering.data.sources import as_source
 from syncopate import plans
+from syncopate.workers import AXIS, Workers
 
 
 class Epochs(Reader):
@@ -53,25 +54,20 @@ class Epochs(Reader):
         load: Load,
         sizes: Sizes,
         order: Ordering,
-        scope: Scope,
+        workers: Workers,
         state: ReadState,
         num_epochs: int | None,
         ahead: int,
         batch: int = 0,
         unit_size: int = 1,
     ):
-        epoch, units, loads = map(int, state[1:4])
-        # Units of a computed order are counted over all workers together, others per worker.
-        self._workers = (scope.workers or 1) // sizes.least
-        start = Position(epoch, units // self._workers, batch, loads)
-        super().__init__(load, sizes, start, num_epochs=num_epochs, ahead=ahead)
-        self.order_state, self._scope = state.order, scope
-        self.unit_size, self.last = unit_size, None
-        self._pure, self._order_of_all = order, base.compiled(order, scope)
-        self.observes = hasattr(state.order, "position")
+        start = Position(int(state.epoch), int(state.units), batch, int(state.loads))
+        super().__init__(order, load, sizes, start, num_epochs=num_epochs, ahead=ahead)
+        self.order_state, self.unit_size, self.last = state.order, unit_size, None
+        self._workers, self._programs = workers, order.programs(workers)
+        self.observes = order.observes
         self.observed = True  # the last batch
-        self._shift = min((int(np.min(of_process(x))) for x in epoch_of(state.order)), default=0)
-        self._shift -= epoch  # the order may have been used before
+        self._shift = int(steps.Least(state.order.epoch)) - start.epoch  # as it was used before
 
     def observe(self, rows: PyTree) -> None:
         """Observes the gradients of the last batch's units.
@@ -89,8 +85,7 @@ class Epochs(Reader):
                 "each step."
             )
         check_rows(rows)
-        with jax.transfer_guard("allow"):
-            self.advance(self._order_of_all.observe(self.order_state, rows))
+        self.advance(self._programs.observe(self.order_state, rows))
 
     def advance(self, order_state: State) -> None:
         """Adopts the state from a step that observed the last batch itself.
@@ -111,52 +106,56 @@ class Epochs(Reader):
 
     def sync(self) -> None:
         """Exchanges data that a coordinated order has deferred; call it at syncs of the workers."""
-        with jax.transfer_guard("allow"):
-            self.order_state = self._order_of_all.sync(self.order_state)
+        self.order_state = self._programs.sync(self.order_state)
 
     def state(self) -> ReadState:
         """The state to resume from: `read_epochs(..., state=)` of the same order continues there.
 
-        A batch that has not been observed yet is read again. Keys are saved as their data.
+        A batch that has not been observed yet is read again. Keys are saved as their data. The
+        digest says what the state is a place in; the state of another order is refused by it.
 
         Returns:
-          A tree of new arrays: the order's state, epoch and units, and the run's counts.
+          A tree of new arrays: the order's state, epoch, units and loads, and a digest.
         """
-        at = self._batches.position if self.observed else self._last
-        counts = at.epoch, at.unit * self._workers, at.loads
-        return ReadState(copied(self.order_state), *map(np.asarray, counts))
+        at = self._batches.position() if self.observed else self._last
+        digest = digest_of(self._order, self.unit_size, at.unit)
+        counts = map(np.asarray, (at.epoch, at.unit, at.loads, digest))
+        return ReadState(self._copy_of_order(), *counts)
+
+    def _copy_of_order(self):
+        state = copied(self.order_state)
+        # The one state of all workers belongs to no device: each process can save it.
+        return jax.device_get(state) if self._order.computed else state
+
+    # What `echo.repeat` needs beside `state`, `last`, `around`, `observes` and `unit_size`: the
+    # last batch of a saved run once more, how many units a batch may have, and their axis.
 
     def load_again(self, unit: int, batch: int) -> Iterator:
         """A loader of the batch before the reader's place, which began at this unit and batch.
 
         The reader stays where it is.
         """
-        place = self._batches.position
+        place = self._batches.position()
         start = Position(place.epoch, unit, batch, place.loads - 1)
         batches = EpochBatches(self._load, self._sizes, start)
-        if not 0 <= unit < self._sizes.num_units or batches.place_after() != place:
+        if not 0 <= unit < self._sizes.num_units or batches.position(1) != place:
             raise ValueError(
                 f"the last batch began at unit {unit}, and does not end at unit {place.unit} now: "
                 "pass units_per_step as when it was read."
             )
-        with jax.transfer_guard("allow"):
-            if self._pure.indices is None:
-                [order] = super().current_order(self.order_state)
-            else:
-                order = self.computed_order(self.order_state, unit)
-            batches.open(on_host(order), min(unit + self._sizes.window, self._sizes.num_units))
+        batches.open(self._order.units(self.order_state, unit), self._sizes.window)
         return cast(Iterator, batches.loader())
 
     def units_of_batches(self) -> set[int]:
         """The numbers of units that a worker's batches have, until the end of an epoch."""
-        sizes, left = self._sizes, self._sizes.num_units - self._batches.position.unit
+        sizes, left = self._sizes, self._sizes.num_units - self._batches.position().unit
         units = sizes.window, sizes.num_units % sizes.window, left % sizes.window
         return {n // sizes.least for n in units} - {0}
 
     @property
     def unit_axis(self) -> int:
         """The axis of the units in a batch, which follows that of the workers."""
-        return 0 if self._scope.workers is None else 1
+        return 0 if self._workers.count is None else 1
 
     def __next__(self) -> PyTree[jax.Array]:
         batch = super().__next__()
@@ -167,30 +166,14 @@ class Epochs(Reader):
         return self.order_state
 
     def end_epoch(self) -> None:
-        self.order_state = self._order_of_all.next_epoch(self.order_state)
+        self.order_state = self._programs.next_epoch(self.order_state)
 
-    def current_order(self, state: State) -> list:
-        if self._pure.indices is None:
-            return super().current_order(state)
-        return [self.computed_order(state, self._batches.position.unit)]
-
-    def next_order(self, state: State) -> list:
-        if self._pure.indices is None:
-            return super().next_order(state)
-        return [self.computed_order(self._pure.next_epoch(state), 0), self._sizes.num_units]
-
-    def computed_order(self, state: State, unit: int) -> Any:
-        """The order of an epoch that is computed, to be read from this unit on."""
-        del unit
-        return cast(Callable, self._pure.indices)(state)
-
-    def check_order(self, *epochs_of_workers: np.ndarray) -> None:
-        for epochs in epochs_of_workers:
-            if (np.asarray(epochs) != self._shift + self.epoch).any():
-                raise ValueError(
-                    f"epoch {self.epoch} begins, and the order is in epoch {np.max(epochs)}: "
-                    "leave next_epoch to the reader, which calls it between two epochs."
-                )
+    def check_epoch(self, epoch: int) -> None:
+        if epoch != self._shift + self.epoch:
+            raise ValueError(
+                f"epoch {self.epoch} begins, and the order is in epoch {epoch - self._shift}: "
+                "leave next_epoch to the reader, which calls it between two epochs."
+            )
 
     def check_step(self) -> None:
         if self.around is not None:
@@ -203,12 +186,6 @@ class Epochs(Reader):
                 f"batch {self.loads - 1} was not observed: call reads.observe(rows) after its step "
                 "(or reads.advance(order_state)), or read with an order that looks at no gradients."
             )
-
-
-@jax.transfer_guard("allow")
-def copied(tree: PyTree) -> PyTree:
-    """New arrays, which the next step cannot donate; keys become their data."""
-    return jax.tree.map(lambda x: jnp.copy(key_data(x)), tree)
 
 
 def check_rows(rows: PyTree) -> None:
@@ -227,7 +204,7 @@ def read_epochs(
     *,
     like: PyTree = None,
     workers: int | Mesh | None = None,
-    axis_name: str | None = None,
+    axis_name: str = AXIS,
     unit_size: int = 1,
     num_epochs: int | None = None,
     state: ReadState | PyTree | None = None,
@@ -287,65 +264,48 @@ def read_epochs(
     if num_epochs is not None:
         plans.check_whole("num_epochs", num_epochs, 0)
     base.check_order(order)
-    scope = base.scope_of(workers, axis_name)
-    first = base.init_workers(order, key, like, workers, axis_name=axis_name)
-    sizes = _sizes(order, first, scope)
-    with jax.transfer_guard("allow"):
-        place, (state, around) = ReadState(first), unwrap(state)
-        if state is not None:
-            place = restored(place, state)
-            shared = 1 if order.indices else scope.workers or 1
-            check_place(place, sizes.num_units, shared, sizes.window)
-        if callable(source) and not hasattr(source, "__getitem__"):
-            read = read_pipeline(source, order, scope, sizes.num_units, unit_size)
-        else:
-            examples = as_source(source)
-            read = read_source(examples, order, scope, sizes.num_units, unit_size)
-            check_steps(examples, _shapes(sizes, scope, unit_size), sharding)
-            sharding = scope.sharding if sharding is None else sharding
+    of_all = base.workers_of(workers, axis_name)
+    first = first_state(order, key, like, of_all)
+    sizes, unit_size = sizes_of(order, of_all), plans.check_whole("unit_size", unit_size, 1)
+    place, (state, around) = ReadState(first), unwrap(state)
+    if state is not None:
+        counts = counts_of(state, ("epoch", "units", "loads"))
+        check_place(counts["units"], order, sizes)
+        check_digest(state, order, unit_size, counts["units"])
+        place = ReadState(restore(first, part_of(state, "order"), ".order"), **counts)
+    sharding = of_all.sharding if sharding is None else sharding
+    if callable(source):
+        read = read_pipeline(source, order, of_all, unit_size)
+    else:
+        examples = as_source(source)
+        read = read_source(examples, order, of_all, unit_size)
+        check_steps(examples, _shapes(sizes, of_all, unit_size), sharding)
 
-    def load(orders, first_step, epoch, number):
-        batches = read(orders, first_step, epoch)
+    def load(units, first_step, epoch, number):
+        batches = read(units, first_step, epoch)
         return on_devices(batches, sharding, depth=depth, timeout=timeout, first_load=number)
 
-    reads = Epochs(load, sizes, order, scope, place, num_epochs, ahead, unit_size=unit_size)
+    reads = Epochs(load, sizes, order, of_all, place, num_epochs, ahead, unit_size=unit_size)
     reads.around = around
     return reads
 
 
-def num_units_of(order: Ordering, first: State) -> int:
-    """The units of an epoch: of one worker, or for a computed order of all workers together.
-
-    Raises ValueError for a state without the fields that a reader needs.
-    """
-    if order.indices is not None:
-        return len(order.indices(first))
-    missing = [name for name in ("current", "next", "left") if not hasattr(first, name)]
-    if missing:
+def first_state(order: Ordering, key: Any, like: PyTree, workers: Workers) -> State:
+    """The first state of all workers; raises ValueError for one without the fields of an order."""
+    of_mesh = workers.count if workers.mesh is None else workers.mesh
+    first = base.init_workers(order, key, like, of_mesh, axis_name=workers.axis_name)
+    needed = ("epoch",) if order.computed else ("current", "next", "left", "epoch")
+    if missing := [name for name in needed if not hasattr(type(first), name)]:
         raise ValueError(
-            f"the order's state, a {type(first).__name__}, has no {' and no '.join(missing)}: give "
-            "it all fields that ordering.Ordering requires. If the next order is not known yet, "
-            "let next be a copy of current, and left zero."
+            f"the state of {type(order).__name__} has no {' and no '.join(missing)}: give it all "
+            "fields that ordering.Ordering names; if no next order is known, left is zero."
         )
-    return first.current.shape[-1]
+    return first
 
 
-def _sizes(order: Ordering, first: State, scope: Scope) -> Sizes:
-    """An epoch of one worker, or for a computed order of all workers together."""
-    workers, num_units = scope.workers or 1, num_units_of(order, first)
-    if order.indices is None:
-        return Sizes(*base.check_units(num_units, order.units_per_step))
-    if workers * order.units_per_step > num_units:
-        raise ValueError(
-            f"a step of {workers} workers with {order.units_per_step} units each exceeds the "
-            f"{num_units} units of an epoch: lower units_per_step."
-        )
-    return Sizes(num_units, workers * order.units_per_step, least=workers)
-
-
-def _shapes(sizes: Sizes, scope: Scope, unit_size: int) -> list[tuple[int, ...]]:
+def _shapes(sizes: Sizes, workers: Workers, unit_size: int) -> list[tuple[int, ...]]:
     """The leading axes of the batches: of a step, and of an epoch's last step."""
-    lead = () if scope.workers is None else (scope.workers,)
+    lead = () if workers.count is None else (workers.count,)
     last = sizes.num_units % sizes.window
     steps = {sizes.window, last if last >= sizes.least else sizes.window}
     return [(*lead, n // sizes.least * unit_size) for n in steps]
@@ -359,6 +319,11 @@ def on_devices(batches: Iterable, sharding: Any, **options: Any) -> Prefetch:
 
 
 def _of_processes(sharding, batch):
-    """Arrays [W, ...] from the rows of each process's own workers."""
-    make = functools.partial(jax.make_array_from_process_local_data, sharding)
-    return jax.tree.map(lambda x: make(np.array(x)), representable(batch))  # a loader's buffer
+    """Arrays [W, ...] from the rows of each process's own workers; others stay as they are."""
+
+    def make(x):
+        if not getattr(x, "is_fully_addressable", True):
+            return x
+        return jax.make_array_from_process_local_data(sharding, np.array(x))  # a loader's buffer
+
+    return jax.tree.map(make, representable(batch))

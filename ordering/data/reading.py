@@ -1,4 +1,4 @@
-"""From the orders of all workers to their batches: the examples of each step of an epoch."""
+"""From the units of all workers to their batches: the examples of each step of an epoch."""
 
 import functools
 import itertools
@@ -11,127 +11,135 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Int
 
-from ordering import base
-from ordering.base import Ordering, Scope
+from ordering import base, steps
+from ordering.base import Ordering
+from ordering.data.batches import Sizes
 from ordering.data.loader import check_batches
 from ordering.data.sources import Source, whole_numbers
 from ordering.indices import Indices
 from syncopate import plans
+from syncopate.workers import Workers
+
+FEW = 2**12  # units that are computed at a time, in whole steps
+
+# (units of all workers, first step, epoch) -> batches
+Read = Callable[[Indices, int, int], Iterable]
 
 
-def read_source(
-    source: Source, order: Ordering, scope: Scope, num_units: int, unit_size: int
-) -> Callable[[np.ndarray, int, int], Iterable]:
-    """`(orders, first step, epoch) -> batches` of this process's workers, from a source."""
-    unit_size = plans.check_whole("unit_size", unit_size, 1)
-    here, workers, window = scope.of_process, scope.workers or 1, order.units_per_step
-    first, total = first_units(order, scope, num_units), total_of(order, scope, num_units)
-    if not 0 <= len(source) - total * unit_size < workers * window * unit_size:
+def sizes_of(order: Ordering, workers: Workers) -> Sizes:
+    """An epoch of all workers; raises ValueError if they cannot share a step."""
+    count, step = workers.count or 1, order.units_per_step
+    if not order.computed:
+        return Sizes(count * order.num_units, count * step, count)
+    if count * step > order.num_units:
+        raise ValueError(
+            f"a step of {count} workers with {step} units each exceeds the {order.num_units} units "
+            "of an epoch: lower units_per_step."
+        )
+    return Sizes(order.num_units, count * step, count)
+
+
+def total_of(order: Ordering, sizes: Sizes) -> int:
+    """The units of the source."""
+    return order.total or sizes.num_units
+
+
+def read_source(source: Source, order: Ordering, workers: Workers, unit_size: int) -> Read:
+    """Batches of this process's workers, from a source."""
+    sizes = sizes_of(order, workers)
+    total = total_of(order, sizes)
+    if not 0 <= len(source) - total * unit_size < sizes.window * unit_size:
         raise ValueError(
             f"the source has {len(source)} examples, and the orders name {total} units of "
             f"{unit_size}: make orders for all examples, pass a source with the examples of all "
             "workers, or change unit_size. Leave out of the source what is not to be read."
         )
+    here = workers.of_process
+    size = len(here) * order.units_per_step * unit_size
+    lead = () if workers.count is None else (len(here),)
 
-    def steps(orders):
-        """The units int64[W, b] of every step."""
-        if isinstance(orders, Indices):
-            mine = _of_workers(orders, here, workers, window)
-            for start in range(0, len(mine), len(here) * window):
-                units = np.asarray(mine[start : start + len(here) * window])
-                yield units.reshape(len(here), -1)
-            return
-        check_orders(orders, order, num_units, total)
-        rows = np.atleast_2d(orders)
-        for start in range(0, rows.shape[1], window):
-            yield rows[:, start : start + window] + first
-
-    def batches(orders, first_step, epoch):
-        for units in steps(orders):
-            indices = units[..., None] * unit_size + np.arange(unit_size)
-            batch = source[indices.reshape(-1)]
-            shape = () if scope.workers is None else indices.shape[:1]
-            yield jax.tree.map(lambda x: x.reshape(*shape, -1, *x.shape[1:]), batch)  # noqa: B023
+    def batches(units, first_step, epoch):
+        examples = examples_of(units_of(units, here, sizes, order), unit_size)
+        many = size * max(1, FEW // size)
+        for first in range(0, len(examples), many):
+            some = np.asarray(examples[first : first + many])
+            for start in range(0, len(some), size):
+                batch = source[some[start : start + size]]
+                yield jax.tree.map(lambda x: x.reshape(*lead, -1, *x.shape[1:]), batch)
 
     return batches
 
 
-def read_pipeline(
-    pipeline: Callable, order: Ordering, scope: Scope, num_units: int, unit_size: int
-) -> Callable[[np.ndarray, int, int], Iterable]:
-    """As `read_source`, from a function `(indices, first step, epoch) -> batches`."""
+def read_pipeline(pipeline: Callable, order: Ordering, workers: Workers, unit_size: int) -> Read:
+    """Batches of this process's workers, from a function `(indices, first step, epoch)`."""
     plans.check_function("source", pipeline, "indices", "first_step", "epoch")
-    unit_size = plans.check_whole("unit_size", unit_size, 1)
-    here, workers, window = scope.of_process, scope.workers or 1, order.units_per_step
-    first, total = first_units(order, scope, num_units), total_of(order, scope, num_units)
+    here, sizes = workers.of_process, sizes_of(order, workers)
+    size = len(here) * order.units_per_step * unit_size
 
-    def batches(orders, first_step, epoch):
-        if isinstance(orders, Indices):
-            orders = _of_workers(orders, here, workers, window)
-            sizes = {"units_per_step": min(len(here) * window, len(orders))}
-        else:
-            orders = np.atleast_2d(orders) + first
-            sizes = {"units_per_step": window, "num_units": num_units, "total": total}
-        indices, size = step_indices(orders, unit_size=unit_size, **sizes)
-        given = pipeline(indices, first_step, epoch)
+    def batches(units, first_step, epoch):
+        indices = examples_of(units_of(units, here, sizes, order), unit_size)
+        given = pipeline(indices if order.computed else np.asarray(indices), first_step, epoch)
         check_batches("batches", given)
-        return _in_full(given, [min(size, indices.size - i) for i in range(0, indices.size, size)])
+        return _in_full(given, len(indices), size)
 
     return batches
 
 
-def total_of(order: Ordering, scope: Scope, num_units: int) -> int:
-    """The units of the source."""
-    return order.total if order.is_global and order.total else num_units * (scope.workers or 1)
+def units_of(units: Indices, here: Sequence[int], sizes: Sizes, order: Ordering) -> Any:
+    """The units that some workers read, from those of all, which are in whole windows.
+
+    Those of an order that is stored are an array; raises ValueError if one comes twice.
+    """
+    window, count = sizes.window, sizes.least
+    if len(here) < count:
+        each, (whole, rest) = window // count, divmod(len(units), window)
+        of_steps = window, each, whole, rest // count
+        function = functools.partial(_of_some, units, np.asarray(here), of_steps)
+        units = Indices(function, (whole * each + rest // count) * len(here))
+    if order.computed:
+        return units  # may be too many for an array
+    stored = np.asarray(units)
+    steps.check_units_of(stored, total_of(order, sizes))
+    return stored
 
 
-def first_units(order: Ordering, scope: Scope, num_units: int) -> Int[np.ndarray, "w 1"]:
-    """The source's number of each worker's first unit, for the workers of this process."""
-    return (0 if order.is_global else num_units) * scope.of_process[:, None]
+def _of_some(units, here, sizes, places):
+    window, each, whole, last = sizes
+    number, place = np.divmod(places, len(here) * each)
+    size = np.where(number < whole, each, max(last, 1))
+    worker, row = np.divmod(place, size)
+    return units[number * window + here[worker] * size + row]
 
 
-def check_orders(orders: np.ndarray, order: Ordering, num_units: int, total: int) -> None:
-    """Raises ValueError unless orders name each of their units once."""
-    if order.is_global:
-        check_units_of(orders.reshape(-1), total)
-    else:
-        check_units_of(orders, num_units)
+def examples_of(units: Indices | np.ndarray, unit_size: int) -> Any:
+    """The examples of units, which have `unit_size` consecutive ones each."""
+    if unit_size == 1:
+        return units
+    return Indices(functools.partial(_examples_at, units, unit_size), len(units) * unit_size)
 
 
-def _of_workers(orders: Indices, here: np.ndarray, workers: int, window: int) -> Indices:
-    """The units that some of the workers read, step after step, from the units of all workers."""
-    step, rows = workers * window, len(here) * window
-    whole, rest = divmod(len(orders), step)
-    last = rest // workers  # units per worker in a last, shorter step
-
-    def units(places):
-        number, place = np.divmod(places, rows)
-        size = np.where(number < whole, window, max(last, 1))
-        worker, row = np.divmod(place, size)
-        return orders[number * step + here[worker] * size + row]
-
-    if len(here) == workers:
-        return orders[: len(orders) - rest % workers]
-    return Indices(units, whole * rows + last * len(here))
+def _examples_at(units, unit_size, places):
+    number, example = np.divmod(places, unit_size)
+    return units[number] * unit_size + example
 
 
-def _in_full(batches: Iterable, sizes: Sequence[int]) -> Iterator:
+def _in_full(batches: Iterable, total: int, size: int) -> Iterator:
     """The batches; raises ValueError unless there is one per step with all of its examples."""
     batches, more = iter(batches), object()
-    for number, size in enumerate(sizes):
-        batch = next(batches, more)
+    for start in range(0, total, size):
+        batch, needed = next(batches, more), min(size, total - start)
         if batch is more:
             return
         shapes = {np.shape(leaf) for leaf in jax.tree.leaves(batch)}
-        if not any(size in itertools.accumulate(shape, operator.mul) for shape in shapes):
+        if not any(needed in itertools.accumulate(shape, operator.mul) for shape in shapes):
             raise ValueError(
-                f"the source gave a batch of shapes {shapes} for a step of {size} examples: give "
+                f"the source gave a batch of shapes {shapes} for a step of {needed} examples: give "
                 "one batch per step, with all of its examples; a unit of several takes unit_size=."
             )
-        if number + 1 == len(sizes) and next(batches, more) is not more:
+        if start + size >= total and next(batches, more) is not more:
             raise ValueError(
-                f"the source gave more than {len(sizes)} batches for as many steps: give one batch "
-                "per step, with all of its examples."
+                f"the source gave more than {-(-total // size)} batches for as many steps: give "
+                "one batch per step, with all of its examples."
             )
         yield batch
 
@@ -174,60 +182,22 @@ def step_indices(
       >>> indices.tolist(), batch_size
       ([2, 0, 4, 3, 1, 5], 4)
     """
+    unit_size = plans.check_whole("unit_size", unit_size, 1)
     if isinstance(orders, Indices):
-        unit_size = plans.check_whole("unit_size", unit_size, 1)
-        units_per_step = plans.check_whole("units_per_step", units_per_step, 1, len(orders))
-        return cast(Any, _examples_of(orders, unit_size)), units_per_step * unit_size
+        most = len(orders) or None  # of no units any step is whole
+        units_per_step = plans.check_whole("units_per_step", units_per_step, 1, most)
+        return cast(Any, examples_of(orders, unit_size)), units_per_step * unit_size
     orders = np.atleast_2d(whole_numbers("orders", orders))
     workers, length = orders.shape
     per_worker = length if num_units is None else num_units
     per_worker, units_per_step = base.check_units(per_worker, units_per_step)
-    unit_size = plans.check_whole("unit_size", unit_size, 1)
     total = None if total is None else plans.check_whole("total", total, 1)
     if length > per_worker:
         raise ValueError(
             f"orders of shape {orders.shape} name a unit twice, or more than {per_worker} units: "
             "pass each worker's order of its own units; for a slice of an order also num_units."
         )
-    check_units_of(orders if total is None else orders.reshape(-1), total or per_worker)
-    if total is None:
-        np.add(orders, per_worker * np.arange(workers)[:, None], out=orders)  # orders is a copy
-    whole, units = length - length % units_per_step, np.empty(orders.size, np.int64)
-    steps = orders[:, :whole].reshape(workers, -1, units_per_step).swapaxes(0, 1)
-    units[: workers * whole].reshape(steps.shape)[:] = steps
-    units[workers * whole :] = orders[:, whole:].reshape(-1)
-    if unit_size > 1:
-        units = (units[:, None] * unit_size + np.arange(unit_size)).reshape(-1)
-    return units, workers * units_per_step * unit_size
-
-
-def _examples_of(units: Indices, unit_size: int) -> Indices:
-    """The examples of units that are computed."""
-    if unit_size == 1:
-        return units
-    return Indices(functools.partial(_examples_at, units, unit_size), len(units) * unit_size)
-
-
-def _examples_at(units, unit_size, places):
-    number, example = np.divmod(places, unit_size)
-    return units[number] * unit_size + example
-
-
-def check_units_of(orders: np.ndarray, most: int) -> None:
-    """Raises ValueError unless each of the orders, [n] or [W, n], names units below most once."""
-    outside = orders.size and not 0 <= orders.min() <= orders.max() < most
-    if outside or any(_repeats(units, most) for units in np.atleast_2d(orders)):
-        raise ValueError(
-            f"orders of shape {orders.shape} name a unit twice, or outside 0 .. {most - 1}: pass "
-            "each worker's order of its own units, for a slice also num_units; or the orders of "
-            "one epoch over the units of all workers, and their total."
-        )
-
-
-def _repeats(units: np.ndarray, most: int) -> bool:
-    """Whether a unit of 0 .. most - 1 occurs twice."""
-    if 64 * len(units) < most:  # sorting a few units is cheaper than marking all
-        return bool((np.diff(np.sort(units)) == 0).any())
-    seen = np.zeros(most, bool)
-    seen[units] = True
-    return int(np.count_nonzero(seen)) < len(units)
+    units = np.asarray(steps.in_steps(orders, units_per_step, num_units=per_worker, total=total))
+    steps.check_units_of(units, total or workers * per_worker)
+    indices = np.asarray(examples_of(units, unit_size))
+    return indices, workers * units_per_step * unit_size

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import ordering
-from ordering import base
 from ordering.data import LoadError, grain_dataset, read_epochs, tf_dataset
 from tests import reads_of_two, tables
 from tests.cases import mostly_slow
@@ -45,9 +44,13 @@ class Run(NamedTuple):
     unit_size: int = 1
     mesh: tuple = ()
 
+    @property
+    def axis(self):
+        return {"axis_name": self.mesh[0][0]} if self.mesh else {}
+
+    @functools.cache  # compiles once  # noqa: B019
     def make(self):
-        axis = {"axis_name": self.mesh[0][0]} if self.mesh else {}
-        return ORDERS[self.order](self.units, units_per_step=self.step, **axis)
+        return ORDERS[self.order](self.units, units_per_step=self.step, **self.axis)
 
     def data(self):
         """The number of every example, and the gradient of its unit."""
@@ -70,20 +73,18 @@ class Run(NamedTuple):
         workers = self.workers
         if self.mesh:
             workers = jax.make_mesh([n for _, n in self.mesh], [name for name, _ in self.mesh])
-        given = {"like": LIKE, "workers": workers, "unit_size": self.unit_size} | options
-        return read_epochs(
-            self.data(), self.make(), KEY, state=state, num_epochs=num_epochs, **given
-        )
+        given = {"like": LIKE, "workers": workers, "unit_size": self.unit_size} | self.axis
+        given |= {"order": self.make(), "num_epochs": num_epochs} | options
+        return read_epochs(self.data(), key=KEY, state=state, **given)
 
 
 @functools.cache
 def by_hand(run, epochs=2):
     """The examples of every step, from the definition of a unit, by the order's own functions."""
     order, axis = run.make(), run.mesh[0][0] if run.mesh else "worker"
-    named = {"axis_name": axis} if run.mesh else {}
     each = functools.partial(jax.vmap, axis_name=axis) if run.workers else lambda f: f
     observe, following = jax.jit(each(order.observe)), jax.jit(each(order.next_epoch))
-    state = ordering.init_workers(order, KEY, LIKE, run.workers, **named)
+    state = ordering.init_workers(order, KEY, LIKE, run.workers, **run.axis)
     firsts = run.units * np.arange(run.workers or 1)[:, None] * (not order.is_global)
     batches = []
     for _ in range(epochs):
@@ -211,21 +212,28 @@ def test_the_next_epoch_is_read_ahead_as_far_as_it_is_known():
     np.testing.assert_array_equal(units, reads.order_state.current)
 
 
-class Mine(NamedTuple):
+class Turned(NamedTuple):
     current: jax.Array
     next: jax.Array
     left: jax.Array
+    epoch: jax.Array
 
 
-def test_an_order_of_ones_own_that_counts_nothing_and_knows_nothing():
-    def init(key, like):
-        del key, like
-        return Mine(jnp.arange(5), jnp.arange(5), jnp.zeros((), jnp.int32))
+class Turns(ordering.Ordering):
+    """The next order is known at the end of an epoch alone."""
 
-    def turned(state):
-        return state._replace(current=state.current[::-1], next=jnp.copy(state.current))
+    def init(self, key, params=None):
+        del key, params
+        zeros = jnp.zeros((2,), jnp.int32)
+        return Turned(jnp.arange(5), jnp.arange(5), *zeros)
 
-    order = ordering.Ordering(init, lambda state, rows: state, turned, units_per_step=2)
+    def next_epoch(self, state):
+        turned = state.current[::-1]
+        return Turned(turned, jnp.copy(turned), jnp.zeros_like(state.left), state.epoch + 1)
+
+
+def test_an_order_of_ones_own_that_knows_nothing_of_the_next_epoch():
+    order = Turns(num_units=5, units_per_step=2)
 
     def read(state=None):
         return read_epochs(np.arange(5), order, KEY, num_epochs=3, state=state)
@@ -291,10 +299,9 @@ def test_less_than_a_step_may_be_left_over():
     assert sorted(sum(map(numbers, batches), [])) == list(range(60))
 
 
-@pytest.mark.parametrize("workers,num_units", [(2, 4), (None, 8)])
+@pytest.mark.parametrize("workers,num_units", [(2, 4), (1, 8)])
 def test_a_global_order_that_leaves_out_units_reads_all_in_turn(workers, num_units):
-    axis = {"axis_name": "worker" if workers else None}
-    order = ordering.global_reshuffling(num_units, units_per_step=2, total=9, **axis)
+    order = ordering.global_reshuffling(num_units, units_per_step=2, total=9)
     reads = read_epochs(np.arange(9), order, KEY, workers=workers, num_epochs=6)
     batches = np.array([numbers(batch) for batch in reads]).reshape(6, 8)
     assert all(len({*units}) == 8 for units in batches.tolist())
@@ -396,14 +403,13 @@ def test_two_processes_read_as_one_does(tmp_path):
         assert together == [[*map(list, batch)] for batch in expected], name
 
 
-def test_equal_readers_compile_once_and_the_next_state_takes_over_the_memory_of_the_last():
-    base.compiled.cache_clear()
+def test_readers_of_an_order_compile_once_and_the_next_state_takes_over_the_memory_of_the_last():
+    order = GRAB.make()
     for _ in range(3):
-        train(GRAB)
-    of_all = base.compiled(GRAB.make(), base.Scope(2, "worker"))
-    assert base.compiled.cache_info().currsize == 1
+        train(GRAB, order=order)
+    (of_all,) = order._programs.values()
+    assert of_all.init._cache_size() == of_all.next_epoch._cache_size() == 1
     assert of_all.observe._cache_size() == 2, "whole steps and a short one"
-    assert of_all.next_epoch._cache_size() == 1
     reads, states = Run("grab", step=13).reads(num_epochs=None), []
     for _ in range(2):
         rows = next(reads)["g"]

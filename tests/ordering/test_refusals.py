@@ -174,9 +174,12 @@ class OnlyCurrent(NamedTuple):
     current: jax.Array
 
 
-ONLY_CURRENT = ordering.Ordering(
-    lambda key, like: OnlyCurrent(jnp.arange(4)), lambda s, g: s, lambda s: s
-)
+class OnlyOrdering(ordering.Ordering):
+    def init(self, key, params=None):
+        return OnlyCurrent(jnp.arange(4))
+
+
+ONLY_CURRENT = OnlyOrdering(num_units=4)
 
 
 def split_over_four(num_units):
@@ -341,9 +344,9 @@ REFUSED = {  # the call, and what its message names: arguments, values, places i
     "a step more": (
         lambda: read_epochs(
             np.arange(65), ordering.random_reshuffling(60, units_per_step=5), KEY), "65", "60"),
-    "another order's state": (lambda: reading(Run("cd_grab"), state=saved()), "running_sum"),
+    "another order's state": (lambda: reading(Run("cd_grab"), state=saved()), "another order"),
     "of other units": (
-        lambda: reading(Run("grab", units=12), state=saved()), "order.current", "(2, 13"),
+        lambda: reading(Run("grab", units=12), state=saved()), "state", "another order"),
     "a place between steps": (
         lambda: reading(Run("grab", step=5), state=saved()), "9 of 13", "5"),
     # Blocks.
