@@ -150,6 +150,7 @@ class Reader(Iterator, contextlib.AbstractContextManager):
         self._units: Any = None  # this epoch's, and its number in the state, until all are loaded
         self._next_units: Any = None  # those of the next epoch, and how many are final
         self._due = True  # not all of this epoch's steps are being loaded
+        self._closed = False
 
     def newest_state(self) -> State:
         """The newest state of the orders of all workers."""
@@ -184,6 +185,8 @@ class Reader(Iterator, contextlib.AbstractContextManager):
         self.check_step()
         if self._num_epochs is not None and self.epoch + self.epoch_ended >= self._num_epochs:
             raise StopIteration
+        if self._closed:
+            raise LoadError(self.loads, "was not read, as the reader was closed: make another one.")
         if self.epoch_ended:
             self.end_epoch()
             self._batches, self._following = self._next_batches(), None
@@ -207,7 +210,8 @@ class Reader(Iterator, contextlib.AbstractContextManager):
         return loader is None or loader.ready()
 
     def close(self) -> None:
-        """Ends the loading threads."""
+        """Ends the loading threads; there are no further batches."""
+        self._closed = True
         for batches in (self._batches, self._following):
             if batches is not None:
                 batches.close()

@@ -274,7 +274,7 @@ def read_epochs(
         check_digest(state, order, unit_size, counts["units"])
         place = ReadState(restore(first, part_of(state, "order"), ".order"), **counts)
     sharding = of_all.sharding if sharding is None else sharding
-    if callable(source):
+    if callable(source) and not hasattr(source, "__getitem__"):
         read = read_pipeline(source, order, of_all, unit_size)
     else:
         examples = as_source(source)

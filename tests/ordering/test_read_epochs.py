@@ -3,6 +3,7 @@
 import functools
 import json
 import threading
+import tracemalloc
 from typing import NamedTuple
 
 import jax
@@ -388,6 +389,101 @@ def test_a_pipeline_of_smaller_batches_is_refused():
         list(read_epochs(lambda *_: [np.zeros((6, 1))] * 3, order, KEY, num_epochs=1))
     for pipeline in (of(6), shaped):
         assert len(list(read_epochs(pipeline, order, KEY, num_epochs=1))) == 2
+
+
+class Callable(Examples):
+    def __call__(self, *_):
+        raise AssertionError("it is a source")
+
+
+def test_a_data_set_that_can_be_called_is_no_pipeline():
+    order = ordering.random_reshuffling(4, units_per_step=4)
+    (batch,) = read_epochs(Callable(np.arange(4)), order, KEY, num_epochs=1)
+    assert sorted(batch.tolist()) == [0, 1, 2, 3]
+
+
+def test_no_thread_starts_after_the_end():
+    begun, reads = threading.active_count(), Run("once").reads()
+    reads.close()
+    with pytest.raises(LoadError, match="load 0 .*closed"):
+        next(reads)
+    assert threading.active_count() == begun
+
+
+def test_a_pipeline_of_very_many_steps_needs_no_list_of_them():
+    order = ordering.counted(2 * 10**9, units_per_step=32)
+
+    def read(indices, first_step, epoch):
+        return (np.asarray(indices[i : i + 32]) % 7 for i in range(0, len(indices), 32))
+
+    tracemalloc.start()
+    with read_epochs(read, order, KEY) as reads:
+        next(reads)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 20e6
+
+
+def test_the_batches_of_a_pipeline_are_on_the_devices_of_the_workers():
+    mesh = jax.make_mesh((4,), ("worker",))
+    order = ordering.counted(12, units_per_step=2)
+    read = lambda indices, *_: grain_dataset(np.arange(12), indices).batch(8)  # noqa: E731
+    with read_epochs(read, order, KEY, workers=mesh, num_epochs=1) as reads:
+        for batch in reads:
+            assert batch.sharding.is_equivalent_to(jax.NamedSharding(mesh, jax.P("worker")), 1)
+
+
+@pytest.mark.parametrize("axes", [("model",), ("data", "model")])
+def test_a_mesh_in_scope_without_an_axis_of_workers_makes_no_workers(axes):
+    """Its only axis was taken for that of workers: a batch was four times as large."""
+    order = ordering.counted(100, units_per_step=5)
+    with jax.set_mesh(jax.make_mesh((4, 2)[: len(axes)], axes)):
+        with read_epochs(np.arange(100), order, KEY) as reads:
+            assert next(reads).shape == (5,)
+    with jax.set_mesh(jax.make_mesh((4,), ("worker",))):
+        with read_epochs(np.arange(100), order, KEY) as reads:
+            assert next(reads).shape == (4, 5)
+
+
+GUARDED = [
+    Run("cd_grab"),
+    Run("global", units=12),
+    Run("pair_balance", workers=None),
+    Run("global_reshuffling", mesh=(("worker", 2),), units=12),
+]
+
+
+@pytest.mark.parametrize(
+    "run", mostly_slow([(r,) for r in GUARDED], quick=[(r,) for r in GUARDED[:2]])
+)
+def test_a_transfer_guard_lets_a_reader_be_made_and_refuses_rows_of_numpy(run):
+    """Only what the program moves itself is refused: the reader moves its few numbers by name."""
+    with jax.transfer_guard("allow"):
+        expected = by_hand(run)
+    with jax.transfer_guard("disallow"):
+        state = None
+        for _ in range(2):
+            reads = run.reads(state)
+            rows = next(reads)["g"]
+            if reads.observes:
+                with pytest.raises(Exception, match="Disallowed host-to-device"):
+                    reads.observe(np.asarray(rows))
+            reads.observe(rows)
+            state = jax.device_get(reads.state())
+    assert train(run, state)[0] == expected[2:]
+
+
+def as_json(state):
+    """A tree of dicts, or as `json` writes a NamedTuple, and lists in the place of arrays."""
+    return json.loads(json.dumps(jax.tree.map(lambda x: np.asarray(x).tolist(), state)))
+
+
+@pytest.mark.parametrize("form", [as_json, lambda state: as_json(as_dicts(state))])
+@pytest.mark.parametrize("name", ["cd_grab, at syncs", "grab", "random_reshuffling"])
+def test_a_state_goes_through_json(name, form):
+    run = Run(name)
+    _, states = train(run)
+    assert train(run, form(states[3]))[0] == by_hand(run)[3:]
 
 
 @pytest.mark.slow
