@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import ordering
-from ordering.blocks.sources import Part
+from ordering import Indices
 from ordering.data import as_source, step_indices
 from tests import tables
 from tests.bad_values import Foreign
@@ -44,6 +43,38 @@ def test_step_indices_are_the_units_of_every_worker(workers, num_units, unit_siz
     by_worker = orders + num_units * np.arange(workers)[:, None]  # named as of a global order
     of_all, _ = step_indices(by_worker.tolist(), total=workers * num_units, **sizes)
     np.testing.assert_array_equal(of_all, indices)
+
+
+TENS = Indices(lambda places: 10 * places, 10**10)
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.int16, np.int32, np.uint32, np.uint64, jnp.int32])
+def test_places_of_any_integers_are_units_of_64_bits(kind):
+    units = TENS[10**9 :][np.array([3, 0, 2]).astype(kind)]
+    assert units.dtype == np.int64 and units.tolist() == [10**10 + x for x in (30, 0, 20)]
+
+
+@pytest.mark.parametrize("places", [[], np.array([], np.int32), np.zeros((0, 2), int)])
+def test_no_places_have_no_units(places):
+    """Also of a function that cannot take none."""
+    computed = Indices(lambda places: np.split(places, 0), 9)
+    for units in (computed[places], np.asarray(computed[9:]), computed[4:4][places]):
+        assert units.dtype == np.int64 and not units.size
+    assert computed.__getitems__([]) == computed[9:].tolist() == []
+    indices, size = step_indices(computed[9:], units_per_step=2, unit_size=3)
+    assert (len(indices), size) == (0, 6)
+
+
+def test_indices_are_computed_one_by_one_or_with_their_neighbours():
+    """A place that is far from the one before is computed alone."""
+    counts = []
+    indices = Indices(lambda places: counts.append(len(places)) or places, 10**10)
+    assert [indices[i] for i in (10**9, 5, -1, 10**8)] == [10**9, 5, 10**10 - 1, 10**8]
+    assert counts == [1] * 4
+    assert [indices[10**8 + i] for i in range(1, 200)] == list(range(10**8 + 1, 10**8 + 200))
+    assert len(counts) < 10 and max(counts) < 100
+    steps = [indices[i : i + 4].tolist() for i in range(0, 10, 4)]
+    assert steps == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
 
 
 def read(source, *indices):
