@@ -8,6 +8,7 @@ the controls and sign rules of the papers.
 from ordering import baselines, blocks, data, echo
 from ordering.base import Ordering, init_workers
 from ordering.centred import grab
+from ordering.gathered import cd_grab
 from ordering.global_orders import global_order, global_reshuffling
 from ordering.gradients.backward import sketch_plan, sketched_grads
 from ordering.gradients.examples import (
@@ -20,7 +21,7 @@ from ordering.gradients.linear import SketchLeaf, make_sketch
 from ordering.gradients.scale import second_moment_scale
 from ordering.indices import Indices
 from ordering.mixtures import MixturePlan, mixture
-from ordering.pairs import cd_grab, pair_balance
+from ordering.pairs import pair_balance
 from ordering.permutations import counted, index_shuffle
 from ordering.resizing import resize
 from ordering.scored_orders import scored

@@ -17,7 +17,8 @@ from jaxtyping import Array, Int, Key, PyTree
 
 from ordering import steps, trees
 from ordering.indices import Indices
-from syncopate import plans
+from ordering.signs import SignRule, check_rule_state
+from syncopate import mesh, plans
 from syncopate.workers import AXIS, Workers, count_of
 
 State = Any  # a NamedTuple of arrays, with at least the fields that `Ordering` names
@@ -106,13 +107,14 @@ class Ordering:
         """
         return state
 
-    def units(self, state: State) -> Indices:
+    def units(self, state: State, start: int = 0) -> Indices:
         """The units of this epoch of all workers, step after step: B of each worker, then B more.
 
         Units of a worker's own are numbered from w M on. The state has leaves [W, ...], or those of
-        one worker. The order is copied, so that a step may donate the state.
+        one worker. The order is copied, so that a step may donate the state. If all workers have
+        read `start` units, with steps of any size, these are the units of the steps after them.
         """
-        return self._in_steps(state, state.current)
+        return self._in_steps(state, state.current, start)
 
     def next_units(self, state: State) -> tuple[Indices, Any]:
         """`units` of the next epoch, and how many units per worker are final in them now.
@@ -156,20 +158,40 @@ class Ordering:
     def __getstate__(self) -> dict[str, Any]:  # without compiled programs
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
-    def _in_steps(self, state: State, orders: Any) -> Indices:
+    def _in_steps(self, state: State, orders: Any, start: int = 0) -> Indices:
         if np.shape(state.current)[-1:] != (self.num_units,):
             raise ValueError(
                 f"{type(self).__name__} has {self.num_units} units, and its state an order of the "
                 f"shape {np.shape(state.current)}: pass the state that its last call returned."
             )
         total = self.total or np.size(orders) if self.is_global else None
-        return steps.in_steps(orders, self.units_per_step, total)
+        return steps.in_steps(orders, self.units_per_step, total=total, start=start)
 
 
-def kept(leaf: Any, workers: int) -> np.ndarray:
-    """A leaf [W, ...] for W' workers: each takes it from the worker whose units it takes first."""
+def kept(leaf: Any, workers: int, fresh: Any = None) -> Any:
+    """A leaf [W, ...] for W' workers: each takes it from the worker whose units it takes first.
+
+    Keys are those of `fresh`, since workers without a common sum draw different numbers.
+    """
+    if fresh is not None and mesh.is_key(fresh):
+        return fresh
     old = np.asarray(leaf)
     return old[np.arange(workers) * len(old) // workers]
+
+
+def resize_balanced(
+    rule: SignRule, state: State, fresh: State, current: np.ndarray, next_order, visited: int
+) -> State:
+    """`fresh` with these orders, and in the middle of an epoch as if it had observed all units."""
+    check_rule_state(rule, state.rule)
+    workers = len(current)
+    return fresh._replace(
+        current=current,
+        next=next_order,
+        position=np.full(workers, current.shape[1] if visited else 0, np.int32),
+        epoch=kept(state.epoch, workers),
+        rule=jax.tree.map(lambda x, new: kept(x, workers, new), state.rule, fresh.rule),
+    )
 
 
 class Programs(NamedTuple):
@@ -186,8 +208,9 @@ def _programs(order: Ordering, workers: Workers) -> Programs:
         like = jax.tree.unflatten(structure, [jnp.zeros(*shape) for shape in shapes])
         if workers.count is None:
             return order.init(key, like)
-        of_one = lambda w: order.init(jax.random.fold_in(key, w[0]), like)  # noqa: E731
-        return workers.map(of_one)([jnp.arange(workers.count)])
+        numbers = jax.device_put(np.arange(workers.count), workers.sharding)
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
+        return workers.map(lambda key: order.init(key, like))(keys)
 
     methods = order.observe, order.next_epoch, order.sync
     of_all = (jax.jit(workers.map(method), donate_argnums=0) for method in methods)
@@ -259,7 +282,9 @@ def check_order(order: object) -> None:
         )
 
 
-def check_state(order: Ordering, state: State, kind: type, **has: bool) -> State:
+def check_state(
+    order: Ordering, state: State, kind: type, *, rule: SignRule | None = None, **has: bool
+) -> State:
     """The state with JAX's arrays; raises ValueError unless it is one of this order.
 
     `has` says for some fields of a state of this `kind` whether they hold arrays.
@@ -277,9 +302,11 @@ def check_state(order: Ordering, state: State, kind: type, **has: bool) -> State
     for field, wanted in has.items():
         if bool(jax.tree.leaves(getattr(state, field))) != wanted:
             raise ValueError(
-                f"state.{field} is {'empty' if wanted else 'not empty'}, unlike that of {name} with "
-                f"its gathers and units_per_step: {advice}"
+                f"state.{field} is {'empty' if wanted else 'not empty'}, and {name} was made with "
+                f"another gathers or units_per_step: {advice}"
             )
+    if rule is not None:
+        check_rule_state(rule, state.rule)
     return on_device(state)
 
 

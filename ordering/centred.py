@@ -1,13 +1,17 @@
 """GraB: signs of gradients, centred by the mean gradient of the epoch before (mean balance)."""
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int, PyTree
 
 from ordering import base, signs, trees
 from ordering.base import Ordering
+from ordering.pairs import fill_middle
+from ordering.shuffles import first_fields
 from syncopate import mesh
 
 
@@ -26,7 +30,71 @@ class GrabState(NamedTuple):
     rule: PyTree  # state of the sign rule
 
 
-@base.made_once
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Grab(Ordering):
+    """What `grab` returns."""
+
+    rule: signs.SignRule
+
+    observes = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        self._set(rule=signs.rule_of(self.rule))
+
+    def init(self, key, params=None):
+        base.check_params(params)
+        state = GrabState(
+            **first_fields(key, self.num_units, GrabState),
+            taken=jnp.zeros((), jnp.int32),
+            running_sum=trees.zeros_like(params),
+            mean=trees.zeros_like(params),
+            total=trees.zeros_like(params),
+            rule=self.rule.init(jax.random.fold_in(key, 1)),
+        )
+        return mesh.varying_as(state, key)
+
+    def observe(self, state, gradients):
+        state = base.check_state(self, state, GrabState, rule=self.rule)
+        size = base.check_gradients(gradients, self.num_units, self.units_per_step)
+        base.check_shapes(gradients, state.mean)
+        valid = state.position + jnp.arange(size, dtype=jnp.int32) < self.num_units
+        rule_state, running_sum, sign, taken = signs.balance_blocks(
+            self.rule,
+            state.rule,
+            state.running_sum,
+            gradients,
+            derive=lambda g: _centred(g, state.mean),
+            valid=valid,
+        )
+        following, left = _place(state, size, sign > 0)
+        ones = jnp.ones(size, jnp.float32)
+        return state._replace(
+            next=following,
+            position=state.position + size,
+            left=left,
+            taken=state.taken + jnp.sum(taken, dtype=jnp.int32),
+            running_sum=running_sum,
+            total=signs.add_weighted(state.total, gradients, ones, taken),
+            rule=rule_state,
+        )
+
+    def next_epoch(self, state):
+        state = base.check_state(self, state, GrabState, rule=self.rule)
+        filled = fill_middle(state.next, state.current, state.left, state.position)
+        count = jnp.maximum(state.taken, 1).astype(jnp.float32)
+        mean = jax.tree.map(
+            lambda g, m: jnp.where(state.taken > 0, g / count, m), state.total, state.mean
+        )
+        cleared = ("position", "left", "taken", "running_sum", "total")
+        state = base.begin_epoch(state, filled, *cleared)
+        return state._replace(mean=mean, rule=self.rule.next_epoch(state.rule))
+
+    def resize(self, state, fresh, current, visited):
+        new = base.resize_balanced(self.rule, state, fresh, current, current.copy(), visited)
+        return new._replace(mean=jax.tree.map(lambda x: _shared(x, len(current)), state.mean))
+
+
 def grab(
     num_units: int, *, units_per_step: int = 1, rule: signs.SignRule | None = None
 ) -> Ordering:
@@ -63,55 +131,7 @@ def grab(
       Lu, Guo, De Sa, GraB: Finding Provably Better Data Permutations than Random Reshuffling,
       2022, https://arxiv.org/abs/2205.10733
     """
-    num_units, units_per_step = base.check_units(num_units, units_per_step)
-    rule = signs.rule_of(rule)
-
-    def init(key, params):
-        state = GrabState(
-            **base.first_fields(key, num_units, GrabState),
-            taken=jnp.zeros((), jnp.int32),
-            running_sum=trees.zeros_like(params),
-            mean=trees.zeros_like(params),
-            total=trees.zeros_like(params),
-            rule=rule.init(jax.random.fold_in(key, 1)),
-        )
-        return mesh.varying_as(state, key)
-
-    def observe(state, gradients):
-        size = base.check_gradients(gradients, num_units, units_per_step)
-        base.check_shapes(gradients, state.mean)
-        valid = state.position + jnp.arange(size) < num_units
-        rule_state, running_sum, sign, taken = signs.balance_blocks(
-            rule,
-            state.rule,
-            state.running_sum,
-            gradients,
-            derive=lambda g: _centred(g, state.mean),
-            valid=valid,
-        )
-        following, left = _place(state, size, sign > 0)
-        return state._replace(
-            next=following,
-            position=state.position + size,
-            left=left,
-            taken=state.taken + jnp.sum(taken, dtype=jnp.int32),
-            running_sum=running_sum,
-            total=signs.add_weighted(state.total, gradients, jnp.ones(size), taken),
-            rule=rule_state,
-        )
-
-    def next_epoch(state):
-        filled = base.fill_middle(state.next, state.current, state.left, state.position)
-        count = jnp.maximum(state.taken, 1)
-        mean = jax.tree.map(
-            lambda g, m: jnp.where(state.taken > 0, g / count, m), state.total, state.mean
-        )
-        cleared = ("position", "left", "taken", "running_sum", "total")
-        state = base.begin_epoch(state, filled, *cleared)
-        return state._replace(mean=mean, rule=rule.next_epoch(state.rule))
-
-    order = Ordering(init, observe, next_epoch, units_per_step=units_per_step)
-    return base.checked(order, num_units, GrabState, rule=rule)
+    return Grab(num_units=num_units, units_per_step=units_per_step, rule=rule)
 
 
 def _centred(gradient, mean):
@@ -121,12 +141,24 @@ def _centred(gradient, mean):
 def _place(state, size, plus):
     """(next, left) with the units just observed placed at both ends of the next order."""
     num_units = state.current.shape[0]
-    place = state.position + jnp.arange(size)
+    place = state.position + jnp.arange(size, dtype=jnp.int32)
     unit = state.current[place]
-    ahead = jnp.cumsum(plus) - plus  # earlier units of this step that went to the front
+    ahead = jnp.cumsum(plus, dtype=jnp.int32) - plus.astype(
+        jnp.int32
+    )  # earlier units of this step that went to the front
     front = state.left + ahead
     back = num_units - 1 - (place - front)
     slot = jnp.where(plus, front, back)
     slot = jnp.where(place < num_units, slot, num_units)  # surplus units are dropped
     left = state.left + jnp.sum(plus & (place < num_units), dtype=jnp.int32)
     return state.next.at[slot].set(unit, mode="drop"), left
+
+
+def _shared(leaf: np.ndarray, workers: int) -> np.ndarray:
+    """Means [W, ...] over equally many units, for W' workers by the units that each takes over."""
+    old = np.asarray(leaf)
+    ends = lambda count: np.arange(count + 1) * (len(old) * workers // count)  # noqa: E731
+    (low, high), (first, last) = ((ends(n)[:-1], ends(n)[1:]) for n in (workers, len(old)))
+    both = np.minimum(high[:, None], last) - np.maximum(low[:, None], first)
+    weights = np.maximum(both, 0).astype(old.dtype) / len(old)
+    return np.tensordot(weights, old, axes=1)

@@ -1,18 +1,21 @@
 """Orders over the units of all workers, which every epoch assigns to the workers anew."""
 
+import dataclasses
+import functools
 import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int, PyTree
 
 from ordering import base, trees
-from ordering.base import shared_key
-from ordering.gathered import GatheredState
-from ordering.pairs import PairBalanceState
-from ordering.shuffles import ShuffleState, shuffled
+from ordering.base import Ordering
+from ordering.pairs import Pairs, fill_middle, signs_of
+from ordering.shuffles import Shuffled, ShuffleState, permutation
 from syncopate import mesh, plans
+from syncopate.workers import AXIS, shared_key
 
 
 class GlobalState(NamedTuple):
@@ -47,14 +50,103 @@ class GlobalShuffleState(ShuffleState):
     """State of one worker of `global_reshuffling`, whose units are numbers in [0, total)."""
 
 
-@base.made_once
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GlobalOrder(Ordering):
+    """What `global_order` returns."""
+
+    order: Ordering
+    total: int | None = None
+    axis_name: str = AXIS
+
+    observes = True
+    is_global = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not isinstance(self.order, Pairs):
+            raise ValueError(
+                f"order is {self.order!r:.200}: pass one that signs pairs, cd_grab(num_units) or "
+                "pair_balance(num_units)."
+            )
+        if self.order.num_units != self.num_units:
+            raise ValueError(
+                f"num_units is {self.num_units} and the order has {self.order.num_units} units: "
+                "make both for the same number."
+            )
+        self._set(order=dataclasses.replace(self.order, units_per_step=self.units_per_step))
+
+    def init(self, key, params=None):
+        first = jax.random.fold_in(shared_key(key, self.axis_name), 0)
+        everyone = _shuffled(first, self.num_units, self.axis_name)
+        all_units = _all_units(self.num_units, self.total, self.axis_name)
+        if all_units > 2 * everyone.size:
+            raise ValueError(
+                f"total is {self.total}: at most as many units can wait as are visited, "
+                f"{everyone.size}. Raise num_units."
+            )
+        waiting = jnp.arange(everyone.size, all_units, dtype=jnp.int32)
+        pairs = self.order.init(key, params)
+        everyone = mesh.varying(everyone, key)  # typed as what the end of an epoch gathers
+        waiting = mesh.varying(waiting, key) if waiting.size else ()
+        pairs = base.with_order(pairs, everyone[jax.lax.axis_index(self.axis_name)])
+        return GlobalState(pairs, everyone, waiting)
+
+    def observe(self, state, gradients):
+        state = base.check_state(self, state, GlobalState)
+        return state._replace(pairs=self.order.observe(state.pairs, gradients))
+
+    def sync(self, state):
+        state = base.check_state(self, state, GlobalState)
+        return state._replace(pairs=self.order.sync(state.pairs))
+
+    def next_epoch(self, state):
+        state = base.check_state(self, state, GlobalState)
+        self._check_workers(state)
+        before, after = state.pairs, self.order.next_epoch(state.pairs)
+        count = self.num_units // 2
+        plus = signs_of(before, after.current)
+        bits = jax.lax.all_gather(jnp.packbits(plus), self.axis_name)
+        signs = jax.vmap(lambda bits: jnp.unpackbits(bits, count=count) > 0)(bits)
+        placed = jnp.minimum(before.position, self.num_units) // 2
+        everyone = assigned(jax.vmap(_placed, (0, 0, None))(state.everyone, signs, placed))
+        everyone = jax.vmap(_swapped, (0, None))(everyone, state)
+        pairs = base.with_order(after, everyone[jax.lax.axis_index(self.axis_name)])
+        return GlobalState(pairs, everyone, _following(state))
+
+    def _check_workers(self, state):
+        """Raises ValueError outside of the axis, and for the state of other workers or units."""
+        given = len(state.everyone), state.everyone.size + trees.tree_size(state.waiting)
+        here = (
+            mesh.axis_size(self.axis_name),
+            _all_units(self.num_units, self.total, self.axis_name),
+        )
+        if given != here:
+            raise ValueError(
+                f"next_epoch got a state in which {given[0]} workers share {given[1]} units; here "
+                f"{here[0]} share {here[1]}. Pass a state of this order, or from ordering.resize."
+            )
+
+    def resize(self, state, fresh, current, visited):
+        workers, paired = len(current), current.shape[1] // 2 * 2
+        everywhere = lambda x: np.broadcast_to(x, (workers, *np.shape(x))).copy()  # noqa: E731
+        front, back = current[:, :paired:2], current[:, 1:paired:2]
+        # Every pair is assigned as if its sign were +, so that input can be read ahead.
+        following = np.concatenate([front, current[:, paired:], back[:, ::-1]], axis=1)
+        pairs = self.order.resize(state.pairs, fresh.pairs, current, visited)
+        return fresh._replace(
+            pairs=pairs._replace(next=following),
+            everyone=everywhere(current),
+            waiting=jax.tree.map(lambda x: everywhere(np.asarray(x)[0]), state.waiting),
+        )
+
+
 def global_order(
-    order: base.Ordering,
+    order: Ordering,
     num_units: int,
     *,
     total: int | None = None,
-    axis_name: str | None = "worker",
-) -> base.Ordering:
+    axis_name: str = AXIS,
+) -> Ordering:
     """A balanced order over the units of all workers, assigned to them anew in every epoch.
 
     All pairs are placed in one common order, from both ends, in the sequence in which they were
@@ -83,8 +175,8 @@ def global_order(
       a random order of the first W M units, from worker 0's key.
 
     Raises:
-      ValueError: at construction for num_units out of range. From `init`, outside of the axis, for
-        an order that does not sign pairs, or if total is out of range.
+      ValueError: at construction for another num_units than the order's, or an order that does not
+        sign pairs. From `init`, outside of the axis, or if total is out of range.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -99,84 +191,42 @@ def global_order(
       Cooper et al., Coordinating Distributed Example Orders for Provably Accelerated Training,
       2023, https://arxiv.org/abs/2302.00845, where units stay with their workers.
     """
-    if axis_name is None:
-        make = lambda axis: global_order(order, num_units, total=total, axis_name=axis)  # noqa: E731
-        return base.of_only_axis(make)
-    num_units, _ = base.check_units(num_units)
-    if not isinstance(order, base.Ordering):
-        raise ValueError(
-            f"order is {order!r}: pass an Ordering, as ordering.cd_grab(num_units) with its "
-            "arguments."
-        )
-
-    def init(key, params):
-        first = jax.random.fold_in(shared_key(key, axis_name), 0)
-        everyone = _shuffled(first, num_units, axis_name)
-        all_units = _all_units(num_units, total, axis_name)
-        if all_units > 2 * everyone.size:
-            raise ValueError(
-                f"total is {total}: at most as many units can wait as are visited, "
-                f"{everyone.size}. Raise num_units."
-            )
-        waiting = jnp.arange(everyone.size, all_units, dtype=jnp.int32)
-        pairs = order.init(key, params)
-        if not isinstance(pairs, PairBalanceState | GatheredState):
-            raise ValueError(
-                f"the order's state is {type(pairs).__name__}: global_order needs an order that "
-                "signs pairs. Pass cd_grab or pair_balance, or use global_reshuffling."
-            )
-        if pairs.current.shape != (num_units,):
-            raise ValueError(
-                f"num_units is {num_units} and the order has {pairs.current.shape[0]} units: "
-                "make both for the same number."
-            )
-        everyone = mesh.varying(everyone, key)  # typed as what the end of an epoch gathers
-        waiting = mesh.varying(waiting, key) if waiting.size else ()
-        pairs = base.with_order(pairs, everyone[jax.lax.axis_index(axis_name)])
-        return GlobalState(pairs, everyone, waiting)
-
-    def observe(state, gradients):
-        return state._replace(pairs=order.observe(state.pairs, gradients))
-
-    def sync(state):
-        return state._replace(pairs=order.sync(state.pairs))
-
-    def next_epoch(state):
-        check_workers(state)
-        before, after = state.pairs, order.next_epoch(state.pairs)
-        count = num_units // 2
-        bits = jax.lax.all_gather(jnp.packbits(base.signs_of(before, after.current)), axis_name)
-        signs = jax.vmap(lambda bits: jnp.unpackbits(bits, count=count) > 0)(bits)
-        placed = jnp.minimum(before.position, num_units) // 2
-        everyone = assigned(jax.vmap(_placed, (0, 0, None))(state.everyone, signs, placed))
-        everyone = jax.vmap(_swapped, (0, None))(everyone, state)
-        pairs = base.with_order(after, everyone[jax.lax.axis_index(axis_name)])
-        return GlobalState(pairs, everyone, _following(state))
-
-    def check_workers(state):
-        """Raises ValueError outside of the axis, and for the state of other workers or units."""
-        given = len(state.everyone), state.everyone.size + trees.tree_size(state.waiting)
-        here = mesh.axis_size(axis_name), _all_units(num_units, total, axis_name)
-        if given != here:
-            raise ValueError(
-                f"next_epoch got a state in which {given[0]} workers share {given[1]} units; here "
-                f"{here[0]} share {here[1]}. Pass a state of this order, or from ordering.resize."
-            )
-
-    of_all = base.Ordering(
-        init, observe, next_epoch, sync, order.units_per_step, is_global=True, total=total
+    base.check_order(order)
+    return GlobalOrder(
+        order=order,
+        num_units=num_units,
+        units_per_step=order.units_per_step,
+        total=total,
+        axis_name=axis_name,
     )
-    return base.checked(of_all, num_units, GlobalState, observes=False)
 
 
-@base.made_once
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GlobalReshuffling(Shuffled):
+    """What `global_reshuffling` returns."""
+
+    total: int | None = None
+    axis_name: str = AXIS
+
+    is_global = True
+    kind = GlobalShuffleState
+
+    def draw(self, key, epoch, current):
+        shared = shared_key(jax.random.fold_in(key, epoch), self.axis_name)
+        everyone = _shuffled(shared, self.num_units, self.axis_name, self.total)
+        return everyone[jax.lax.axis_index(self.axis_name)]
+
+    def first(self, key):
+        return self.draw(key, 0, None)
+
+
 def global_reshuffling(
     num_units: int,
     *,
     units_per_step: int = 1,
     total: int | None = None,
-    axis_name: str | None = "worker",
-) -> base.Ordering:
+    axis_name: str = AXIS,
+) -> Ordering:
     """Random reshuffling over the units of all workers, assigned to them anew in every epoch.
 
     Args:
@@ -207,20 +257,9 @@ def global_reshuffling(
       Mishchenko, Khaled, Richtárik, Random Reshuffling: Simple Analysis with Vast Improvements,
       2020, https://arxiv.org/abs/2006.05988
     """
-    if axis_name is None:
-        options = {"units_per_step": units_per_step, "total": total}
-        return base.of_only_axis(
-            lambda axis: global_reshuffling(num_units, axis_name=axis, **options)
-        )
-    num_units, units_per_step = base.check_units(num_units, units_per_step)
-
-    def row_of_worker(key, epoch):
-        shared = shared_key(jax.random.fold_in(key, epoch), axis_name)
-        return _shuffled(shared, num_units, axis_name, total)[jax.lax.axis_index(axis_name)]
-
-    draws = lambda key, epoch, _: row_of_worker(key, epoch), lambda key: row_of_worker(key, 0)  # noqa: E731
-    fields = {"units_per_step": units_per_step, "is_global": True, "total": total}
-    return shuffled(num_units, *draws, GlobalShuffleState, **fields)
+    return GlobalReshuffling(
+        num_units=num_units, units_per_step=units_per_step, total=total, axis_name=axis_name
+    )
 
 
 def assigned(placed: Int[Array, "W M"]) -> Int[Array, "W M"]:
@@ -243,6 +282,7 @@ def _following(state: GlobalState) -> PyTree:
     return jnp.where(state.waiting >= visited, state.waiting - visited, state.waiting + count)
 
 
+@functools.partial(jax.jit, inline=True)
 def _swapped(units, state: GlobalState):
     """`units`, where units that wait now replace those that the next epoch leaves out."""
     if isinstance(state.waiting, tuple):
@@ -259,7 +299,7 @@ def _placed(current, plus, count):
     first, second = current[:paired:2], current[1:paired:2]
     front, back = jnp.where(plus, first, second), jnp.where(plus, second, first)
     following = jnp.concatenate([front, current[paired:], back[::-1]])
-    return base.fill_middle(following, current, count, 2 * count)
+    return fill_middle(following, current, count, 2 * count)
 
 
 def _all_units(num_units, total, axis_name) -> int:
@@ -277,5 +317,5 @@ def _all_units(num_units, total, axis_name) -> int:
 def _shuffled(key, num_units, axis_name, total=None):
     """int32[W, M], a random order of all units, from a key that is equal on all workers."""
     workers, total = mesh.axis_size(axis_name), _all_units(num_units, total, axis_name)
-    drawn = base.permutation(key, total)[: workers * num_units]
+    drawn = permutation(key, total)[: workers * num_units]
     return drawn.reshape(workers, num_units)

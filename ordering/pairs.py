@@ -1,22 +1,25 @@
-"""PairBalance, for one worker or coordinated over all (CD-GraB): signs of pair differences.
+"""PairBalance, for one worker or coordinated over all: signs of pair differences.
 
 Between workers, one all-to-all moves n gradients of D entries from each of W workers. Every device
 then holds D / W entries of all n W gradients, and a psum completes the inner products of these
 parts. It sends as much as the first half of an all-reduce.
 """
 
+import dataclasses
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, PyTree
+import numpy as np
+from jaxtyping import Array, Bool, Int, PyTree
 
 from ordering import base, signs, trees
-from ordering.base import Ordering, equal_once, shared_key, simulated
-from ordering.gathered import gathered_pairs
+from ordering.base import Ordering, State
+from ordering.shuffles import first_fields
 from ordering.trees import LANES
 from syncopate import mesh
+from syncopate.workers import AXIS, equal_once, shared_key, simulated
 
 
 class PairBalanceState(NamedTuple):
@@ -33,11 +36,162 @@ class PairBalanceState(NamedTuple):
     @property
     def left(self) -> Int[Array, ""]:
         """Pairs placed so far: `next[:left]` is final."""
-        # Surplus units are counted in the position and never placed.
-        return jnp.minimum(self.position, self.current.shape[-1]) // 2
+        return _placed_pairs(self.position, self.current.shape[-1])
 
 
-@base.made_once
+@partial(jax.jit, static_argnums=1, inline=True)
+def _placed_pairs(position: Int[Array, ""], num_units: int) -> Int[Array, ""]:
+    # Surplus units are counted in the position and never placed.
+    return jnp.minimum(position, num_units) // 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pairs(Ordering):
+    """The common part of the orders that place pairs by their signs."""
+
+    rule: signs.SignRule
+
+    observes = True
+    axis_name = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        self._set(rule=signs.rule_of(self.rule))
+
+    @property
+    def splits_pairs(self) -> bool:
+        """Whether a pair may have its units in two steps."""
+        return self.units_per_step % 2 == 1
+
+    def resize(self, state, fresh, current, visited):
+        following, half = current.copy(), current.shape[1] // 2
+        # The unit without a partner goes to the middle.
+        following[:, half:] = np.roll(current[:, half:], current.shape[1] % 2, axis=1)
+        return base.resize_balanced(self.rule, state, fresh, current, following, visited)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PairBalance(Pairs):
+    """What `pair_balance` returns."""
+
+    def init(self, key, params=None):
+        base.check_params(params)
+        fields = first_fields(key, self.num_units, PairBalanceState)
+        like, workers = params, 1
+        if self.axis_name is not None:
+            workers = mesh.axis_size(self.axis_name)
+            like = jnp.zeros(slice_size(trees.tree_size(params), workers))
+            key = shared_key(key, self.axis_name)
+        state = PairBalanceState(
+            **fields,
+            running_sum=trees.zeros_like(like),
+            pending=trees.zeros_like(like, (workers,)) if self.splits_pairs else (),
+            rule=self.rule.init(jax.random.fold_in(key, 1)),
+        )
+        return mesh.varying_as(state, state.current)
+
+    def check(self, state):
+        """The state, if it is one of this order."""
+        has = {"pending": self.splits_pairs}
+        return base.check_state(self, state, PairBalanceState, rule=self.rule, **has)
+
+    def observe(self, state, gradients):
+        state, axis_name = self.check(state), self.axis_name
+        if axis_name is None:
+            return self._observe(state, gradients, ())
+        check_equal(axis_name)
+        if not simulated(axis_name):
+            return self._observe(state, gradients, mesh.names_of(axis_name))
+        # One device simulates all workers, so it signs whole gradients once, not slices.
+        workers, count = mesh.axis_size(axis_name), trees.check_gradients(gradients)
+        entries, size = trees.tree_size(gradients) // count, state.running_sum.shape[0]
+        like = jax.ShapeDtypeStruct((1, slice_size(entries, workers)), jnp.float32)
+        base.check_shapes(like, state.running_sum, "slices of gradients")
+        of_sums = state.running_sum, state.pending
+        running_sum, pending = jax.tree.map(lambda x: joined(x, entries, axis_name), of_sums)
+        position, rule_state = equal_once((state.position, state.rule), axis_name)
+        whole = state._replace(
+            position=position, running_sum=running_sum, pending=pending, rule=rule_state
+        )
+        new = self._observe(whole, gradients, ())
+        of_sums = new.running_sum, new.pending
+        running_sum, pending = jax.tree.map(lambda x: slice_of_worker(x, size, axis_name), of_sums)
+        return new._replace(running_sum=running_sum, pending=pending)
+
+    def _observe(self, state, gradients, summed):
+        """`observe`, with products summed over these axes."""
+        workers = 1 if self.axis_name is None else mesh.axis_size(self.axis_name)
+        size = base.check_gradients(gradients, self.num_units, self.units_per_step)
+        num_pairs = (size + self.splits_pairs) // 2
+        # With an even B the odd unit of a short step has no partner. It is not counted: two such
+        # steps would count as a pair that was never placed.
+        end = state.position + (size if self.splits_pairs else 2 * num_pairs)
+        if num_pairs == 0:
+            return state._replace(position=end)
+        pair = state.left + jnp.arange(num_pairs, dtype=jnp.int32)
+        valid = (pair < self.num_units // 2) & (2 * pair + 1 < end)
+        pending, vectors = self._complete_pairs(state, gradients, num_pairs, workers)
+        derived = self.axis_name is not None or self.splits_pairs
+        subtract = partial(jax.tree.map, trees.subtract)  # one pair, leaves [2, ...]
+        rule_state, running_sum, sign, _ = signs.balance_blocks(
+            self.rule,
+            state.rule,
+            state.running_sum,
+            vectors,
+            derive=(lambda vector: vector) if derived else subtract,
+            valid=jnp.repeat(valid, workers),
+            axes=summed,
+        )
+        if self.axis_name is not None:
+            sign = sign.reshape(num_pairs, workers)[:, jax.lax.axis_index(self.axis_name)]
+        state = state._replace(
+            position=end, running_sum=running_sum, pending=pending, rule=rule_state
+        )
+        return state._replace(next=place_pairs(state, pair, valid, sign > 0))
+
+    def _complete_pairs(self, state, tree, num_pairs, workers):
+        """(pending, the inputs of `derive` for all complete pairs, worker after worker)."""
+        what = "gradients"
+        if self.axis_name is not None:  # differences are half as many; pairs of two steps need all
+            what, tree = (
+                "slices of gradients",
+                tree if self.splits_pairs else trees.differences(tree),
+            )
+            tree = exchange(tree, self.axis_name)
+        base.check_shapes(tree, state.running_sum, what)
+        if not self.splits_pairs:
+            if self.axis_name is None:
+                tree = jax.tree.map(lambda g: trees.split_pairs(g, num_pairs), tree)
+            return (), tree
+        units = jax.tree.map(lambda g: g.reshape((-1, workers, *g.shape[1:])), tree)
+        if self.units_per_step == 1:  # in every second step no pair is complete; the sign is unused
+            pending = jax.tree.map(lambda g: trees.as_float32(g[0]), units)
+            return pending, jax.tree.map(jnp.subtract, state.pending, pending)
+        pending = jax.tree.map(lambda g: trees.as_float32(g[-1]), units)
+        align = partial(align_pairs, waiting=state.position % 2, num_pairs=num_pairs)
+        units = jax.tree.map(align, state.pending, units)
+
+        def differences(g):
+            rows = trees.subtract_pairs(trees.split_pairs(g, num_pairs))
+            return rows.reshape((num_pairs * workers, *g.shape[2:]))
+
+        return pending, jax.tree.map(differences, units)
+
+    def next_epoch(self, state):
+        state = self.check(state)
+        placed = 2 * state.left  # the unit that waits for a partner is not placed
+        filled = fill_middle(state.next, state.current, state.left, placed)
+        state = base.begin_epoch(state, filled, "position", "running_sum")
+        return state._replace(rule=self.rule.next_epoch(state.rule))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CoordinatedPairs(PairBalance):
+    """What `cd_grab` returns if workers exchange slices of gradients."""
+
+    axis_name: str = AXIS
+
+
 def pair_balance(
     num_units: int, *, units_per_step: int = 1, rule: signs.SignRule | None = None
 ) -> Ordering:
@@ -78,189 +232,58 @@ def pair_balance(
       Lu, Guo, De Sa, GraB: Finding Provably Better Data Permutations than Random Reshuffling,
       2022, https://arxiv.org/abs/2205.10733
     """
-    return _pair_balance(num_units, units_per_step, rule, None, coordinated=False)
+    return PairBalance(num_units=num_units, units_per_step=units_per_step, rule=rule)
 
 
-@base.made_once
-def cd_grab(
-    num_units: int,
-    *,
-    units_per_step: int = 1,
-    axis_name: str | None = "worker",
-    rule: signs.SignRule | None = None,
-    gathers: str | None = None,
-    team_size: int | None = None,
-) -> Ordering:
-    """CD-GraB: PairBalance with one running sum for all workers.
+def fill_middle(next_order: Array, current: Array, left: Array, placed: Array) -> Array:
+    """`next_order` with `current[placed:]` in its free slots, `[left, left + M - placed)`."""
+    num_units = current.shape[0]
+    slot = jnp.arange(num_units)
+    free = (slot >= left) & (slot < left + num_units - placed)
+    return jnp.where(free, current[jnp.clip(slot - left + placed, 0, num_units - 1)], next_order)
 
-    For the k-th pair (a, b) of every worker, one worker after the other, s = sign(<r, g_a - g_b>)
-    with the common r, and r += s (g_a - g_b). The pair is placed in the worker's own next order.
-    This equals `pair_balance` on the interleaved units of all workers. Units stay with their
-    workers.
 
-    Call it under a named axis (`jax.vmap`, `jax.shard_map` or `local_opt.map_workers`). Workers
-    exchange their gradients in slices of D / W entries, so that r and the pending gradients are
-    sharded over them. With an even B they send pair differences, with an odd B the gradients.
+def align_pairs(pending: Array, units: Array, *, waiting: Array, num_pairs: int) -> Array:
+    """The 2 P vectors to pair up: `pending`, if one is `waiting`, followed by `units`."""
+    units = units.astype(pending.dtype)
+    around = jnp.concatenate([pending[None], units, jnp.zeros_like(pending)[None]])
+    return jax.lax.dynamic_slice_in_dim(around, 1 - waiting, 2 * num_pairs)
 
-    It is better to gather short rows, such as those of `ordering.sketched_grads`. With `gathers`,
-    workers send each other their sketches of k numbers, and each computes all signs. With "sync",
-    the pairs wait in the state, float32[M // 2, k], until workers communicate anyway; the orders
-    are the same.
 
-    With hundreds of workers, computing all signs takes time. `team_size` splits the workers into
-    teams of W' consecutive workers, which sign only their own pairs, each with its own sum. After
-    every gather, all teams continue with the mean of their sums. The herding bound grows
-    (docs/results/orders.md). Randomised rules draw the same numbers on all workers of a team.
+def place_pairs(state: State, pair: Array, valid: Array, plus: Array) -> Int[Array, "M"]:
+    """The next order with the `valid` pairs, int32[P], placed at both ends by their signs."""
+    num_units = state.current.shape[0]
+    first, second = state.current[2 * pair], state.current[2 * pair + 1]
+    front = jnp.where(valid, pair, num_units)  # out of range: dropped
+    back = jnp.where(valid, num_units - 1 - pair, num_units)
+    filled = state.next.at[front].set(jnp.where(plus, first, second), mode="drop")
+    return filled.at[back].set(jnp.where(plus, second, first), mode="drop")
 
-    Args:
-      num_units: M >= 1, units of each worker.
-      units_per_step: B in [1, M], as in `pair_balance`.
-      axis_name: the workers' axis; None for the only named axis in scope.
-      rule: the sign rule; None for the sign that makes the sum smaller, as in the equation.
-      gathers: None to exchange slices of gradients; "step" to gather whole rows in every step;
-        "sync" to gather them where `Ordering.sync` is called, and at the end of the epoch.
-      team_size: W' >= 1, a divisor of W, with `gathers`; None for one team of all workers. "sync"
-        gathers 16 pairs of each worker at a time, after which teams average their sums.
 
-    Returns:
-      An `Ordering` with `PairBalanceState`, or with `GatheredState` if `gathers` is given.
+def signs_of(state: State, following: Int[Array, "M"]) -> Bool[Array, "P"]:
+    """Whether `place_pairs` gave each pair a plus; arbitrary for pairs that it did not place."""
+    count = state.current.shape[0] // 2
+    return following[:count] == state.current[: 2 * count : 2]
 
-    Raises:
-      ValueError: at construction if team_size is given without gathers. While tracing, if the axis
-        is not in scope or team_size does not divide it. Also if the mesh has other axes, over which
-        devices of a worker might differ (docs/use/meshes.md).
 
-    Examples:
-      >>> import jax, jax.numpy as jnp
-      >>> from syncopate import ordering
-      >>> order = ordering.cd_grab(4, units_per_step=2)
-      >>> keys = jax.random.split(jax.random.key(0), 8)  # 8 workers on one device
-      >>> init = jax.vmap(lambda key: order.init(key, jnp.zeros(3)), axis_name="worker")
-      >>> init(keys).current.shape
-      (8, 4)
+def check_equal(axis_name: str, rows: Array | None = None) -> None:
+    """Raises ValueError if the devices of one worker might see different gradients and signs.
 
-    References:
-      Cooper et al., Coordinating Distributed Example Orders for Provably Accelerated Training,
-      2023, https://arxiv.org/abs/2302.00845
+    They might under any mesh axis beside the workers'. Rows are exempt if every device has them
+    whole: over axes that are left to the compiler, or if their types show that they are equal.
     """
-    if axis_name is None:
-        options = {"units_per_step": units_per_step, "gathers": gathers, "team_size": team_size}
-        return base.of_only_axis(
-            lambda axis: cd_grab(num_units, axis_name=axis, rule=rule, **options)
-        )
-    if gathers is not None:
-        return gathered_pairs(num_units, units_per_step, rule, axis_name, gathers, team_size)
-    if team_size is not None:
+    others = mesh.beside(axis_name, manual_only=rows is not None)
+    if rows is not None:
+        equal = mesh.typed_axes(tuple(others)) - mesh.varying_axes(rows)
+        others = [axis for axis in others if axis not in equal]
+    if others:
         raise ValueError(
-            f"team_size is {team_size!r} without gathers, where all workers exchange slices of "
-            'gradients: pass gathers="step" or "sync", for sketches, or leave team_size out.'
+            f"cd_grab observes under the mesh axes {others} beside the workers' {axis_name!r}, and "
+            "all devices of a worker need the same numbers. Observe sketches, which "
+            'ordering.make_sketch(specs=) makes equal, with gathers="sync". If these axes are '
+            "manual, use jax.shard_map with check_vma=True. If they hold workers, too, name all of "
+            "them in axis_name."
         )
-    return _pair_balance(num_units, units_per_step, rule, axis_name, coordinated=True)
-
-
-def _pair_balance(num_units, units_per_step, rule, axis_name, *, coordinated) -> Ordering:
-    num_units, units_per_step = base.check_units(num_units, units_per_step)
-    rule = signs.rule_of(rule)
-    splits_pairs = units_per_step % 2 == 1
-    subtract = partial(jax.tree.map, trees.subtract)  # one pair, leaves [2, ...]
-    derive = (lambda vector: vector) if coordinated or splits_pairs else subtract
-
-    def init(key, params):
-        fields = base.first_fields(key, num_units, PairBalanceState)
-        like, workers = params, 1
-        if coordinated:
-            workers = mesh.axis_size(axis_name)
-            like = jnp.zeros(slice_size(trees.tree_size(params), workers))
-            key = shared_key(key, axis_name)
-        state = PairBalanceState(
-            **fields,
-            running_sum=trees.zeros_like(like),
-            pending=trees.zeros_like(like, (workers,)) if splits_pairs else (),
-            rule=rule.init(jax.random.fold_in(key, 1)),
-        )
-        return mesh.varying_as(state, state.current)
-
-    def observe(state, gradients):
-        if coordinated:
-            base.check_equal(axis_name)
-        if not coordinated or not simulated(axis_name):
-            return observe_held(state, gradients, mesh.names_of(axis_name))
-        # One device simulates all workers, so it signs whole gradients once, not slices.
-        workers, count = mesh.axis_size(axis_name), trees.check_gradients(gradients)
-        entries, size = trees.tree_size(gradients) // count, state.running_sum.shape[0]
-        like = jax.ShapeDtypeStruct((1, slice_size(entries, workers)), jnp.float32)
-        base.check_shapes(like, state.running_sum, "slices of gradients")
-        of_sums = state.running_sum, state.pending
-        running_sum, pending = jax.tree.map(lambda x: joined(x, entries, axis_name), of_sums)
-        position, rule_state = equal_once((state.position, state.rule), axis_name)
-        whole = state._replace(
-            position=position, running_sum=running_sum, pending=pending, rule=rule_state
-        )
-        new = observe_held(whole, gradients, ())
-        of_sums = new.running_sum, new.pending
-        running_sum, pending = jax.tree.map(lambda x: slice_of_worker(x, size, axis_name), of_sums)
-        return new._replace(running_sum=running_sum, pending=pending)
-
-    def observe_held(state, gradients, summed):
-        """`observe`, with products summed over these axes."""
-        workers = mesh.axis_size(axis_name) if coordinated else 1
-        size = base.check_gradients(gradients, num_units, units_per_step)
-        num_pairs = (size + splits_pairs) // 2
-        # With an even B the odd unit of a short step has no partner. It is not counted: two such
-        # steps would count as a pair that was never placed.
-        end = state.position + (size if splits_pairs else 2 * num_pairs)
-        if num_pairs == 0:
-            return state._replace(position=end)
-        pair = state.left + jnp.arange(num_pairs)
-        valid = (pair < num_units // 2) & (2 * pair + 1 < end)
-        pending, vectors = complete_pairs(state, gradients, num_pairs, workers)
-        rule_state, running_sum, sign, _ = signs.balance_blocks(
-            rule,
-            state.rule,
-            state.running_sum,
-            vectors,
-            derive=derive,
-            valid=jnp.repeat(valid, workers),
-            axes=summed,
-        )
-        if coordinated:
-            sign = sign.reshape(num_pairs, workers)[:, jax.lax.axis_index(axis_name)]
-        state = state._replace(
-            position=end, running_sum=running_sum, pending=pending, rule=rule_state
-        )
-        return state._replace(next=base.place_pairs(state, pair, valid, sign > 0))
-
-    def complete_pairs(state, tree, num_pairs, workers):
-        """(pending, the inputs of `derive` for all complete pairs, worker after worker)."""
-        if coordinated:  # differences are half as many; pairs of two steps need the gradients
-            tree = exchange(tree if splits_pairs else trees.differences(tree), axis_name)
-        what = "slices of gradients" if coordinated else "gradients"
-        base.check_shapes(tree, state.running_sum, what)
-        if not splits_pairs:
-            pairs = lambda g: g if coordinated else trees.split_pairs(g, num_pairs)  # noqa: E731
-            return (), jax.tree.map(pairs, tree)
-        units = jax.tree.map(lambda g: g.reshape((-1, workers, *g.shape[1:])), tree)
-        if units_per_step == 1:  # in every second step no pair is complete; its sign is not used
-            pending = jax.tree.map(lambda g: trees.as_float32(g[0]), units)
-            return pending, jax.tree.map(jnp.subtract, state.pending, pending)
-        pending = jax.tree.map(lambda g: trees.as_float32(g[-1]), units)
-        align = partial(base.align_pairs, waiting=state.position % 2, num_pairs=num_pairs)
-        units = jax.tree.map(align, state.pending, units)
-
-        def differences(g):
-            rows = trees.subtract_pairs(trees.split_pairs(g, num_pairs))
-            return rows.reshape((num_pairs * workers, *g.shape[2:]))
-
-        return pending, jax.tree.map(differences, units)
-
-    def next_epoch(state):
-        placed = 2 * state.left  # the unit that waits for a partner is not placed
-        filled = base.fill_middle(state.next, state.current, state.left, placed)
-        state = base.begin_epoch(state, filled, "position", "running_sum")
-        return state._replace(rule=rule.next_epoch(state.rule))
-
-    order = Ordering(init, observe, next_epoch, units_per_step=units_per_step)
-    return base.checked(order, num_units, PairBalanceState, rule=rule, pending=splits_pairs)
 
 
 def slice_size(entries: int, workers: int) -> int:

@@ -1,6 +1,8 @@
 """Orders from scores of the units: sorted, and the patterns of published curricula."""
 
+import dataclasses
 import inspect
+import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,11 +12,12 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int, Key
 
-from ordering import base
+from ordering import base, trees
 from ordering.base import Ordering
+from ordering.shuffles import permutation
 from syncopate import mesh, plans
 from syncopate.unstable import axis_names
-from syncopate.workers import AXIS, axis_of
+from syncopate.workers import AXIS, ONE, Workers, shared_key
 
 SMALL = 1e-9  # .29 * 100 is slightly less than 29
 
@@ -92,6 +95,100 @@ PATTERNS: dict[str, Callable[..., Arranged]] = {
 }
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scored(Ordering):
+    """What `scored` returns."""
+
+    places: bytes = dataclasses.field(repr=False)  # int32[N], which compare and hash as bytes
+    bounds: tuple[int, ...]  # places between parts whose units get a random order
+    workers: int
+    jitter: int
+    fixed: bool
+    axis_name: str = AXIS
+
+    is_global = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.bounds and self.jitter:
+            raise ValueError(
+                f"jitter is {self.jitter}, and the pattern shuffles its parts as a whole: leave "
+                "jitter out."
+            )
+        if not isinstance(self.fixed, bool):
+            raise ValueError(
+                f"fixed is {self.fixed!r}: pass True for one order in all epochs, or False."
+            )
+
+    @property
+    def total(self) -> int:
+        return len(self.places) // 4
+
+    def digest(self, units: int = 0) -> np.uint32:
+        """As of other orders, but of any scores, as a state goes on with its own."""
+        kept = self.num_units, self.total, self.bounds, self.workers, self.jitter, self.fixed
+        return np.uint32(zlib.crc32(repr(("Scored", kept)).encode()))
+
+    def init(self, key, params=None):
+        key = self._key_of_all(plans.check_key(key, ONE))
+        of_all = mesh.varying(jnp.asarray(np.frombuffer(self.places, np.int32)), key)
+        left, epoch = jnp.full((), self.num_units, jnp.int32), jnp.zeros((), jnp.int32)
+        state = ScoredState(of_all, of_all, left, epoch, jax.random.clone(key), of_all)
+        current, following = self._draw(state, epoch), self._draw(state, epoch + 1)
+        return state._replace(current=current, next=following)
+
+    def observe(self, state, gradients):
+        base.check_state(self, state, ScoredState)
+        return super().observe(state, gradients)
+
+    def next_epoch(self, state):
+        state = base.check_state(self, state, ScoredState)
+        epoch = state.epoch + 1
+        return state._replace(current=state.next, next=self._draw(state, epoch + 1), epoch=epoch)
+
+    def resize(self, state, fresh, current, visited):
+        # The key and the ranking are equal on all workers, and stay; the rest is as in a shuffle.
+        key, first = state.key, np.zeros(len(current), int)
+        drawn = fresh._replace(
+            current=current,
+            next=current.copy(),
+            epoch=base.kept(state.epoch, len(current)) - 1,
+            key=key[first],
+            places=np.asarray(state.places)[first],
+        )
+        return Workers(len(current), self.axis_name).map(self.next_epoch)(drawn)
+
+    def _draw(self, state, epoch):
+        key = jax.random.fold_in(state.key, jnp.zeros_like(epoch) if self.fixed else epoch)
+        common = self._move(key, state.places)
+        if spare := self.total - self.workers * self.num_units:
+            common = common[_visited(jax.random.fold_in(key, 1), self.total, spare)]
+        worker = jax.lax.axis_index(self.axis_name) if self.workers > 1 else 0
+        return common.reshape(self.num_units, self.workers)[:, worker]
+
+    def _move(self, key, places):
+        """The places with the units of each part, or of each window, in a random order."""
+        if not self.bounds and self.jitter < 2:
+            return places
+        drawn = permutation(jax.random.fold_in(key, 0), self.total)
+        bounds = jnp.array(self.bounds, jnp.int32)
+        part = (
+            jnp.searchsorted(bounds, drawn, side="right") if self.bounds else drawn // self.jitter
+        )
+        return places[drawn[jnp.argsort(part, stable=True)]]
+
+    def _key_of_all(self, key):
+        """Worker 0's key on every worker; raises ValueError for another number of workers."""
+        if self.workers == 1 and self.axis_name not in axis_names():
+            return key
+        if (here := mesh.axis_size(self.axis_name)) != self.workers:
+            raise ValueError(
+                f"the order is of {self.workers} workers, and axis {self.axis_name!r} has {here}: "
+                f"make it with workers={here}."
+            )
+        return shared_key(key, self.axis_name)
+
+
 def scored(
     scores: ArrayLike,
     *,
@@ -104,7 +201,7 @@ def scored(
     sections: int | None = None,
     radius: float | None = None,
     ends: float | None = None,
-    axis_name: str | None = "worker",
+    axis_name: str = AXIS,
 ) -> Ordering:
     """An order of all workers' units by their scores, from low to high, in a published pattern.
 
@@ -138,9 +235,9 @@ def scored(
       axis_name: as in `cd_grab`; not used for one worker.
 
     Returns:
-      An `Ordering` whose `current` holds units in [0, N); `observe` ignores the gradients. The
-      state keeps the common order, 4 bytes per unit of all workers: a run that resumes goes on
-      with the scores that it began with.
+      An `Ordering` whose `current` holds units in [0, N); `observe` ignores the gradients. Each
+      worker's state keeps the common order, 4 N bytes: a run that resumes goes on with the scores
+      that it began with.
 
     Raises:
       ValueError: for scores that are not N finite numbers, for sizes out of range, and for an
@@ -161,49 +258,28 @@ def scored(
       of https://github.com/microsoft/data-efficacy)
     """
     given = {"layers": layers, "sections": sections, "radius": radius, "ends": ends}
-    places, arranged = _places(scores, pattern, given)
-    total = len(places)
-    workers = plans.check_whole("workers", workers, 1, total)
-    num_units, units_per_step = base.check_units(total // workers, units_per_step)
-    move = _moves(arranged, plans.check_whole("jitter", jitter, 0, total), total)
-    if not isinstance(fixed, bool):
-        raise ValueError(f"fixed is {fixed!r}: pass True for one order in all epochs, or False.")
-
-    def draw(state, epoch):
-        key = jax.random.fold_in(state.key, jnp.zeros_like(epoch) if fixed else epoch)
-        common = move(key, state.places)
-        if spare := total - workers * num_units:
-            common = common[_visited(jax.random.fold_in(key, 1), total, spare)]
-        worker = jax.lax.axis_index(_axis(axis_name)) if workers > 1 else 0
-        return common.reshape(num_units, workers)[:, worker]
-
-    def init(key, params):
-        key = _key_of_all(base.check_key(key), workers, axis_name)
-        of_all = mesh.varying(jnp.asarray(places, jnp.int32), key)
-        left, epoch = jnp.full((), num_units, jnp.int32), jnp.zeros((), jnp.int32)
-        state = ScoredState(of_all, of_all, left, epoch, jax.random.clone(key), of_all)
-        return state._replace(current=draw(state, epoch), next=draw(state, epoch + 1))
-
-    def next_epoch(state):
-        epoch = state.epoch + 1
-        return state._replace(current=state.next, next=draw(state, epoch + 1), epoch=epoch)
-
-    order = Ordering(
-        init,
-        base.observe_nothing,
-        next_epoch,
+    places, bounds = _places(scores, pattern, given)
+    workers = plans.check_whole("workers", workers, 1, len(places))
+    return Scored(
+        num_units=len(places) // workers,
         units_per_step=units_per_step,
-        is_global=True,
-        total=total,
+        places=places.astype(np.int32).tobytes(),
+        bounds=bounds,
+        workers=workers,
+        jitter=plans.check_whole("jitter", jitter, 0, len(places)),
+        fixed=fixed,
+        axis_name=axis_name,
     )
-    return base.checked(order, num_units, ScoredState, observes=False)
 
 
-def _places(scores: Any, pattern: str, given: dict[str, Any]) -> tuple[np.ndarray, Arranged]:
-    """(the unit in every place, the result of the pattern); refuses bad arguments."""
+def _places(scores: Any, pattern: str, given: dict[str, Any]) -> tuple[np.ndarray, tuple]:
+    """(the unit in every place, the bounds of parts to shuffle); refuses bad arguments."""
     values, kind = plans.as_array(scores)
-    if values.ndim != 1 or values.dtype.kind not in "biuf" or not len(values):
+    real = any(jnp.issubdtype(values.dtype, kind) for kind in trees.REAL)
+    if values.ndim != 1 or not real or not len(values):
         raise ValueError(f"scores is {kind}: pass one number per unit, of all workers.")
+    if values.dtype.kind not in "biu":  # also bfloat16, which NumPy cannot test or sort
+        values = values.astype(np.float64)
     if len(bad := np.flatnonzero(~np.isfinite(values))):
         raise ValueError(
             f"scores[{bad[0]}] is {values[bad[0]]} ({len(bad)} of {len(values)} are not finite): "
@@ -227,27 +303,7 @@ def _places(scores: Any, pattern: str, given: dict[str, Any]) -> tuple[np.ndarra
                 name, value, "[0, 0.5]" if name == "ends" else "[0, 1]"
             )
     arranged = PATTERNS[pattern](len(values), **given)
-    return np.argsort(values, kind="stable")[arranged.ranks], arranged
-
-
-def _moves(arranged: Arranged, jitter: int, total: int) -> Callable:
-    """`(key, places) -> places`, with the units of a part or of a window in a random order."""
-    if arranged.bounds and jitter:
-        raise ValueError(
-            f"jitter is {jitter}, and the pattern shuffles its parts as a whole: leave jitter out."
-        )
-    if arranged.bounds:
-        part_of = lambda p: jnp.searchsorted(jnp.array(arranged.bounds), p, side="right")  # noqa: E731
-    elif jitter > 1:
-        part_of = lambda p: p // jitter  # noqa: E731
-    else:
-        return lambda key, places: places
-
-    def move(key, places):
-        drawn = base.permutation(jax.random.fold_in(key, 0), total)
-        return places[drawn[jnp.argsort(part_of(drawn), stable=True)]]
-
-    return move
+    return np.argsort(values, kind="stable")[arranged.ranks], arranged.bounds
 
 
 def _visited(key, total, spare):
@@ -259,24 +315,3 @@ def _visited(key, total, spare):
     kept = jnp.arange(total - spare, dtype=jnp.int32)
     before = jnp.searchsorted(out - jnp.arange(spare, dtype=jnp.int32), kept, side="right")
     return kept + before.astype(jnp.int32)
-
-
-def _key_of_all(key, workers, axis_name):
-    """Worker 0's key on every worker; raises ValueError for another number of workers."""
-    axis = _axis(axis_name)
-    if workers == 1 and axis not in axis_names():
-        return key
-    if (here := mesh.axis_size(axis)) != workers:
-        raise ValueError(
-            f"the order is of {workers} workers, and axis {axis!r} has {here}: make it with "
-            f"workers={here}."
-        )
-    return base.shared_key(key, axis)
-
-
-def _axis(axis_name):
-    """The workers' axis: the only one in scope if it has no name."""
-    names = axis_names()
-    if axis_name is None:
-        return axis_of(None, names, alone=True) if names else AXIS
-    return axis_name

@@ -30,6 +30,7 @@ class Shuffled(Ordering):
     """An order whose next one is `draw(key, epoch, current)`; a subclass has this one method."""
 
     axis_name = AXIS
+    kind = ShuffleState
 
     def draw(self, key: Key[Array, ""], epoch: Int[Array, ""], current: Array) -> Int[Array, "M"]:
         """The order of this epoch, the first or a later one, after `current`."""
@@ -45,14 +46,14 @@ class Shuffled(Ordering):
         following = self.draw(key, jnp.ones((), jnp.int32), current)
         left, epoch = jnp.full((), self.num_units, jnp.int32), jnp.zeros((), jnp.int32)
         # A copy of the key, which the caller keeps when the state is donated.
-        return ShuffleState(current, following, left, epoch, jax.random.clone(key))
+        return self.kind(current, following, left, epoch, jax.random.clone(key))
 
     def observe(self, state, gradients):
-        base.check_state(self, state, ShuffleState)
+        base.check_state(self, state, self.kind)
         return super().observe(state, gradients)
 
     def next_epoch(self, state):
-        state = base.check_state(self, state, ShuffleState)
+        state = base.check_state(self, state, self.kind)
         epoch = state.epoch + 1
         following = self.draw(state.key, epoch + 1, state.next)
         return state._replace(current=state.next, next=following, epoch=epoch)

@@ -13,10 +13,11 @@ and GPUs the whole loop is one Pallas kernel. A vector whose product with r is n
 plus and is not added, so that the running sum stays finite.
 """
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,41 +36,61 @@ Signs = tuple[State, Float32[Array, "n"]]
 Signed = tuple[State, PyTree, Float32[Array, "n"], Bool[Array, "n"]]
 
 
-class SignRule(NamedTuple):
-    """A rule that chooses the sign of each vector, as a set of pure functions.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SignRule:
+    """A rule that chooses the sign of each vector: a frozen record of pure functions of a state.
 
-    Attributes:
-      init: `key -> state`. Workers that share a running sum pass the same key.
-      sign: `(state, dot, norm2, coin) -> (state, sign)`, with dot = <r, c>, norm2 = |c|^2 and the
-        sign +1 or -1, float32 scalars. It must be elementwise and use no keys: a kernel calls it
-        with arrays of one element.
-      next_epoch: `state -> state`.
-      coins: `(state, n) -> float32[n]`, random numbers for the next n calls of sign; or zeros.
+    A rule of one's own is a subclass with `sign`, and whatever else it needs of the methods.
     """
 
-    init: Callable[[Key[Array, ""]], State]
-    sign: Callable[..., tuple[State, Float32[Array, ""]]]
-    next_epoch: Callable[[State], State]
-    coins: Callable[[State, int], Float32[Array, "n"]] = lambda state, n: jnp.zeros(n)
+    def init(self, key: Key[Array, ""]) -> State:
+        """The first state. Workers that share a running sum pass the same key."""
+        del key
+        return ()
+
+    def sign(self, state: State, dot: Array, norm2: Array, coin: Array) -> tuple[State, Array]:
+        """(state, +1 or -1) for dot = <r, c> and norm2 = |c|^2, all float32 scalars.
+
+        It must be elementwise and use no keys: a kernel calls it with arrays of one element.
+        """
+        raise NotImplementedError
+
+    def next_epoch(self, state: State) -> State:
+        """The state at the beginning of the next epoch."""
+        return state
+
+    def coins(self, state: State, n: int) -> Float32[Array, "n"]:
+        """Random numbers for the next n calls of `sign`; or zeros."""
+        del state
+        return jnp.zeros(n, jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Greedy(SignRule):
+    """The sign that makes the running sum smaller: + iff <r, c> <= 0."""
+
+    def sign(self, state, dot, norm2, coin):
+        return state, plus_iff(dot <= 0)
 
 
 def rule_of(rule: SignRule | None) -> SignRule:
-    """The sign rule of an order, `greedy()` for None; raises ValueError if it is not a rule."""
+    """The sign rule of an order, `Greedy()` for None; raises ValueError if it is not a rule."""
     if rule is not None and not isinstance(rule, SignRule):
         raise ValueError(
-            f"rule is {rule!r}: pass a SignRule, as rule=ordering.baselines.self_balancing_walk() "
-            "with its parentheses, or None for the greedy one."
+            f"rule is {rule!r:.200}: pass a SignRule, as "
+            "ordering.baselines.self_balancing_walk(), or None."
         )
-    return greedy() if rule is None else rule
+    return Greedy() if rule is None else rule
 
 
-def greedy() -> SignRule:
-    """The sign that makes the running sum smaller: + iff <r, c> <= 0."""
-    return SignRule(
-        init=lambda key: (),
-        sign=lambda state, dot, norm2, coin: (state, plus_iff(dot <= 0)),
-        next_epoch=lambda state: state,
-    )
+def check_rule_state(rule: SignRule, state: State) -> None:
+    """Raises ValueError unless the state has the structure of those of the rule."""
+    wanted = jax.tree.structure(jax.eval_shape(lambda: rule.init(jax.random.key(0))))
+    if (given := jax.tree.structure(state)) != wanted:
+        raise ValueError(
+            f"state.rule is {given}, and that of {type(rule).__name__} {wanted}: pass a state that "
+            "was made with this sign rule."
+        )
 
 
 def plus_iff(condition):
@@ -181,7 +202,7 @@ def _balance_one(rule: SignRule, rule_state, total, vector, valid, axes):
 
 def _product(vector, other):
     """This device's part of an inner product."""
-    if mesh.platform() == "cpu":
+    if mesh.platform() == "cpu" and not trees.is_split((vector, other)):
         # On a CPU a matrix product is vectorised and a sum is not. The barrier keeps the compiler
         # from merging the sum over simulated workers into the product.
         products = jax.tree.map(functools.partial(jnp.vdot, precision="highest"), vector, other)

@@ -11,48 +11,54 @@ from jaxtyping import Int
 from ordering.indices import Indices
 
 
-def in_steps(orders: Any, units_per_step: int, total: int | None = None) -> Indices:
+def in_steps(
+    orders: Any,
+    units_per_step: int,
+    *,
+    num_units: int | None = None,
+    total: int | None = None,
+    start: int = 0,
+) -> Indices:
     """The units of orders [M] or [W, M]: B of worker 0, B of worker 1, .., then the next step's.
 
     A last step may be shorter. Units of worker w are numbered from w M on, unless the orders name
-    units of all workers, below `total`. The orders are copied: a step may donate them.
+    units of all workers, below `total`. The orders are copied: a step may donate them. The first
+    `start` units of all workers are left out. `num_units` is M, if the orders are slices.
     """
-    workers, num_units = (1, *np.shape(orders))[-2:]
-    return Indices(_Steps(orders, units_per_step, total), workers * num_units)
+    workers, length = (1, *np.shape(orders))[-2:]
+    function = _Steps(orders, units_per_step, num_units or length, total, start // workers)
+    return Indices(function, workers * length - start)
 
 
 class _Steps:
     """`places -> units`; the orders are on their way to the host until they are read."""
 
-    def __init__(self, orders: Any, units_per_step: int, total: int | None):
-        (self._workers, self._num_units), self._step = (1, *np.shape(orders))[-2:], units_per_step
-        self._total, self._copies = total, _copies(orders)
+    def __init__(self, orders: Any, step: int, num_units: int, total: int | None, first: int):
+        self._workers, length = (1, *np.shape(orders))[-2:]
+        self._length, self._step, self._first = length - first, step, first
+        self._num_units, self._total, self._copies = num_units, total, _copies(orders)
 
     def __getstate__(self):
         return {**self.__dict__, "_rows": self._rows, "_copies": []}
 
     @functools.cached_property
     def _rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """The units int64[w, M] of this process's workers; each worker's row, w for others."""
+        """The orders [w, M] of this process's workers; each worker's row, w for others."""
         parts = [(first, np.atleast_2d(jax.device_get(part))) for first, part in self._copies]
         firsts, rows = zip(*parts, strict=True)
-        units = np.concatenate(rows).astype(np.int64)
         number = np.concatenate([np.arange(len(r)) + f for f, r in zip(firsts, rows, strict=True)])
-        row_of = np.full(self._workers, len(units))
-        row_of[number] = np.arange(len(units))
-        if self._total is None:
-            check_units_of(units, self._num_units)
-            units += self._num_units * number[:, None]
-        else:
-            check_units_of(units.reshape(-1), self._total)
-        return units, row_of
+        row_of = np.full(self._workers, len(number))
+        row_of[number] = np.arange(len(number))
+        return np.concatenate(rows), row_of
 
     def __call__(self, places: Int[np.ndarray, "..."]) -> Int[np.ndarray, "..."]:
         step, rest = np.divmod(places, self._workers * self._step)
-        size = np.minimum(self._step, self._num_units - step * self._step)
+        size = np.minimum(self._step, self._length - step * self._step)
         worker, unit = np.divmod(rest, size)
         rows, row_of = self._rows
-        return rows[row_of[worker], step * self._step + unit]
+        units = rows[row_of[worker], self._first + step * self._step + unit].astype(np.int64)
+        check_range(units, self._total or self._num_units)
+        return units if self._total else units + self._num_units * worker
 
 
 def _copies(orders: Any) -> list[tuple[int, Any]]:
@@ -89,14 +95,23 @@ def on_its_way(array: Any) -> Any:
     return copy
 
 
-def check_units_of(orders: np.ndarray, most: int) -> None:
-    """Raises ValueError unless each of the orders, [n] or [W, n], names units below most once."""
-    outside = orders.size and not 0 <= orders.min() <= orders.max() < most
-    if outside or any(_repeats(units, most) for units in np.atleast_2d(orders)):
+def check_range(units: np.ndarray, most: int) -> None:
+    """Raises ValueError unless all units are below `most`."""
+    if units.size and not 0 <= units.min() <= units.max() < most:
+        outside = units[(units < 0) | (units >= most)][0]
         raise ValueError(
-            f"orders of shape {orders.shape} name a unit twice, or outside 0 .. {most - 1}: pass "
-            "each worker's order of its own units, for a slice also num_units; or the orders of "
-            "one epoch over the units of all workers, and their total."
+            f"orders name the unit {outside}, outside 0 .. {most - 1}: pass each worker's order of "
+            "its own units, or the total of all."
+        )
+
+
+def check_units_of(units: np.ndarray, most: int) -> None:
+    """Raises ValueError unless units, [n], are below `most` and different."""
+    check_range(units, most)
+    if _repeats(units, most):
+        raise ValueError(
+            f"orders name one of the units 0 .. {most - 1} twice: pass each worker's order of its "
+            "own units, or the total of all."
         )
 
 

@@ -10,6 +10,7 @@ import operator
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Float32, PyTree
 
@@ -39,19 +40,33 @@ def check_sketches(tree: PyTree) -> None:
 
 def dot(gradients: PyTree, vector: PyTree) -> Float32[Array, "n"]:
     """The inner products <g_i, vector>."""
-    return _sum_leaves(
-        lambda g, v: _matmul(_matrix(g), as_float32(v).reshape(-1)), gradients, vector
-    )
+
+    def products(g, v):
+        if is_split((g, v)):
+            return _split_products(g, v, 0)
+        return _matmul(_matrix(g), as_float32(v).reshape(-1))
+
+    return _sum_leaves(products, gradients, vector)
 
 
 def gram(gradients: PyTree) -> Float32[Array, "n n"]:
     """The inner products <g_i, g_j>."""
-    return _sum_leaves(lambda g: _matmul(_matrix(g), _matrix(g).T), gradients)
+
+    def products(g):
+        return _split_products(g, g, 1) if is_split(g) else _matmul(_matrix(g), _matrix(g).T)
+
+    return _sum_leaves(products, gradients)
 
 
 def combine(gradients: PyTree, weights: Float32[Array, "n"]) -> PyTree:
     """The sum of w_i g_i, in float32."""
-    return jax.tree.map(lambda g: _matmul(weights, _matrix(g)).reshape(g.shape[1:]), gradients)
+
+    def weighted(g):
+        if is_split(g):
+            return jnp.tensordot(weights, as_float32(g), 1, precision="highest")
+        return _matmul(weights, _matrix(g)).reshape(g.shape[1:])
+
+    return jax.tree.map(weighted, gradients)
 
 
 def mean_of(gradients: Float[Array, "n ..."]) -> Float[Array, "..."]:
@@ -123,7 +138,18 @@ def as_wide(leaf: Array) -> Array:
 
 def zeros_like(params: PyTree, leading: tuple[int, ...] = ()) -> PyTree:
     """A float32 tree of zeros in the shape of `params`, with `leading` axes in front."""
-    return jax.tree.map(lambda p: jnp.zeros(leading + jnp.shape(p), jnp.float32), params)
+
+    def zeros(p):
+        if isinstance(p, jax.Array) and is_split(p):  # split as well, by its type
+            return jnp.broadcast_to(jnp.zeros_like(p, jnp.float32), leading + p.shape)
+        return jnp.zeros(leading + jnp.shape(p), jnp.float32)
+
+    return jax.tree.map(zeros, params)
+
+
+def is_split(tree: PyTree[ArrayLike]) -> bool:
+    """Whether some arrays are split over explicit axes of a mesh, as their types say."""
+    return any(any(jax.typeof(leaf).sharding.spec) for leaf in jax.tree.leaves(tree))
 
 
 def tree_size(tree: PyTree) -> int:
@@ -152,6 +178,20 @@ def finite_units(gradients: PyTree) -> Bool[Array, "n"]:
 
 def _sum_leaves(function, *trees):
     return jax.tree.reduce(operator.add, jax.tree.map(function, *trees))
+
+
+def _split_products(g, other, lead):
+    """Inner products over axes that are split, which a reshape to a matrix would gather."""
+    axes = [range(1, g.ndim), range(lead, other.ndim)]
+    types = [jax.typeof(x).sharding for x in (g, other)]
+    split = next(kind for kind in types if any(kind.spec))
+    return jax.lax.dot_general(
+        as_float32(g),
+        as_float32(other),
+        (axes, ((), ())),
+        precision="highest",
+        out_sharding=NamedSharding(split.mesh, PartitionSpec()),
+    )
 
 
 def _matrix(leaf):

@@ -1,6 +1,7 @@
 """Herding: how large the partial sums along an order become, and the greedy order."""
 
 import contextlib
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -10,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from ordering import base, trees
 from ordering.base import Ordering
+from ordering.shuffles import first_fields
 from syncopate import mesh, plans
 
 
@@ -81,7 +83,41 @@ class GreedyHerdingState(NamedTuple):
     gradients: Float[Array, "M D"]  # the last gradient of every unit
 
 
-@base.made_once
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GreedyHerding(Ordering):
+    """What `greedy_herding` returns."""
+
+    observes = True
+
+    def init(self, key, params=None):
+        base.check_params(params)
+        gradients = jnp.zeros((self.num_units, trees.tree_size(params)), jnp.float32)
+        fields = first_fields(key, self.num_units, GreedyHerdingState)
+        return mesh.varying_as(GreedyHerdingState(**fields, gradients=gradients), key)
+
+    def observe(self, state, gradients):
+        state = base.check_state(self, state, GreedyHerdingState)
+        size = base.check_gradients(gradients, self.num_units, self.units_per_step)
+        flat = trees.as_float32(trees.flat(gradients))
+        base.check_shapes(flat, state.gradients[0], "flattened gradients")
+        flat = jnp.where(jnp.isfinite(flat), flat, 0.0)
+        place = state.position + jnp.arange(size, dtype=jnp.int32)
+        unit = jnp.where(place < self.num_units, state.current[place], self.num_units)
+        kept = state.gradients.at[unit].set(flat, mode="drop")
+        return state._replace(position=state.position + size, gradients=kept)
+
+    def next_epoch(self, state):
+        state = base.check_state(self, state, GreedyHerdingState)
+        return base.begin_epoch(state, greedy_order(state.gradients), "position")
+
+    def resize(self, state, fresh, current, visited):
+        position, epoch = (
+            np.full(len(current), visited, np.int32),
+            base.kept(state.epoch, len(current)),
+        )
+        return fresh._replace(current=current, next=current.copy(), position=position, epoch=epoch)
+
+
 def greedy_herding(num_units: int, *, units_per_step: int = 1) -> Ordering:
     """Greedy herding, for small M: always takes the unit that keeps the partial sum smallest.
 
@@ -108,30 +144,7 @@ def greedy_herding(num_units: int, *, units_per_step: int = 1) -> Ordering:
       Lu, Meng, De Sa, A General Analysis of Example-Selection for Stochastic Gradient Descent,
       2022, https://openreview.net/forum?id=7gWSJrP3opB
     """
-    num_units, units_per_step = base.check_units(num_units, units_per_step)
-
-    def init(key, params):
-        state = GreedyHerdingState(
-            **base.first_fields(key, num_units, GreedyHerdingState),
-            gradients=jnp.zeros((num_units, trees.tree_size(params))),
-        )
-        return mesh.varying_as(state, key)
-
-    def observe(state, gradients):
-        size = base.check_gradients(gradients, num_units, units_per_step)
-        flat = trees.as_float32(trees.flat(gradients))
-        base.check_shapes(flat, state.gradients[0], "flattened gradients")
-        flat = jnp.where(jnp.isfinite(flat), flat, 0.0)
-        place = state.position + jnp.arange(size)
-        unit = jnp.where(place < num_units, state.current[place], num_units)
-        kept = state.gradients.at[unit].set(flat, mode="drop")
-        return state._replace(position=state.position + size, gradients=kept)
-
-    def next_epoch(state):
-        return base.begin_epoch(state, greedy_order(state.gradients), "position")
-
-    order = Ordering(init, observe, next_epoch, units_per_step=units_per_step)
-    return base.checked(order, num_units, GreedyHerdingState)
+    return GreedyHerding(num_units=num_units, units_per_step=units_per_step)
 
 
 def greedy_order(vectors: Float[Array, "M D"]) -> Int[Array, "M"]:

@@ -1,5 +1,6 @@
 """Sign rules of the papers: the self-balancing walk and kernel halving."""
 
+import dataclasses
 import functools
 import math
 from typing import NamedTuple
@@ -15,6 +16,24 @@ from syncopate import plans
 class WalkState(NamedTuple):
     key: Key[Array, ""]
     signed: Int[Array, ""]  # vectors signed so far, over all epochs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Walk(SignRule):
+    """What `self_balancing_walk` returns."""
+
+    bound: float
+
+    def init(self, key):
+        return WalkState(key, jnp.zeros((), jnp.int32))
+
+    def coins(self, state, n):
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(state.key, state.signed + jnp.arange(n))
+        return jax.vmap(_uniform)(keys)
+
+    def sign(self, state, dot, norm2, coin):
+        plus = jnp.clip(0.5 - dot / (2.0 * self.bound), 0.0, 1.0)
+        return state._replace(signed=state.signed + 1), plus_iff(coin < plus)
 
 
 def self_balancing_walk(*, bound: float = 30.0) -> SignRule:
@@ -38,22 +57,8 @@ def self_balancing_walk(*, bound: float = 30.0) -> SignRule:
       Alweiss, Liu, Sawhney, Discrepancy Minimization via a Self-Balancing Walk, 2021,
       https://arxiv.org/abs/2006.14009
     """
-    bound = plans.check_number("bound", bound, "(1e-37, 1e37)")  # which float32 holds
-
-    def coins(state, n):
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(state.key, state.signed + jnp.arange(n))
-        return jax.vmap(jax.random.uniform)(keys)
-
-    def sign(state, dot, norm2, coin):
-        plus = jnp.clip(0.5 - dot / (2.0 * bound), 0.0, 1.0)
-        return state._replace(signed=state.signed + 1), plus_iff(coin < plus)
-
-    return SignRule(
-        init=lambda key: WalkState(key, jnp.zeros((), jnp.int32)),
-        sign=sign,
-        next_epoch=lambda state: state,
-        coins=coins,
-    )
+    # float32 holds numbers of this range
+    return Walk(bound=plans.check_number("bound", bound, "(1e-37, 1e37)"))
 
 
 class HalvingState(NamedTuple):
@@ -61,6 +66,47 @@ class HalvingState(NamedTuple):
     epoch: Int[Array, ""]
     pair: Int[Array, ""]  # pairs signed in this epoch
     scale: Float32[Array, ""]  # S of the algorithm
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Halving(SignRule):
+    """What `kernel_halving` returns."""
+
+    num_epochs: float
+    num_pairs: float
+    delta: float
+
+    def init(self, key):
+        epoch, pair = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+        return HalvingState(key, epoch, pair, scale=jnp.zeros((), jnp.float32))
+
+    def coins(self, state, n):
+        key = jax.random.fold_in(state.key, state.epoch)
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, state.pair + jnp.arange(n))
+        return jax.vmap(functools.partial(_uniform, minval=-1.0))(keys)
+
+    def sign(self, state, dot, norm2, coin):
+        # Python numbers: a rule made while tracing must not hold a traced array.
+        penalty = (4 / self.delta) * (math.log(self.num_epochs) + 1)
+        penalty *= math.log(self.num_pairs) + 1
+        pair, epoch = state.pair.astype(jnp.float32), state.epoch.astype(jnp.float32)
+        log_penalty = jnp.log(penalty * (pair + 1)) + jnp.log(epoch + 1)
+        # S does not change for a pair of equal gradients, whose norm and dot are 0 (so it gets a
+        # plus), or for a pair whose squared norm overflows float32.
+        usual = (norm2 > 0) & (norm2 < jnp.inf)
+        safe_norm2 = jnp.where(usual, norm2, 1.0)
+        ratio = state.scale * log_penalty / safe_norm2
+        grown = state.scale + 2 * norm2 * (
+            jnp.maximum(0.0, log_penalty + 0.5 - jnp.sqrt(ratio)) / log_penalty
+        )
+        threshold = norm2 * jnp.where(ratio <= 1, 1.0, jnp.sqrt(ratio))
+        scale = jnp.where(ratio <= 1, 2 * norm2, grown)
+        state = state._replace(pair=state.pair + 1, scale=jnp.where(usual, scale, state.scale))
+        return state, plus_iff(dot <= coin * threshold)
+
+    def next_epoch(self, state):
+        pair, scale = jnp.zeros_like(state.pair), jnp.zeros_like(state.scale)
+        return state._replace(epoch=state.epoch + 1, pair=pair, scale=scale)
 
 
 def kernel_halving(*, num_epochs: int, num_pairs: int, delta: float = 0.5) -> SignRule:
@@ -89,38 +135,11 @@ def kernel_halving(*, num_epochs: int, num_pairs: int, delta: float = 0.5) -> Si
     References:
       Carrell et al., Low-Rank Thinning, 2025, https://arxiv.org/abs/2502.12063
     """
-    # Python numbers: a rule made while tracing must not hold a traced array.
-    epochs = plans.check_number("num_epochs", num_epochs, "[1, inf)")
-    pairs = plans.check_number("num_pairs", num_pairs, "[1, inf)")
-    delta = plans.check_number("delta", delta, "(1e-20, 1)")
-    penalty = (4 / delta) * (math.log(epochs) + 1) * (math.log(pairs) + 1)
+    return Halving(
+        num_epochs=plans.check_number("num_epochs", num_epochs, "[1, inf)"),
+        num_pairs=plans.check_number("num_pairs", num_pairs, "[1, inf)"),
+        delta=plans.check_number("delta", delta, "(1e-20, 1)"),
+    )
 
-    def init(key):
-        zero = jnp.zeros((), jnp.int32)
-        return HalvingState(key, epoch=zero, pair=jnp.copy(zero), scale=jnp.zeros(()))
 
-    def coins(state, n):
-        key = jax.random.fold_in(state.key, state.epoch)
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, state.pair + jnp.arange(n))
-        return jax.vmap(functools.partial(jax.random.uniform, minval=-1.0))(keys)
-
-    def sign(state, dot, norm2, coin):
-        log_penalty = jnp.log(penalty * (state.pair + 1)) + jnp.log(state.epoch + 1.0)
-        # S does not change for a pair of equal gradients, whose norm and dot are 0 (so it gets a
-        # plus), or for a pair whose squared norm overflows float32.
-        usual = (norm2 > 0) & (norm2 < jnp.inf)
-        safe_norm2 = jnp.where(usual, norm2, 1.0)
-        ratio = state.scale * log_penalty / safe_norm2
-        grown = state.scale + 2 * norm2 * (
-            jnp.maximum(0.0, log_penalty + 0.5 - jnp.sqrt(ratio)) / log_penalty
-        )
-        threshold = norm2 * jnp.where(ratio <= 1, 1.0, jnp.sqrt(ratio))
-        scale = jnp.where(ratio <= 1, 2 * norm2, grown)
-        state = state._replace(pair=state.pair + 1, scale=jnp.where(usual, scale, state.scale))
-        return state, plus_iff(dot <= coin * threshold)
-
-    def next_epoch(state):
-        pair, scale = jnp.zeros_like(state.pair), jnp.zeros_like(state.scale)
-        return state._replace(epoch=state.epoch + 1, pair=pair, scale=scale)
-
-    return SignRule(init, sign, next_epoch, coins)
+_uniform = functools.partial(jax.random.uniform, dtype=jnp.float32)

@@ -1,14 +1,22 @@
 """Orders that use no gradients, as controls: one shuffle for all epochs, blocks, and `unzip`."""
 
+import dataclasses
+
 import jax.numpy as jnp
 
-from ordering import base
 from ordering.base import Ordering
-from ordering.shuffles import epoch_permutation, shuffled
+from ordering.shuffles import Shuffled, epoch_permutation, first_order
 from syncopate import plans
 
 
-@base.made_once
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShuffleOnce(Shuffled):
+    """What `shuffle_once` returns."""
+
+    def draw(self, key, epoch, current):
+        return jnp.copy(current)  # because a donated state must not hold a buffer twice
+
+
 def shuffle_once(num_units: int, *, units_per_step: int = 1) -> Ordering:
     """Shuffle once: one random permutation, used in every epoch.
 
@@ -30,12 +38,32 @@ def shuffle_once(num_units: int, *, units_per_step: int = 1) -> Ordering:
       Safran, Shamir, How Good is SGD with Random Shuffling?, 2020,
       https://arxiv.org/abs/1908.00045
     """
-    # A copy, because a donated state must not hold a buffer twice.
-    draw = lambda key, epoch, current: jnp.copy(current)  # noqa: E731
-    return shuffled(num_units, draw, units_per_step=units_per_step)
+    return ShuffleOnce(num_units=num_units, units_per_step=units_per_step)
 
 
-@base.made_once
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockReshuffling(Shuffled):
+    """What `block_reshuffling` returns."""
+
+    block_size: int
+
+    def __post_init__(self):
+        super().__post_init__()
+        size = plans.check_whole("block_size", self.block_size, 1, self.num_units)
+        self._set(block_size=size)
+
+    def draw(self, key, epoch, current):
+        size, unit = self.block_size, jnp.arange(self.num_units, dtype=jnp.int32)
+        blocks = epoch_permutation(key, epoch, -(-self.num_units // size))
+        sizes = jnp.minimum(size, self.num_units - blocks * size)
+        start = jnp.cumsum(sizes, dtype=jnp.int32) - sizes
+        start = blocks.at[blocks].set(start, unique_indices=True)
+        place = start[unit // size] + unit % size
+        first = first_order(key, self.num_units)
+        fresh = first.at[place].set(first, unique_indices=True)
+        return jnp.where(epoch % 2 == 1, current[::-1], fresh)
+
+
 def block_reshuffling(num_units: int, *, block_size: int, units_per_step: int = 1) -> Ordering:
     """Block reshuffling: shuffles blocks of units, and reverses the order in odd epochs.
 
@@ -64,23 +92,19 @@ def block_reshuffling(num_units: int, *, block_size: int, units_per_step: int = 
       Papailiopoulos, Permutation-Based SGD: Is Random Optimal?, 2021,
       https://arxiv.org/abs/2102.09718
     """
-    num_units, _ = base.check_units(num_units)
-    block_size = plans.check_whole("block_size", block_size, 1, num_units)
-    num_blocks = -(-num_units // block_size)
-
-    def draw(key, epoch, current):
-        blocks, unit = epoch_permutation(key, epoch, num_blocks), jnp.arange(num_units)
-        sizes = jnp.minimum(block_size, num_units - blocks * block_size)
-        start = blocks.at[blocks].set(jnp.cumsum(sizes) - sizes, unique_indices=True)
-        place = start[unit // block_size] + unit % block_size
-        first = base.first_order(key, num_units)
-        fresh = first.at[place].set(first, unique_indices=True)
-        return jnp.where(epoch % 2 == 1, current[::-1], fresh)
-
-    return shuffled(num_units, draw, units_per_step=units_per_step)
+    return BlockReshuffling(
+        num_units=num_units, block_size=block_size, units_per_step=units_per_step
+    )
 
 
-@base.made_once
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Unzip(Shuffled):
+    """What `unzip` returns."""
+
+    def draw(self, key, epoch, current):
+        return jnp.concatenate([current[0::2], current[1::2][::-1]])
+
+
 def unzip(num_units: int, *, units_per_step: int = 1) -> Ordering:
     """A control for pair balancing: odd places first, then even places backwards.
 
@@ -106,5 +130,4 @@ def unzip(num_units: int, *, units_per_step: int = 1) -> Ordering:
       >>> order.next_epoch(state).current.tolist() == [p[0], p[2], p[4], p[3], p[1]]
       True
     """
-    draw = lambda key, epoch, p: jnp.concatenate([p[0::2], p[1::2][::-1]])  # noqa: E731
-    return shuffled(num_units, draw, units_per_step=units_per_step)
+    return Unzip(num_units=num_units, units_per_step=units_per_step)
