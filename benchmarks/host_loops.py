@@ -22,7 +22,7 @@ import ordering
 from benchmarks.timing import compared, print_rows
 from experiments.timing import medians
 from ordering.gradients.linear import SIZE
-from ordering.signs import balance_blocks, greedy
+from ordering.signs import Greedy, balance_blocks
 from ordering.trees import split_pairs, subtract
 
 # Units per call: enough to exceed the caches at every D, at most 1.3 GB.
@@ -39,7 +39,7 @@ READS = (
 def kernel(gradients, total):
     """`(gradients [n, D], r) -> (r, signs)` with the library's kernel."""
     pairs = split_pairs(gradients, gradients.shape[0] // 2)
-    return balance_blocks(greedy(), (), total, pairs, derive=subtract)[1:3]
+    return balance_blocks(Greedy(), (), total, pairs, derive=subtract)[1:3]
 
 
 @jax.jit
@@ -122,7 +122,7 @@ def pair_rows(repeats: int) -> Iterator[dict]:
         pairs, total = jax.random.normal(jax.random.key(0), (count, SIZE)), jnp.zeros(SIZE)
 
         def sign(pairs, total, block):
-            signs = balance_blocks(greedy(), (), total, pairs, block_size=block)[2]
+            signs = balance_blocks(Greedy(), (), total, pairs, block_size=block)[2]
             return signs > 0
 
         ways = {f"blocks of {n}" if n else "syncopate": n for n in (None, 16, 64)}

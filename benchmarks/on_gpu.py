@@ -30,10 +30,10 @@ import ordering
 from benchmarks import host_loops, local_timing, single_examples, timing
 from models.gpt2 import SIZES as GPT2
 from ordering import signs as sign_kernel
-from ordering.signs import greedy
+from ordering.signs import Greedy
 
 RULES = {
-    "greedy": greedy(),
+    "greedy": Greedy(),
     "self_balancing_walk": ordering.baselines.self_balancing_walk(),
     "kernel_halving": ordering.baselines.kernel_halving(num_epochs=10, num_pairs=1000),
 }

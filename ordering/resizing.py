@@ -96,29 +96,37 @@ def resize(
 
 
 def _like(fresh: State, state: Any) -> State:
-    """The state's arrays on the host, with the structure of `fresh`."""
-    same = type(state) is type(fresh) or not hasattr(state, "_fields")
+    """The state's arrays on the host; dicts, as checkpoints make them, in the form of `fresh`.
 
-    def pick(path, leaf):
-        value = state
-        for part in path:
-            name = getattr(part, "name", getattr(part, "key", getattr(part, "idx", None)))
-            value = part_of(value, name)
+    A state of the same type may have other arrays, as pairs that two steps share do.
+    """
+    leaves = dict(jax.tree_util.tree_leaves_with_path(fresh))
+
+    def pick(path, value):
         data = _on_host(value)
-        if mesh.is_key(leaf) and not mesh.is_key(data):  # as `Epochs.state` saves it
-            data = jax.random.wrap_key_data(jax.device_put(data), impl=jax.random.key_impl(leaf))
+        if mesh.is_key(leaves.get(path)) and not mesh.is_key(data):  # as `Epochs.state` saves it
+            impl = jax.random.key_impl(leaves[path])
+            data = jax.random.wrap_key_data(jax.device_put(data), impl=impl)
         return data
 
+    def part(path, _):
+        value = state
+        for key in path:
+            name = getattr(key, "name", getattr(key, "key", getattr(key, "idx", None)))
+            value = part_of(value, name)
+        return value
+
     try:
-        picked = jax.tree_util.tree_map_with_path(pick, fresh) if same else None
+        like = type(state) is type(fresh) or hasattr(state, "_fields")
+        found = state if like else jax.tree_util.tree_map_with_path(part, fresh)
     except (KeyError, IndexError, AttributeError, TypeError):
-        picked = None
-    if picked is None or len(jax.tree.leaves(picked)) != len(jax.tree.leaves(state)):
+        found = None
+    if type(found) is not type(fresh):
         raise ValueError(
-            f"state is a {type(state).__name__} and fresh a {type(fresh).__name__}, of other "
-            "arrays: pass states of one order."
+            f"state is a {type(state).__name__} and fresh a {type(fresh).__name__}: pass states of "
+            "one order."
         )
-    return picked
+    return jax.tree_util.tree_map_with_path(pick, found)
 
 
 def _on_host(x: Any) -> Any:

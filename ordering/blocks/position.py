@@ -8,7 +8,7 @@ from jaxtyping import Int, PyTree
 
 from ordering.base import Ordering, State
 from ordering.blocks.units import Blocks
-from ordering.data.place import Count, part_of
+from ordering.data.place import Count, digest_of, part_of
 from ordering.global_orders import GlobalShuffleState, GlobalState
 from ordering.resizing import resize as resize_order
 from syncopate import plans
@@ -29,6 +29,7 @@ class BlockState(NamedTuple):
     seed: Count
     unit_size: Count  # S
     filter: Count  # digest of the records that `keep` keeps, 0 without it
+    digest: Count  # of the order
     files: Int[ArrayLike, "F 3"]  # number of records and digest of each file
 
 
@@ -86,9 +87,7 @@ def _check_files(files, expected, blocks):
             )
 
 
-def resize(
-    state: BlockState, fresh: State, order: Ordering, *, axis_name: str = "worker"
-) -> BlockState:
+def resize(state: BlockState, fresh: State, order: Ordering) -> BlockState:
     """The state for another number of workers: each record is still visited once per epoch.
 
     The W' new workers share the remaining blocks of the epoch. Observations of this epoch are
@@ -100,7 +99,6 @@ def resize(
         (`global_order`, `global_reshuffling`).
       fresh: a first state of `order` for W' workers with M' = W M / W' units each.
       order: the order for W' workers, with windows of K' = W K / W' blocks.
-      axis_name: the workers' axis with which `order` was made.
 
     Returns:
       The state for W' workers, for `read_blocks(state=)`. With batches of W b / W' records, all
@@ -154,7 +152,6 @@ def resize(
             f"the state is at batch {state.batch} of a window: continue with {old} workers until "
             "window_ended, and resize the state there."
         )
-    resized, _ = resize_order(
-        orders, fresh, order, units_per_step=window, visited=units // new, axis_name=axis_name
-    )
-    return state._replace(order=resized, sums=())
+    resized, _ = resize_order(orders, fresh, order, units_per_step=window, visited=units // new)
+    digest = digest_of(order, int(state.unit_size), int(state.units))
+    return state._replace(order=resized, sums=(), digest=digest)

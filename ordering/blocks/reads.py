@@ -19,7 +19,15 @@ from ordering.blocks.units import Blocks
 from ordering.blocks.windows import Windows, batches_of, num_batches, reading_by
 from ordering.data.batches import Sizes
 from ordering.data.epochs import Epochs, first_state, on_devices
-from ordering.data.place import ReadState, check_place, copied, restore, unwrap
+from ordering.data.place import (
+    ReadState,
+    check_digest,
+    check_place,
+    copied,
+    digest_of,
+    restore,
+    unwrap,
+)
 from ordering.data.reading import sizes_of, total_of, units_of
 from syncopate import plans
 from syncopate.workers import AXIS, Workers
@@ -118,6 +126,7 @@ class BlockEpochs(Epochs):
         order, sums = self._copy_of_order(), copied(self._sums)
         counts = at.epoch, at.unit, at.loads, at.batch, self._summed
         counts = dict(zip(BlockState._fields[1:6], map(np.asarray, counts), strict=True))
+        counts["digest"] = digest_of(self._order, int(self._start.unit_size), at.unit)
         return self._start._replace(order=order, sums=sums, **counts)
 
     def units_of_batches(self) -> set[int]:
@@ -225,12 +234,14 @@ def read_blocks(
     sums = jax.tree.map(lambda x: jnp.zeros((*shape, *jnp.shape(x)), jnp.float32), like)
     n = np.asarray(0)  # nothing has been read
     about = window, batch_size, seed, blocks.unit_size, blocks.filter_digest
-    about = [np.asarray(x) for x in about]
-    start = BlockState(first, n, n, n, n, n, sums, *about, blocks.digests)
+    about, digest = [np.asarray(x) for x in about], digest_of(order, blocks.unit_size, 0)
+    start = BlockState(first, n, n, n, n, n, sums, *about, digest, blocks.digests)
     state, around = unwrap(state)
     if state is not None:
-        saved = restore(start, position.check(state, start, blocks))
-        check_place(int(saved.units), order, sizes, aligned=True)
+        parts = position.check(state, start, blocks)
+        check_place(int(parts["units"]), order, sizes, aligned=True)
+        check_digest(parts, order, blocks.unit_size, int(parts["units"]))
+        saved = restore(start, parts)
         start = start._replace(**dict(zip(BlockState._fields[:7], saved, strict=False)))
     read, sharding = reading_by(readers), of_all.sharding if sharding is None else sharding
 

@@ -27,12 +27,13 @@ class ReadState(NamedTuple):
     epoch: Count = 0
     units: Count = 0  # units of this epoch that all workers together have read
     loads: Count = 0  # batches read since the run began
-    digest: UInt32[np.ndarray, ""] | None = None  # of the order and unit_size; None: not checked
+    digest: UInt32[np.ndarray, ""] | None = None  # of order and unit_size; None is not checked
 
 
-def digest_of(order: Ordering, unit_size: int, units: int) -> np.uint32:
+def digest_of(order: Ordering, unit_size: int, units: int) -> UInt32[np.ndarray, ""]:
     """A hash of what a place after so many units of an epoch is a place in."""
-    return np.uint32(zlib.crc32(f"{int(order.digest(units))} {unit_size}".encode()))
+    digest = f"{int(order.digest(units))} {unit_size}".encode()
+    return np.asarray(zlib.crc32(digest), np.uint32)
 
 
 def check_digest(saved: Any, order: Ordering, unit_size: int, units: int) -> None:
@@ -44,7 +45,8 @@ def check_digest(saved: Any, order: Ordering, unit_size: int, units: int) -> Non
     expected = digest_of(order, unit_size, units)
     if digest is not None and not np.array_equal(jax.device_get(digest), expected):
         raise ValueError(
-            "state is of another order or unit_size: pass those it was saved with, or no state."
+            "state is of another order or unit_size: pass those it was saved with, or no state; "
+            "after ordering.resize, with digest=None."
         )
 
 
@@ -150,9 +152,9 @@ def unwrap(saved: Any) -> tuple[Any, Any]:
         return saved, None
 
 
-def part_of(tree: Any, name: str) -> Any:
-    """A field of a tree, or of the form that a checkpoint gave it."""
-    number = ReadState._fields.index(name) if name in ReadState._fields else len(tree)
+def part_of(tree: Any, name: str | int) -> Any:
+    """A field or an item of a tree, or of the form that a checkpoint gave it."""
+    number = ReadState._fields.index(name) if name in ReadState._fields else name
     return _part_of(tree, number, name)
 
 

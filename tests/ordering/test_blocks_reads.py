@@ -275,7 +275,7 @@ def test_a_run_goes_on_with_any_number_of_workers(name):
             if state is not None:
                 order = order_of(name, workers)
                 fresh = ordering.init_workers(order, KEY, jnp.zeros(ENTRIES), workers, **axis)
-                state = resize(state, fresh, order, **axis)
+                state = resize(state, fresh, order)
             more, state = read(name, workers, state, most=most)
             assert all(len(batch) == workers for batch in more)
             batches += more

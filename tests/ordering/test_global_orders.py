@@ -107,27 +107,3 @@ def test_the_units_that_wait_next_follow_those_that_wait(total, count):
         state = GlobalState(None, everyone, jnp.array([waiting], jnp.int32))
         expected = [(unit + count) % total for unit in waiting]
         assert _following(state).tolist() == [expected]
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda axis: ordering.global_order(
-            ordering.cd_grab(4, units_per_step=2, axis_name=axis), 4, axis_name=axis
-        ),
-        lambda axis: ordering.global_reshuffling(4, axis_name=axis),
-    ],
-)
-def test_no_name_is_the_only_axis_in_scope(make):
-    def epoch(order, key, rows):
-        state = order.init(key, params=jnp.zeros(3))
-        for start in (0, 2):
-            state = order.observe(state, rows[start : start + 2])
-        return order.next_epoch(state).current
-
-    args = jax.random.split(jax.random.key(0), 2), jax.random.normal(jax.random.key(1), (2, 4, 3))
-    named, unnamed = (
-        jax.jit(jax.vmap(lambda *e, axis=axis: epoch(make(axis), *e), axis_name="batch"))(*args)
-        for axis in ("batch", None)
-    )
-    np.testing.assert_array_equal(named, unnamed)

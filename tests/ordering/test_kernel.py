@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import ordering
-from ordering.signs import BLOCK, balance_blocks, block_size_of, greedy
+from ordering.signs import BLOCK, Greedy, balance_blocks, block_size_of
 from ordering.trees import split_pairs, subtract
 from tests import reference, tables
 
@@ -16,7 +16,7 @@ BLOCKS = (1, 4, 5, 64)  # a scan, whole blocks, a shorter last block, one block
 
 
 def signs_of(vectors, block_size, rule=None, state=(), **options):
-    run = functools.partial(balance_blocks, rule or greedy(), block_size=block_size)
+    run = functools.partial(balance_blocks, rule or Greedy(), block_size=block_size)
     return jax.jit(run)(state, jnp.zeros(vectors.shape[1:]), jnp.asarray(vectors), **options)
 
 
@@ -43,7 +43,7 @@ def test_any_structure_and_bfloat16(block_size):
     tree = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), tree)
     total = jax.tree.map(lambda x: jnp.zeros(x.shape[1:]), tree)
     pairs = jax.tree.map(lambda g: split_pairs(g, 10), tree)
-    run = functools.partial(balance_blocks, greedy(), block_size=block_size)
+    run = functools.partial(balance_blocks, Greedy(), block_size=block_size)
     derive = functools.partial(jax.tree.map, subtract)
     _, sums, signs, _ = jax.jit(functools.partial(run, derive=derive))((), total, pairs)
     expected, expected_total = reference.balance(flat[0::2] - flat[1::2], np.zeros(12))

@@ -1,6 +1,9 @@
 """Every order in the table: epochs are permutations, equal to the reference, compiled once."""
 
 import functools
+import gc
+import pickle
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType
 
-import local_opt
 import ordering
-from ordering import base
+from ordering.shuffles import permutation
 from tests import tables
 from tests.cases import mostly_slow, times
 
@@ -69,15 +71,17 @@ def test_the_mean_of_grab_is_that_of_the_finite_gradients(size, wrong):
     np.testing.assert_allclose(order.next_epoch(state).mean, expected, rtol=1e-6)
 
 
-def test_orders_run_outside_of_a_jit_without_transfers_and_begin_equal_under_one_key():
+def test_orders_run_without_transfers_and_begin_equal_under_one_key():
     key, params, rows = jax.random.key(3), jnp.zeros(3), jnp.ones((2, 3))
     firsts = []
     for name, row in tables.ORDERS.items():
         if not row.coordinated:
             order = row.make(4, 2)
+            methods = order.init, order.observe, order.next_epoch
+            init, observe, next_epoch = map(jax.jit, methods)
             with jax.transfer_guard("disallow"):
-                first = order.init(key, params)
-                state = order.next_epoch(order.observe(first, rows))
+                first = init(key, params)
+                state = next_epoch(observe(first, rows))
             assert sorted(state.current.tolist()) == [0, 1, 2, 3], name
             firsts.append(first.current.tolist())
     assert firsts == [firsts[0]] * len(firsts)
@@ -117,12 +121,13 @@ def test_when_workers_sync_does_not_change_the_order(units_per_step):
     order = make(gathers="sync")
     for steps in ((), (1, 4, 5, 24)):
 
-        def observe(state, rows, steps=steps):
+        def observe(self, state, rows, steps=steps):
             state = order.observe(state, rows)
             syncs = jnp.isin(state.position, units_per_step * jnp.array(steps, int))
             return jax.lax.cond(syncs, order.sync, lambda state: state, state)
 
-        actual = tables.run_workers(order._replace(observe=observe), gradients, units_per_step)
+        synced = tables.with_methods(order, observe=observe)
+        actual = tables.run_workers(synced, gradients, units_per_step)
         np.testing.assert_array_equal(actual, expected)
 
 
@@ -207,7 +212,7 @@ def test_blocks_stay_together_and_odd_epochs_are_reversed():
 @pytest.mark.parametrize("size", [1, 1625, 1626, 70_000])
 def test_a_random_order_is_the_permutation_that_jax_draws(size, key):
     """Without a sort, in one round and in two."""
-    assert jnp.array_equal(base.permutation(key, size), jax.random.permutation(key, size))
+    assert jnp.array_equal(permutation(key, size), jax.random.permutation(key, size))
 
 
 MESHES = {"simulated": None, "a mesh": (4,), "auto": (4, 2), "explicit": (4, 2)}
@@ -241,8 +246,7 @@ def test_all_workers_begin_as_each_would_by_itself(name, where):
     if shape:
         rows = jax.NamedSharding(workers, jax.P("worker"))
         with jax.set_mesh(workers):
-            axis = None if where == "a mesh" else "worker"
-            scoped = ordering.init_workers(order, key, like, axis_name=axis)
+            scoped = ordering.init_workers(order, key, like)
             traced = jax.jit(lambda key: ordering.init_workers(order, key, like).current)(key)
         assert scoped.current.sharding.is_equivalent_to(rows, 2)
         assert actual.current.sharding.is_equivalent_to(rows, 2)
@@ -253,32 +257,28 @@ def test_all_workers_begin_as_each_would_by_itself(name, where):
         np.testing.assert_array_equal(alone.current, order.init(key, jnp.zeros(8)).current)
 
 
-def test_the_only_axis_of_the_mesh_in_scope_is_the_workers_as_in_map_workers():
-    order, key = ordering.random_reshuffling(6), jax.random.key(3)
-    with jax.set_mesh(jax.make_mesh((4,), ("hosts",), devices=jax.devices()[:4])):
-        orders = ordering.init_workers(order, key).current
-        mapped = local_opt.map_workers(
-            lambda key: order.init(key, None), in_specs="key", out_specs="worker"
-        )(key)
-    np.testing.assert_array_equal(orders, mapped.current)
-    assert orders.shape == (4, 6) and orders.sharding.spec[0] == "hosts"
-
-
-def test_equal_calls_make_one_order_and_compile_once():
-    """Also of a mesh; other types of a number are still refused."""
+def test_equal_calls_make_equal_orders_and_an_order_compiles_once():
+    """Also for a mesh; other types of a number are still refused."""
     mesh, like = jax.make_mesh((4,), ("worker",), devices=jax.devices()[:4]), jnp.zeros(8)
     makers = [
-        lambda: ordering.cd_grab(6, units_per_step=2, gathers="sync"),
-        lambda: ordering.random_reshuffling(6),
-        lambda: ordering.global_order(ordering.pair_balance(6), 6),
+        lambda m: ordering.cd_grab(m, units_per_step=2, gathers="sync"),
+        ordering.random_reshuffling,
+        lambda m: ordering.global_order(ordering.pair_balance(m), m),
+        lambda m: ordering.scored(np.arange(m)),
     ]
     for make in makers:
-        assert make() is make()
-        base._init.cache_clear()
+        order = make(6)
+        assert order == make(6) == pickle.loads(pickle.dumps(order)) != make(8)
+        assert len({order, make(6), make(8)}) == 2
         for _ in range(3):
-            for workers in (4, mesh):
-                ordering.init_workers(make(), jax.random.key(1), like, workers)
-        assert base._init.cache_info().misses == 2
+            for workers in (4, mesh) if make is not makers[-1] else ():
+                ordering.init_workers(order, jax.random.key(1), like, workers)
+        made = vars(order).get("_programs", {})
+        assert {programs.init._cache_size() for programs in made.values()} <= {1}
+        kept = weakref.ref(order)
+        del order, made
+        gc.collect()
+        assert kept() is None, "no cache outlives an order"
     for wrong in (6.0, True, [6]):
         with pytest.raises(ValueError, match="num_units is"):
             ordering.random_reshuffling(wrong)
@@ -291,26 +291,6 @@ def test_a_state_of_numpy_arrays_is_observed():
     assert int(state.position) == 2
     following = order.next_epoch(jax.tree.map(np.asarray, state))
     assert sorted(following.current.tolist()) == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda axis: ordering.global_reshuffling(6, total=8, axis_name=axis),
-        lambda axis: ordering.global_order(ordering.cd_grab(6), 6, total=8, axis_name=axis),
-    ],
-)
-def test_a_single_worker_needs_no_axis(make):
-    """An order for the only axis in scope is that of one worker where there is none."""
-
-    def epochs(order):
-        state = order.init(jax.random.key(0), jnp.zeros(3))
-        for _ in range(2):
-            state = tables.run_epoch(order, state, jnp.eye(8, 3), 1)
-        return state.current
-
-    expected = tables.vmap_workers(lambda _: epochs(make("worker")))(jnp.arange(1))[0]
-    np.testing.assert_array_equal(jax.jit(lambda: epochs(make(None)))(), expected)
 
 
 def test_an_order_is_the_same_in_64_bits():

@@ -234,7 +234,7 @@ def resized_blocks(workers=2, steps=3, **changes):
     state = block_runs.read(name, 2, most=steps)[1]._replace(**changes)
     order = block_runs.order_of(name, workers)
     fresh = ordering.init_workers(order, KEY, PARAMS, workers, **axis)
-    return resize(state, fresh, order, **axis)
+    return resize(state, fresh, order)
 
 
 ONE = ordering.global_reshuffling(4)
@@ -248,9 +248,9 @@ REFUSED = {  # the call, and what its message names: arguments, values, places i
         lambda: ordering.init_workers(ORDERS["unzip"], KEY, None, NO_WORKERS), "('data', 'model')"),
     "less than a step": (lambda: observed(CUT, 3), "3 units", "4 (of 8 units)"),
     "parameters of bools": (lambda: of_loss(PARAMS > 0), "dtype", "bool"),
-    "fewer units": (lambda: resized((2, 4, 2)), "3 workers", "6 units", "2 workers", "4 units"),
+    "fewer units": (lambda: resized((2, 4, 2)), "3 workers", "6 units", "2 of 4"),
     "another rule": (
-        lambda: resized(rule=ordering.baselines.self_balancing_walk()), "sign rules"),
+        lambda: resized(rule=ordering.baselines.self_balancing_walk()), "sign rule"),
     "layers of sorted scores": (lambda: scored(layers=2), "layers is 2", "'sorted'"),
     "ends of a saw": (lambda: scored(pattern="saw", ends=0.1), "radius", "ends"),
     "ends that meet": (lambda: scored(pattern="segments", ends=0.6), "ends is 0.6", "[0, 0.5]"),

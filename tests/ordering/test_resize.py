@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ordering
-from ordering.resizing import redistributed, resize
+from ordering.resizing import redistribute, resize
 from tests import reference
 from tests.cases import mostly_slow
 from tests.problems import assert_bitwise_equal
 from tests.tables import ORDERS, Order, steps, vmap_workers, whole_numbers
 
 ENTRIES = 5
+
+
+class Turned(NamedTuple):
+    current: jax.Array
+    next: jax.Array
+    left: jax.Array
+    epoch: jax.Array
 
 
 @given(
@@ -29,7 +37,7 @@ def test_every_step_keeps_its_units_and_every_unit_has_one_worker(before, after,
     together = loads * step * lcm + min(tail, step - 1) * lcm  # units
     size, new_size = step * lcm // before, step * lcm // after
     rows = np.random.default_rng(together).permutation(together).reshape(before, -1)
-    new = redistributed(rows, after, size)
+    new = redistribute(rows, after, size)
     assert new.tolist() == reference.redistributed(rows.tolist(), after, size)
     old_steps, new_steps = steps(rows.shape[1], size), steps(new.shape[1], new_size)
     for (a, b), (c, d) in zip(old_steps, new_steps, strict=True):
@@ -146,20 +154,22 @@ def test_each_unit_is_visited_once_per_epoch_across_a_resize(name, before, after
         assert name not in GLOBAL or set(range(20)) - set(seen) != left  # others wait now
 
 
-def test_an_unknown_order_can_be_resized_only_between_epochs():
-    class Mine(dict):
-        """A state of an order that is not registered."""
+def test_an_order_of_ones_own_is_resized_only_between_epochs():
+    class Mine(ordering.Ordering):
+        def init(self, key, params=None):
+            rows = jnp.arange(self.num_units)
+            return Turned(rows, rows, *jnp.zeros((2,), jnp.int32))
 
-        __getattr__ = dict.__getitem__
+        def next_epoch(self, state):
+            return state
 
-        def _replace(self, **fields):
-            return Mine(self | fields)
-
-    state = Mine(current=np.array([[1, 0]] * 4))
-    fresh = Mine(current=np.zeros((2, 4)), gradients="none")
-    given = {"order": None, "units": np.arange(8).reshape(4, 2), "units_per_step": 1}
-    with pytest.raises(ValueError, match="Mine is not registered .* at the end of"):
-        resize(state, fresh, visited=1, **given)
-    new, units = resize(state, fresh, visited=0, **given)
-    assert units.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]] and new.gradients == "none"
+    state, fresh = (
+        ordering.init_workers(Mine(num_units=8 // w), jax.random.key(0), None, w) for w in (4, 2)
+    )
+    state = state._replace(current=state.current[:, ::-1])
+    given = {"order": Mine(num_units=4), "units": np.arange(8).reshape(4, 2), "units_per_step": 1}
+    with pytest.raises(ValueError, match="Mine has no method resize.* at the end of"):
+        ordering.resize(state, fresh, visited=1, **given)
+    new, units = ordering.resize(state, fresh, visited=0, **given)
+    assert units.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert new.current.tolist() == new.next.tolist() == [[1, 3, 0, 2]] * 2

@@ -15,13 +15,13 @@ from jax.sharding import NamedSharding
 import ordering
 from benchmarks.topologies import CUDA, LIBTPU, slice_of, uncached
 from ordering import signs as sign_kernel
-from ordering.signs import greedy
+from ordering.signs import Greedy
 from syncopate import mesh
 from tests import tables
 from tests.compiled_runs import compiled_by, marks_of, text_of
 
 RULES = {
-    "greedy": greedy(),
+    "greedy": Greedy(),
     "walk": ordering.baselines.self_balancing_walk(bound=40.0),
     "halving": ordering.baselines.kernel_halving(num_epochs=7, num_pairs=30),
 }
@@ -96,7 +96,7 @@ def test_a_rule_with_arrays_in_its_state_is_signed_by_the_scan(monkeypatch):
         monkeypatch.setattr(sign_kernel.mesh, "platform", lambda platform=platform: platform)
         for rule, state in (
             (RULES["walk"], RULES["walk"].init(jax.random.key(0))),
-            (greedy(), jnp.zeros(4)),
+            (Greedy(), jnp.zeros(4)),
         ):
             jax.eval_shape(functools.partial(sign_kernel.signs_of, rule), state, *args)
     scan, kernel = ("signs_by_scan", {}), "signs_in_kernel"
@@ -111,10 +111,10 @@ def test_arrays_on_the_cpu_of_another_machine_are_signed_there(platform, jit, mo
     random = np.random.default_rng(0)
     vectors = jnp.asarray(random.normal(size=(6, 4)), jnp.float32)
     args = jnp.zeros(()), vectors @ jnp.ones(4), vectors @ vectors.T, jnp.ones(6, bool)
-    expected = sign_kernel.signs_by_scan(greedy(), *args)[1]
+    expected = sign_kernel.signs_by_scan(Greedy(), *args)[1]
     monkeypatch.setattr(sign_kernel.mesh, "platform", lambda: platform)
     monkeypatch.setattr(sign_kernel, "_has_triton", lambda: True)
-    actual = jit(lambda *args: sign_kernel.signs_of(greedy(), *args)[1])(*args)
+    actual = jit(lambda *args: sign_kernel.signs_of(Greedy(), *args)[1])(*args)
     np.testing.assert_array_equal(actual, expected)
 
 
@@ -196,7 +196,7 @@ def test_a_kernel_is_lowered_under_axes_that_are_left_to_the_compiler(
 
     def signs(dots, gram):
         valid = jnp.ones(dots.shape, bool)
-        return sign_kernel.signs_of(greedy(), (), dots, gram, valid)[1]
+        return sign_kernel.signs_of(Greedy(), (), dots, gram, valid)[1]
 
     split = jax.P("worker")
     run = jax.shard_map(

@@ -78,9 +78,10 @@ def test_gradients_smaller_than_a_sketch_are_kept_and_give_the_same_orders():
     vectors = jax.random.normal(jax.random.key(1), (8, 20))
     order = ordering.pair_balance(8, units_per_step=2)
     to_sketch = ordering.make_sketch(jax.random.key(2), size=32)
-    short = order._replace(
-        init=lambda key, params: order.init(key, jnp.zeros(32)),
-        observe=lambda s, rows: order.observe(s, jax.vmap(to_sketch)(rows)),
+    short = tables.with_methods(
+        order,
+        init=lambda self, key, params: order.init(key, jnp.zeros(32)),
+        observe=lambda self, s, rows: order.observe(s, jax.vmap(to_sketch)(rows)),
     )
     exact, sketched = (tables.run_workers(o, vectors[None], 2) for o in (order, short))
     np.testing.assert_array_equal(exact, sketched)
