@@ -22,12 +22,16 @@ import ordering
 from benchmarks import timing, torch_tasks
 from benchmarks.torch_tasks import MOMENTUM, Problem
 from experiments.timing import carry_on
-from ordering.signs import greedy
+from ordering.signs import SignRule
 
 SKETCH = 1024
-STRICT = greedy()._replace(  # the rule of grab-sampler: a product of zero is a minus
-    sign=lambda state, dot, norm2, coin: (state, jnp.where(dot < 0, 1.0, -1.0))
-)
+
+
+class Strict(SignRule):
+    """The rule of grab-sampler: a product of zero is a minus."""
+
+    def sign(self, state, dot, norm2, coin):
+        return state, jnp.where(dot < 0, 1.0, -1.0)
 
 
 def _mean_alone(loss: Callable) -> Callable:
@@ -42,9 +46,9 @@ def _sketched(loss: Callable) -> Callable:
 
 ORDERS = {  # (order of M units with B in a step, gradients of a loss)
     "random order": (lambda units, **_: ordering.random_reshuffling(units), _mean_alone),
-    "grab": (functools.partial(ordering.grab, rule=STRICT), ordering.per_example_grads),
+    "grab": (functools.partial(ordering.grab, rule=Strict()), ordering.per_example_grads),
     "pair_balance": (
-        functools.partial(ordering.pair_balance, rule=STRICT),
+        functools.partial(ordering.pair_balance, rule=Strict()),
         ordering.per_example_grads,
     ),
     "cd_grab": (ordering.cd_grab, ordering.per_example_grads),

@@ -1,7 +1,7 @@
 """GraB: signs of gradients, centred by the mean gradient of the epoch before (mean balance)."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ class GrabState(NamedTuple):
 class Grab(Ordering):
     """What `grab` returns."""
 
-    rule: signs.SignRule
+    rule: Any  # a sign rule; None for `signs.Greedy`
 
     observes = True
 

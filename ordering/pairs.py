@@ -7,7 +7,7 @@ parts. It sends as much as the first half of an all-reduce.
 
 import dataclasses
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +49,7 @@ def _placed_pairs(position: Int[Array, ""], num_units: int) -> Int[Array, ""]:
 class Pairs(Ordering):
     """The common part of the orders that place pairs by their signs."""
 
-    rule: signs.SignRule
+    rule: Any  # a sign rule; None for `signs.Greedy`
 
     observes = True
     axis_name = None

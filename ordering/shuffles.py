@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ class Shuffled(Ordering):
     axis_name = AXIS
     kind = ShuffleState
 
-    def draw(self, key: Key[Array, ""], epoch: Int[Array, ""], current: Array) -> Int[Array, "M"]:
+    def draw(self, key: Key[Array, ""], epoch: Any, current: Any) -> Int[Array, "M"]:
         """The order of this epoch, the first or a later one, after `current`."""
         raise NotImplementedError
 

@@ -20,12 +20,17 @@ ADDITIONS = {
         {
             "ordering/backwards.py": '''"""Every other epoch goes backwards."""
 
-from ordering import base
 from ordering.base import Ordering
-from ordering.shuffles import shuffled
+from ordering.shuffles import Shuffled
 
 
-@base.made_once
+class Backwards(Shuffled):
+    """What `backwards` returns."""
+
+    def draw(self, key, epoch, current):
+        return current[::-1]
+
+
 def backwards(num_units: int, *, units_per_step: int = 1) -> Ordering:
     """One permutation, which every other epoch visits backwards.
 
@@ -46,9 +51,7 @@ def backwards(num_units: int, *, units_per_step: int = 1) -> Ordering:
       >>> state.next.tolist() == state.current.tolist()[::-1]
       True
     """
-    return shuffled(
-        num_units, lambda key, epoch, current: current[::-1], units_per_step=units_per_step
-    )
+    return Backwards(num_units=num_units, units_per_step=units_per_step)
 '''
         },
         (
@@ -76,7 +79,20 @@ def backwards(num_units: int, *, units_per_step: int = 1) -> Ordering:
             before(
                 "ordering/baselines/rules.py",
                 "class WalkState(NamedTuple):\n",
-                '''def alternating() -> SignRule:
+                '''class Alternating(SignRule):
+    """What `alternating` returns."""
+
+    def init(self, key):
+        return jnp.zeros((), jnp.int32)
+
+    def sign(self, state, dot, norm2, coin):
+        return state + 1, plus_iff(state % 2 == 0)
+
+    def next_epoch(self, state):
+        return jnp.zeros_like(state)
+
+
+def alternating() -> SignRule:
     """The signs +, -, +, ... of an epoch's vectors.
 
     Returns:
@@ -86,11 +102,7 @@ def backwards(num_units: int, *, units_per_step: int = 1) -> Ordering:
       >>> from syncopate import ordering
       >>> rule = ordering.baselines.alternating()
     """
-    return SignRule(
-        init=lambda key: jnp.zeros((), jnp.int32),
-        sign=lambda state, dot, norm2, coin: (state + 1, plus_iff(state % 2 == 0)),
-        next_epoch=jnp.zeros_like,
-    )
+    return Alternating()
 
 
 ''',

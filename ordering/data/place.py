@@ -152,7 +152,7 @@ def unwrap(saved: Any) -> tuple[Any, Any]:
         return saved, None
 
 
-def part_of(tree: Any, name: str | int) -> Any:
+def part_of(tree: Any, name: Any) -> Any:
     """A field or an item of a tree, or of the form that a checkpoint gave it."""
     number = ReadState._fields.index(name) if name in ReadState._fields else name
     return _part_of(tree, number, name)

@@ -85,7 +85,7 @@ def read_pipeline(pipeline: Callable, order: Ordering, workers: Workers, unit_si
     return batches
 
 
-def units_of(units: Indices, here: Sequence[int], sizes: Sizes, order: Ordering) -> Any:
+def units_of(units: Indices, here: Any, sizes: Sizes, order: Ordering) -> Any:
     """The units that some workers read, from those of all, which are in whole windows.
 
     Those of an order that is stored are an array; raises ValueError if one comes twice.
