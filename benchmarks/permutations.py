@@ -190,7 +190,7 @@ def read_counted(size):
     order = ordering.counted(size, units_per_step=32)
     reads = ordering.data.read_epochs(Numbers(size), order, jax.random.key(0), workers=8)
     next(reads)
-    indices = order.indices(reads.order_state)
+    indices = order.units(reads.order_state)
     return lambda: np.asarray(indices[: 2**20])
 
 
@@ -206,7 +206,7 @@ def read_grain_counted(size):
     import grain as package
 
     order = ordering.counted(size)
-    indices = order.indices(order.init(jax.random.key(0), None))
+    indices = order.units(order.init(jax.random.key(0), None))
     source = Numbers(size)
     examples = package.MapDataset.source(indices).map(lambda i: source[i])
     next(iter(examples.batch(256)))

@@ -49,6 +49,8 @@ class Ordering:
       is_global: whether units are numbers of all workers' units, instead of the worker's own.
       computed: whether all workers share one state, and `units` are computed where they are read.
       total: for a global order, the number of units of the data; None for W M.
+      step_units: the units of a step of all workers, if there is one number of workers for B.
+      epoch_units: `(key, epoch) -> units`, if an epoch is known from its number, without others.
 
     Raises:
       ValueError: at construction for sizes out of range; while tracing for the state of another
@@ -70,6 +72,8 @@ class Ordering:
     is_global: ClassVar[bool] = False
     computed: ClassVar[bool] = False
     total = None
+    step_units = None
+    epoch_units: ClassVar[Any] = None
 
     def __post_init__(self):
         num_units, units_per_step = check_units(self.num_units, self.units_per_step)

@@ -3,22 +3,21 @@
 import dataclasses
 import functools
 import hashlib
-import threading
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Array, Int, Key, PyTree
+from jaxtyping import Int, PyTree
 
 from ordering import base
 from ordering.base import Ordering
 from ordering.blocks import sources as blocks
 from ordering.data.sources import Source, as_source, check_indices
 from ordering.indices import Indices
-from ordering.permutations import MOST, computed_order, domain_of, keys_of_epoch, shuffle_by_numpy
+from ordering.permutations import MOST, Computed, counted
 from ordering.shares import BLOCK, NO_END, fixed_bits, fixed_point, plan_counts
 from syncopate import plans, schedules
 
@@ -26,13 +25,6 @@ if TYPE_CHECKING:
     import optax
 
 EXHAUSTED = ("repeat", "stop", "end")
-
-
-class MixtureState(NamedTuple):
-    """The state of all workers together."""
-
-    key: Key[Array, ""]
-    epoch: Int[Array, ""]  # runs of the plan that are finished
 
 
 class ExamplesRead(dict[str, int]):
@@ -81,12 +73,11 @@ class MixturePlan(plans.Plan):
                 f"which add up to {batch_size} in every row."
             )
         super().__init__([0], len(counts), rule)
-        values = {"counts": counts.astype(np.int32), "sizes": dict(sizes)}
-        values |= {"batch_size": batch_size, "examples_read": examples_read}
-        values["shares"] = np.broadcast_to(np.asarray(shares, np.float64), counts.shape)
-        values["counts"].setflags(write=False)
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+        shares = np.broadcast_to(np.asarray(shares, np.float64), counts.shape)
+        counts = counts.astype(np.int32)
+        counts.setflags(write=False)
+        vars(self).update(counts=counts, sizes=dict(sizes), batch_size=batch_size, shares=shares)
+        vars(self).update(examples_read=examples_read)
 
     def digest(self) -> str:
         """A hash (64 hex digits) of names, sizes and all counts; independent of the machine."""
@@ -119,14 +110,20 @@ class MixturePlan(plans.Plan):
         bits = fixed_bits(self.batch_size, len(self.sizes))
         owed = self._starts[1][step // BLOCK] + self._due(step // BLOCK * BLOCK, step)
         owed = (owed * 2.0**-bits).tolist()
-        before = self._before(step).tolist()
+        before = self._before(np.array([step]))[0].tolist()
         read = dict(zip(self.sizes, before, strict=True))
         return ExamplesRead(read, dict(zip(self.sizes, owed, strict=True)))
 
-    def _before(self, step: int) -> Int[np.ndarray, "S"]:
-        """Examples of each source that were read before a step."""
-        start = step // BLOCK * BLOCK
-        return self._starts[0][step // BLOCK] + self.counts[start:step].sum(axis=0, dtype=np.int64)
+    def _before(self, steps: Int[np.ndarray, "n"]) -> Int[np.ndarray, "n S"]:
+        """Examples of each source that were read before some steps."""
+        block, rest = np.divmod(steps, BLOCK)
+        before = self._starts[0][block]
+        for number in np.unique(block).tolist():
+            mine, start = block == number, number * BLOCK
+            rows = self.counts[start : start + rest[mine].max()]
+            sums = np.cumsum(np.pad(rows, ((1, 0), (0, 0))), axis=0, dtype=np.int64)
+            before[mine] += sums[rest[mine]]
+        return before
 
     def _due(self, start: int, stop: int) -> Int[np.ndarray, "S"]:
         """By how much more sources are owed after these steps, in fixed point."""
@@ -212,8 +209,9 @@ class MixturePlan(plans.Plan):
 
         Args:
           workers: W, which divides batch_size; another number reads the same steps.
-          orders: {name: order of the source's examples}, without gradients and for one worker;
-            `counted` for all others. A source's key is made of the run's key and the source's name.
+          orders: {name: order of the source's examples} for one worker, whose epochs are known from
+            their numbers: `random_reshuffling`, `scored`, or `counted`, which all others have. A
+            source's key is made of the run's key and the source's name.
 
         Returns:
           An `Ordering` for `read_epochs` and the other readers, over `source(...)`. Its state is a
@@ -233,8 +231,16 @@ class MixturePlan(plans.Plan):
             raise ValueError(f"orders is {orders!r:.200}: pass {{name: an Ordering}}.")
         if strange := [name for name in orders if name not in self.sizes]:
             raise ValueError(f"orders names {strange}, none of {[*self.sizes]}.")
-        checked = {n: _check_order(n, order, self.sizes[n]) for n, order in orders.items()}
-        return _order(self, checked, self.batch_size // workers)
+        of_all = [
+            _check_order(name, orders[name], size) if name in orders else counted(size)
+            for name, size in self.sizes.items()
+        ]
+        return Mixture(
+            num_units=self.total_steps * self.batch_size,
+            units_per_step=self.batch_size // workers,
+            plan=self,
+            orders=tuple(of_all),
+        )
 
     def _content(self):
         fields = ("rule", "sizes", "batch_size", "examples_read")
@@ -247,13 +253,13 @@ class MixturePlan(plans.Plan):
 
     @classmethod
     def _of_content(cls, content) -> Self:
-        content = {name: value for name, value in content.items() if name != "digest"}
-        read = ExamplesRead(content["examples_read"], content.pop("owed"))
-        return cls(**content | {"examples_read": read})
+        read = ExamplesRead(content["examples_read"], content["owed"])
+        names = ("counts", "sizes", "batch_size", "rule", "shares")
+        return cls(examples_read=read, **{name: content[name] for name in names})
 
     def describe(self) -> str:
         """A summary that fits one screen: rule, sizes, hash, passes, and shares over the run."""
-        end = self._before(self.total_steps)
+        end = self._before(np.array([self.total_steps]))[0]
         edges = np.unique(np.linspace(0, self.total_steps, 6).astype(int))
         head = f"{self.total_steps} steps of {self.batch_size} examples"
         lines = [self.rule, f"{head}, hash {self.digest()[:12]}"]
@@ -342,11 +348,11 @@ def mixture(
         raise ValueError(f"weights at step {empty[0]} add up to {total[empty[0]]}: pass some > 0.")
     read = dict.fromkeys(names, 0) if examples_read is None else examples_read
     _check_names("examples_read", read, sizes)
-    owed = read.owed if isinstance(read, ExamplesRead) else dict.fromkeys(names, 0.0)
+    owed = read.owed if isinstance(read, ExamplesRead) else {}
     counts = {name: plans.check_whole(f"examples_read[{name}]", read[name], 0) for name in names}
     left = [NO_END if exhausted == "repeat" else max(0, sizes[n] - counts[n]) for n in names]
     shares = np.broadcast_to(table / total[:, None], (total_steps, len(names)))
-    read = ExamplesRead(counts, {name: owed[name] for name in names})
+    read = ExamplesRead(counts, {name: owed.get(name, 0.0) for name in names})
     behind = np.array([*read.owed.values()])
     planned, shares = plan_counts(shares, batch_size, behind, np.array(left), exhausted)
     if not len(planned):
@@ -357,88 +363,96 @@ def mixture(
     return MixturePlan(planned, {n: int(sizes[n]) for n in names}, batch_size, read, rule, shares)
 
 
-def _layout(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(source, number in that source) of every place of a step; sources are spread evenly."""
-    source = np.repeat(np.arange(len(counts)), counts)
-    number = np.concatenate([np.arange(count) for count in counts])
-    place = (number + 0.5) / np.repeat(np.maximum(counts, 1), counts)
-    order = np.argsort(place, kind="stable")
-    return source[order], number[order]
+def _layouts(counts: Int[np.ndarray, "n S"]) -> tuple[np.ndarray, np.ndarray]:
+    """(source, number in that source) of every place of some steps, [n, B]; spread evenly."""
+    each, shape = counts.reshape(-1), (len(counts), -1)
+    number = np.arange(each.sum()) - np.repeat(np.cumsum(each) - each, each)
+    source = np.repeat(np.tile(np.arange(counts.shape[1]), len(counts)), each).reshape(shape)
+    place = ((number + 0.5) / np.repeat(each, each)).reshape(shape)
+    order = np.argsort(place, axis=1, kind="stable")
+    return np.take_along_axis(source, order, 1), np.take_along_axis(number.reshape(shape), order, 1)
 
 
-class Reshuffled:
-    """The units of a source in each pass, as in `counted`; other processes can compute them."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mixture(Computed):
+    """What `MixturePlan.order` returns."""
 
-    def __init__(self, key_data: Int[np.ndarray, "k"], size: int):
-        self._words, self._size, self._recent = key_data, size, {}
+    others = "sizes, orders or examples_read, or after a run other counts"
 
-    def __getitem__(self, number: int) -> Any:
-        """The units of a pass; the last one is kept."""
-        recent = self._recent
-        if number not in recent:
-            domain = domain_of(self._size)
-            keys = keys_of_epoch(self._words, number, domain)
-            units = functools.partial(shuffle_by_numpy, domain=domain, keys=keys)
-            recent = self._recent = {number: Indices(units, self._size)}
-        return recent[number]
+    plan: MixturePlan
+    orders: tuple[Ordering, ...]  # of all sources
 
+    def __post_init__(self):
+        pass  # the plan has checked it
 
-class Passes:
-    """The units of a source in each pass, by an order without gradients."""
+    @property
+    def total(self) -> int:
+        return int(self.plan._first[-1])
 
-    def __init__(self, order: Ordering, key: Key[Array, ""]):
-        self._order, self._lock = order, threading.Lock()
-        self._state: Any = order.init(key, None)
-        self._first, self._number, self._recent = self._state, 0, {}
+    @property
+    def step_units(self) -> int:
+        return self.plan.batch_size
 
-    def __getitem__(self, number: int) -> Any:
-        """The units of a pass; the last one is kept."""
-        with self._lock:
-            if number not in self._recent:
-                if number < self._number:
-                    self._state, self._number = self._first, 0
-                for _ in range(number - self._number):
-                    self._state = self._order.next_epoch(self._state)
-                self._number, made = number, self._order.indices
-                units = made(self._state) if made else np.asarray(self._state.current)
-                self._recent = {number: units}
-            return self._recent[number]
+    def digest(self, units: int = 0) -> np.uint32:
+        """A hash of the sources, and of what the plan takes of them before these units."""
+        checksum = self.plan.checksum(-(-int(units) // self.plan.batch_size))
+        return np.uint32(zlib.crc32(self._sources, checksum))
 
+    @functools.cached_property
+    def _sources(self) -> bytes:
+        content: list[Any] = [type(self).__name__]
+        for order in self.orders:  # also of the scores, which its own digest leaves out
+            names = {field.name for field in dataclasses.fields(order)} - {*base.NOT_IN_DIGEST}
+            fields = [getattr(order, name) for name in sorted(names)]
+            content.append((type(order).__name__, *fields))
+        return repr(content).encode()
 
-def _order(plan: MixturePlan, orders: dict[str, Ordering], units_per_step: int) -> Ordering:
-    def indices(state):
-        passes = []
-        for name, size in plan.sizes.items():
-            of_source = jax.random.fold_in(state.key, zlib.crc32(name.encode()))
-            words = np.asarray(jax.random.key_data(of_source))
-            given = orders.get(name)
-            passes.append(Passes(given, of_source) if given else Reshuffled(words, size))
-        units = functools.partial(_units, plan, passes, int(state.epoch))
-        return Indices(units, plan.counts.sum())
+    @functools.cached_property
+    def epoch_programs(self) -> list[Any]:
+        """`(key, epoch) -> units` of each source, compiled for orders that are stored."""
+        return [x.epoch_units if x.computed else jax.jit(x.epoch_units) for x in self.orders]
 
-    return computed_order(MixtureState, indices, int(plan._first[-1]), units_per_step)
+    def epoch_units(self, key, epoch):
+        words = jax.device_get(jax.random.key_data(key))
+        run = Run(self, words, str(jax.random.key_impl(key)), int(epoch))
+        return Indices(run, self.num_units)
 
 
-def _units(plan: MixturePlan, passes: Sequence, run: int, places: np.ndarray) -> np.ndarray:
-    """int64, the units at these places of a run of the plan."""
-    flat = places.reshape(-1)
-    source, number = np.empty(flat.size, np.int64), np.empty(flat.size, np.int64)
-    by_place = np.argsort(flat, kind="stable")
-    steps, starts = np.unique(flat[by_place] // plan.batch_size, return_index=True)
-    for step, part in zip(steps.tolist(), np.split(by_place, starts)[1:], strict=True):
-        slots = flat[part] - step * plan.batch_size
-        of_slot, nth = _layout(plan.counts[step])
-        source[part] = of_slot[slots]
-        number[part] = plan._before(step)[of_slot[slots]] + nth[slots]
-    units = np.empty(flat.size, np.int64)
-    more = run * (plan._before(plan.total_steps) - plan._before(0))
-    for s, size in enumerate(plan.sizes.values()):
-        at = np.flatnonzero(source == s)
-        pass_of, place = np.divmod(number[at] + more[s], size)
-        for p in np.unique(pass_of).tolist():
-            mine = pass_of == p
-            units[at[mine]] = plan._first[s] + passes[s][p][place[mine]]
-    return units.reshape(places.shape)
+class Run:
+    """`places -> units` in a run of a plan, also in other threads and processes."""
+
+    def __init__(self, order: Mixture, key_data: Int[np.ndarray, "k"], impl: str, number: int):
+        self._of = order, key_data, impl, number
+        self._order, self._words, self._impl, self._number = self._of
+        # A thread may be a pass behind another one.
+        self._pass = functools.lru_cache(4 * len(order.orders))(self._units_of_pass)
+
+    def __reduce__(self):
+        return Run, self._of
+
+    def _units_of_pass(self, source: int, number: int) -> Any:
+        name = [*self._order.plan.sizes][source]
+        key = jax.random.wrap_key_data(jax.device_put(self._words), impl=self._impl)
+        of_source, number = jax.device_put((np.uint32(zlib.crc32(name.encode())), np.int32(number)))
+        units = self._order.epoch_programs[source](jax.random.fold_in(key, of_source), number)
+        return units if isinstance(units, Indices) else jax.device_get(units)
+
+    def __call__(self, places: Int[np.ndarray, "..."]) -> Int[np.ndarray, "..."]:
+        plan, flat = self._order.plan, places.reshape(-1)
+        steps, which = np.unique(flat // plan.batch_size, return_inverse=True)
+        place = which, flat % plan.batch_size
+        source, number = (x[place] for x in _layouts(plan.counts[steps]))
+        number = number + plan._before(steps)[which, source]
+        units = np.empty(flat.size, np.int64)
+        before = plan._before(np.array([0, plan.total_steps]))
+        number += self._number * (before[1] - before[0])[source]
+        for s in np.unique(source).tolist():
+            at = np.flatnonzero(source == s)
+            pass_of, place = np.divmod(number[at], [*plan.sizes.values()][s])
+            for p in np.unique(pass_of).tolist():
+                mine = pass_of == p
+                units[at[mine]] = plan._first[s] + self._pass(s, p)[place[mine]]
+        return units.reshape(places.shape)
 
 
 class Records(Sequence):
@@ -484,16 +498,12 @@ class Joined(Source):
             indices = np.arange(*indices.indices(len(self)))
         indices = np.asarray(check_indices(indices, len(self)))
         source = np.searchsorted(self._first, indices, side="right") - 1
-        batch = None
-        for s in np.unique(source).tolist() or [0]:
-            at = np.flatnonzero(source == s)
-            part = self._parts[s][indices[at] - self._first[s]]
-            if batch is None:
-                batch = jax.tree.map(
-                    lambda x: np.empty((len(indices), *x.shape[1:]), x.dtype), part
-                )
-            jax.tree.map(functools.partial(_put, self._names[s], at), batch, part)
-        return batch
+        of_all = [
+            self._parts[s][indices[source == s] - self._first[s]]
+            for s in np.unique(source).tolist() or [0]
+        ]
+        back = np.argsort(np.argsort(source, kind="stable"))
+        return jax.tree.map(lambda *parts: _concatenated(parts)[back], *of_all)
 
     def example(self, i: int) -> PyTree:
         """Example i, unchanged."""
@@ -504,13 +514,12 @@ class Joined(Source):
         return Joined, (self._parts, self._names, self._first)
 
 
-def _put(name: str, at: np.ndarray, batch: np.ndarray, part: np.ndarray) -> None:
-    if part.shape[1:] != batch.shape[1:]:
+def _concatenated(parts: Sequence[np.ndarray]) -> np.ndarray:
+    if len(shapes := {x.shape[1:] for x in parts}) > 1:
         raise ValueError(
-            f"the examples of {name} have the shape {part.shape[1:]}, and others of the batch "
-            f"{batch.shape[1:]}: pad or cut them in the source."
+            f"examples of a batch have the shapes {sorted(shapes)}: pad or cut them in the source."
         )
-    batch[at] = part
+    return np.concatenate(parts)
 
 
 def _check_sizes(sizes: Any) -> list[str]:
@@ -548,12 +557,14 @@ def _mean_length(name: str, tokens: Any, size: int) -> float:
 def _check_order(name: str, order: Any, size: int) -> Ordering:
     """An order of one source; raises ValueError for one that does not fit."""
     base.check_order(order)
-    first = order.init(jax.random.key(0), None)
-    number = order.total if order.indices else len(first.current)
-    if hasattr(first, "position") or number != size:
+    if isinstance(order, Mixture) or order.epoch_units is None:
         raise ValueError(
-            f"orders[{name}] has {number} units, and its source {size} examples: pass an order of "
-            "one worker for all of them, which looks at no gradients, as "
-            f"ordering.random_reshuffling({size})."
+            f"orders[{name}] is a {type(order).__name__}, whose epochs follow from each other: "
+            "pass counted, random_reshuffling or scored."
+        )
+    if order.num_units != size:
+        raise ValueError(
+            f"orders[{name}] has {order.num_units} units, and its source {size} examples: pass an "
+            f"order of one worker for all of them, as ordering.random_reshuffling({size})."
         )
     return order

@@ -9,10 +9,11 @@ because otherwise a round could only be an even permutation.
 All arithmetic is that of uint32, so NumPy and JAX compute the same units.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Int, Key, UInt32
 
 from ordering import base
-from ordering.base import Ordering, State
+from ordering.base import Ordering
 from ordering.indices import Indices
 from syncopate import plans
 
@@ -35,11 +36,12 @@ SEEDS = np.uint32(0x9E3779B9), np.uint32(0x85EBCA6B)
 Halves = tuple[Any, Any]  # low, high: uint32[n], of NumPy or of JAX
 
 
-class CountedState(NamedTuple):
+class ComputedState(NamedTuple):
     """The state of all workers together."""
 
     key: Key[Array, ""]
     epoch: Int[Array, ""]  # epochs finished
+    digest: UInt32[Array, ""]  # of what the units are computed from, beside the key and the epoch
 
 
 class Domain(NamedTuple):
@@ -195,7 +197,8 @@ def index_shuffle(
     by_jax = isinstance(index, jax.Array) or any(isinstance(x, Tracer) for x in (words, epoch))
     most = base.MOST_UNITS if by_jax else MOST
     num_units = plans.check_whole("num_units", num_units, 1, most)
-    places, epoch = check_places(index, num_units), check_epoch(epoch)
+    places: Any = check_places(index, num_units)
+    epoch = check_epoch(epoch)
     if by_jax:
         return shuffle_by_jax(places, words, epoch, num_units)
     domain = domain_of(num_units)
@@ -224,22 +227,8 @@ def check_epoch(epoch: Any) -> UInt32[ArrayLike, ""]:
 
 def keys_of_epoch(key_data: Any, epoch: Any, domain: Domain) -> Halves:
     """The round keys of NumPy, from the data of a key."""
-    words = np.array([*np.asarray(key_data), epoch], np.uint32)
+    words = np.array([*jax.device_get(key_data), epoch], np.uint32)
     return round_keys(words[:, None], domain.rounds)
-
-
-class Groups(NamedTuple):
-    """How groups of consecutive units, 0 .. K - 1 and so on, are kept together or spread."""
-
-    size: int  # K
-    outer: Domain  # of the groups; the last one may have fewer units
-    inner: Domain  # of the units of a group
-    last: Domain  # of those of the last one
-
-
-def groups_of(num_units: int, size: int) -> Groups:
-    outer = domain_of(-(-num_units // size))
-    return Groups(size, outer, domain_of(size), domain_of((num_units - 1) % size + 1))
 
 
 def shuffle_within(
@@ -256,34 +245,131 @@ def shuffle_within(
 
 
 def groups_together(
-    places: Int[np.ndarray, "..."], groups: Groups, words: UInt32[np.ndarray, "k"]
+    places: Int[np.ndarray, "..."], num_units: int, size: int, words: UInt32[np.ndarray, "k"]
 ) -> Int[np.ndarray, "..."]:
     """The units at these places, where whole groups follow each other."""
-    flat, keys = places.reshape(-1), round_keys(words[:, None], groups.outer.rounds)
-    last = np.array([groups.outer.num_units - 1])  # the group that may have fewer units
-    begin = shuffle_by_numpy(last, groups.outer, keys, feistel_inverse)[0] * groups.size
-    end = begin + groups.last.num_units
-    later = np.where(flat >= end, groups.size - groups.last.num_units, 0)
-    positions, within = np.divmod(flat + later, groups.size)
-    numbers, units = shuffle_by_numpy(positions, groups.outer, keys), np.empty(flat.size, np.int64)
-    short = (flat >= begin) & (flat < end)
-    for which, domain in ((~short, groups.inner), (short, groups.last)):
-        units[which] = shuffle_within(numbers[which], within[which], domain, words)
-    return (numbers * groups.size + units).reshape(places.shape)
+    flat, shape = places.reshape(-1), places.shape
+    domain, last = domain_of(-(-num_units // size)), (num_units - 1) % size + 1
+    keys = round_keys(words[:, None], domain.rounds)
+    # The last group may have fewer units; it begins at this place.
+    begin = size * cycle_walk(np.array([domain.num_units - 1]), domain, keys, feistel_inverse)
+    short = (flat >= begin) & (flat < begin + last)
+    later = np.where(flat >= begin + last, size - last, 0)
+    positions, within = np.divmod(flat + later, size)
+    numbers, units = shuffle_by_numpy(positions, domain, keys), np.empty(flat.size, np.int64)
+    for which, number in ((~short, size), (short, last)):
+        units[which] = shuffle_within(numbers[which], within[which], domain_of(number), words)
+    return (numbers * size + units).reshape(shape)
 
 
 def groups_spread(
-    places: Int[np.ndarray, "..."], groups: Groups, words: UInt32[np.ndarray, "k"]
+    places: Int[np.ndarray, "..."], num_units: int, size: int, words: UInt32[np.ndarray, "k"]
 ) -> Int[np.ndarray, "..."]:
     """The units at these places; those of a group are as many places apart as there are groups."""
-    turn, position = np.divmod(places.reshape(-1), groups.outer.num_units)
-    keys = round_keys(words[:, None], groups.outer.rounds)
-    numbers = shuffle_by_numpy(position, groups.outer, keys)
-    units = numbers * groups.size + shuffle_within(numbers, turn, groups.inner, words)
+    domain = domain_of(num_units // size)
+    turn, position = np.divmod(places.reshape(-1), domain.num_units)
+    numbers = shuffle_by_numpy(position, domain, round_keys(words[:, None], domain.rounds))
+    units = numbers * size + shuffle_within(numbers, turn, domain_of(size), words)
     return units.reshape(places.shape)
 
 
-@base.made_once
+GROUPS = {"together": groups_together, "spread": groups_spread}
+
+
+class Computed(Ordering):
+    """An order of all workers' units, by the key and the number of an epoch alone.
+
+    A subclass has `epoch_units`, and says in `others` what makes its units other ones.
+    """
+
+    is_global = computed = True
+    others: ClassVar[str]
+
+    def init(self, key, params=None):
+        # A copy of the key, which the caller keeps when the state is donated.
+        key = jax.random.clone(plans.check_key(key))
+        return ComputedState(key, *jax.device_put((np.int32(0), self.digest())))
+
+    def observe(self, state, gradients):
+        self._check(state)
+        return super().observe(state, gradients)
+
+    def next_epoch(self, state):
+        self._check(state)
+        one, digest = jax.device_put((np.int32(1), self.digest(self.num_units)))
+        return state._replace(epoch=state.epoch + one, digest=digest)
+
+    def units(self, state, start=0):
+        return self._units(state, 0)[start:]
+
+    def indices(self, state: ComputedState) -> Indices:
+        """The units of this epoch, for other readers than those of `ordering.data`."""
+        return self.units(state)
+
+    def next_units(self, state):
+        return self._units(state, 1), self.num_units
+
+    def _units(self, state: ComputedState, later: int) -> Indices:
+        self._check(state)
+        epoch, digest = map(int, jax.device_get((state.epoch, state.digest)))
+        if digest != self.digest(self.num_units if epoch else 0):
+            raise ValueError(
+                f"the state is of a {type(self).__name__} with other {self.others}: make the order "
+                "with those, or begin anew without the state."
+            )
+        return self.epoch_units(state.key, epoch + later)
+
+    def _check(self, state: Any) -> None:
+        if type(state) is not ComputedState or np.shape(state.epoch):
+            raise ValueError(
+                f"{type(self).__name__} got a {type(state).__name__}: pass the state that its last "
+                "call returned; all workers share one."
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Counted(Computed):
+    """What `counted` returns."""
+
+    others = "num_units, group_size or groups"
+
+    group_size: int = 1
+    groups: str = "mixed"
+
+    def __post_init__(self):
+        num_units = plans.check_whole("num_units", self.num_units, 1, MOST)
+        units_per_step = plans.check_whole("units_per_step", self.units_per_step, 1, num_units)
+        group_size = plans.check_whole("group_size", self.group_size, 1, num_units)
+        if self.groups not in ("mixed", *GROUPS):
+            raise ValueError(f"groups is {self.groups!r}: pass one of mixed, {', '.join(GROUPS)}.")
+        if self.groups == "mixed" and group_size > 1:
+            raise ValueError(
+                f"group_size is {group_size}, and groups 'mixed' has none: pass groups='together' "
+                "or groups='spread'."
+            )
+        if self.groups == "spread" and num_units % group_size:
+            raise ValueError(
+                f"group_size is {group_size}, which does not divide num_units {num_units}: leave "
+                "out the last units, or pass another, as groups that are spread are equal."
+            )
+        self._set(num_units=num_units, units_per_step=units_per_step, group_size=group_size)
+
+    @property
+    def total(self) -> int:
+        return self.num_units
+
+    def epoch_units(self, key, epoch):
+        key_data = jax.device_get(jax.random.key_data(key))
+        domain, words = domain_of(self.num_units), np.append(key_data, np.uint32(epoch))
+        if self.groups == "mixed":
+            keys = round_keys(words[:, None], domain.rounds)
+            function = functools.partial(shuffle_by_numpy, domain=domain, keys=keys)
+        else:
+            sizes = {"num_units": self.num_units, "size": self.group_size}
+            function = functools.partial(GROUPS[self.groups], words=words, **sizes)
+        return Indices(function, self.num_units)
+
+
 def counted(
     num_units: int, *, units_per_step: int = 1, group_size: int = 1, groups: str = "mixed"
 ) -> Ordering:
@@ -304,7 +390,7 @@ def counted(
         document; K must divide N.
 
     Returns:
-      An `Ordering` whose state is a key and an epoch, one for all workers. `order.indices(state)`
+      An `Ordering` whose state is a key and an epoch, one for all workers. `order.units(state)`
       computes units of the epoch where they are read; `observe` ignores the gradients.
 
     Raises:
@@ -314,7 +400,7 @@ def counted(
       >>> import jax
       >>> from syncopate import ordering
       >>> order = ordering.counted(10**10)
-      >>> indices = order.indices(order.init(jax.random.key(0), None))
+      >>> indices = order.units(order.init(jax.random.key(0)))
       >>> len(indices), len(indices[-3:]), 0 <= indices[9_999_999_999] < 10**10
       (10000000000, 3, True)
 
@@ -322,73 +408,6 @@ def counted(
       Mishchenko, Khaled, Richtárik, Random Reshuffling: Simple Analysis with Vast Improvements,
       2020, https://arxiv.org/abs/2006.05988
     """
-    num_units = plans.check_whole("num_units", num_units, 1, MOST)
-    units_per_step = plans.check_whole("units_per_step", units_per_step, 1, num_units)
-    group_size = plans.check_whole("group_size", group_size, 1, num_units)
-    check_groups(groups, group_size, num_units)
-    domain, grouped = domain_of(num_units), groups_of(num_units, group_size)
-
-    def indices(state):
-        words, epoch = np.asarray(jax.random.key_data(state.key)), np.uint32(state.epoch)
-        if groups == "mixed":
-            keys = keys_of_epoch(words, epoch, domain)
-            function = functools.partial(shuffle_by_numpy, domain=domain, keys=keys)
-        else:
-            function = groups_together if groups == "together" else groups_spread
-            function = functools.partial(function, groups=grouped, words=np.append(words, epoch))
-        return Indices(function, num_units)
-
-    return computed_order(CountedState, indices, num_units, units_per_step)
-
-
-def computed_order(
-    kind: type, indices: Callable[[State], Indices], total: int, units_per_step: int
-) -> Ordering:
-    """The order of all workers whose epochs are `indices(state)`, of states `kind(key, epoch)`."""
-
-    def init(key, params=None):
-        # A copy of the key, which the caller keeps when the state is donated.
-        return kind(jax.random.clone(plans.check_key(key)), jnp.zeros((), jnp.int32))
-
-    def of_state(name, function):
-        """The function, which refuses what is no state of this order."""
-
-        def checked(state, *args):
-            if type(state) is not kind or np.shape(state.epoch):
-                raise ValueError(
-                    f"{name} got a {type(state).__name__}: pass the state that init or the last "
-                    "call of this order returned; all workers share one."
-                )
-            return function(state, *args)
-
-        return jax.transfer_guard("allow")(checked)
-
-    def next_epoch(state):
-        return state._replace(epoch=state.epoch + 1)
-
-    return Ordering(
-        jax.transfer_guard("allow")(init),
-        of_state("observe", base.observe_nothing),
-        of_state("next_epoch", next_epoch),
-        units_per_step=units_per_step,
-        is_global=True,
-        total=total,
-        indices=of_state("indices", indices),
+    return Counted(
+        num_units=num_units, units_per_step=units_per_step, group_size=group_size, groups=groups
     )
-
-
-def check_groups(groups: str, group_size: int, num_units: int) -> None:
-    """Raises ValueError for an unknown word, or sizes that do not fit it."""
-    ways = "mixed", "together", "spread"
-    if groups not in ways:
-        raise ValueError(f"groups is {groups!r}: pass one of {ways}.")
-    if groups == "mixed" and group_size > 1:
-        raise ValueError(
-            f"group_size is {group_size}, but groups 'mixed' has none: pass groups='together' or "
-            "groups='spread'."
-        )
-    if groups == "spread" and num_units % group_size:
-        raise ValueError(
-            f"group_size is {group_size}, which does not divide num_units {num_units}: groups that "
-            "are spread have equal numbers of units. Leave out the last units, or pass another."
-        )

@@ -5,6 +5,7 @@ are exact, and the sum over sources is always zero.
 """
 
 import bisect
+from typing import Any, cast
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -48,7 +49,7 @@ def plan_counts(
         due = fixed_point(part * batch_size, batch_size, bits)
         rows = fill_steps(due, behind, batch_size, bits)
         taken, done = np.cumsum(rows, axis=0), len(rows)
-        over = (taken > left).any(axis=1)
+        over: Any = (taken > left).any(axis=1)
         if exhausted == "end" and over.any():
             end = step + int(over.argmax())
             counts[step:end] = rows[: end - step]
@@ -92,7 +93,7 @@ def rank_terms(size: int, bits: int) -> tuple[int, int, Int[np.ndarray, "S"]]:
 
 def fill_steps(due, behind, batch_size, bits):
     """int64[n, S], the counts of some steps; `due` becomes what is owed after each of them."""
-    rows, size = np.empty(due.shape, np.int64), due.shape[1]
+    size, rows = due.shape[1], cast(Any, np.empty(due.shape, np.int64))
     half, mask, turn = rank_terms(size, bits)
     for target, row in zip(due, rows, strict=True):
         target += behind

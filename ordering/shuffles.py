@@ -71,6 +71,9 @@ class RandomReshuffling(Shuffled):
     """What `random_reshuffling` returns."""
 
     def draw(self, key, epoch, current):
+        return self.epoch_units(key, epoch)
+
+    def epoch_units(self, key, epoch):
         return epoch_permutation(key, epoch, self.num_units)
 
 

@@ -128,7 +128,7 @@ def test_keys_and_epochs_give_other_permutations():
 def test_indices_are_computed_where_they_are_read():
     order = ordering.counted(10**10)
     state = order.init(jax.random.key(0), None)
-    indices = order.indices(state)
+    indices = order.units(state)
     assert len(indices) == 10**10 and indices.shape == (10**10,)
     part = indices[10**9 : 10**9 + 40_000 : 2]
     assert isinstance(part, ordering.Indices) and len(part) == 20_000
@@ -144,7 +144,7 @@ def test_indices_are_computed_where_they_are_read():
         part[20_000]
     with pytest.raises(IndexError, match="out of range"):
         part[np.array([0, -20_001])]
-    following = order.indices(order.next_epoch(state))
+    following = order.units(order.next_epoch(state))
     assert (np.asarray(following[:100]) != np.asarray(indices[:100])).mean() > 0.9
 
 
@@ -208,7 +208,7 @@ def test_units_that_workers_cannot_share_are_left_out_of_the_epoch():
 
 def test_step_indices_are_computed_too():
     order = ordering.counted(2**40, units_per_step=4)
-    indices = order.indices(order.init(jax.random.key(0), None))
+    indices = order.units(order.init(jax.random.key(0), None))
     examples, size = ordering.data.step_indices(indices, units_per_step=8, unit_size=2)
     assert size == 16 and len(examples) == 2**41
     first = np.asarray(indices[:3])
@@ -224,6 +224,30 @@ def test_all_workers_share_one_state():
         order.next_epoch(ordering.random_reshuffling(12).init(jax.random.key(0), None))
     with pytest.raises(ValueError, match="exceeds the 12 units"):
         read_epochs(np.arange(12), order, jax.random.key(0), workers=8)
+
+
+@pytest.mark.parametrize(
+    "changes,fits",
+    [
+        ({"num_units": 96}, False),
+        ({"group_size": 6, "groups": "spread"}, False),
+        ({"group_size": 6, "groups": "together"}, False),
+        ({"units_per_step": 5}, True),
+    ],
+)
+def test_the_state_of_other_units_or_groups_is_refused(changes, fits):
+    order = ordering.counted(120, units_per_step=4)
+    other = ordering.counted(**{"num_units": 120, "units_per_step": 4} | changes)
+    assert (order.digest() == other.digest()) == fits
+    for state in (order.init(jax.random.key(0)), order.next_epoch(order.init(jax.random.key(0)))):
+        if fits:
+            assert other.units(state).tolist() == order.units(state).tolist()
+            continue
+        with pytest.raises(ValueError, match="Counted with other num_units, group_size or groups"):
+            other.units(state)
+    plan = ordering.mixture({"a": 120}, weights={"a": 1}, batch_size=4, total_steps=30)
+    with pytest.raises(ValueError, match="Mixture with other sizes"):
+        plan.order().units(order.init(jax.random.key(0)))
 
 
 def read_records(blocks, workers, window, state=None, steps=None):
@@ -285,7 +309,7 @@ def grouped(size, group_size, groups, epoch=0, seed=0):
     state = order.init(jax.random.key(seed), None)
     for _ in range(epoch):
         state = order.next_epoch(state)
-    return order.indices(state)
+    return order.units(state)
 
 
 @pytest.mark.parametrize("size,group_size", [(12, 4), (13, 4), (7, 7), (5, 1), (1000, 32), (3, 2)])
@@ -312,6 +336,7 @@ def test_groups_are_computed_anywhere_and_differ_by_epoch_and_group(groups):
     places = np.random.default_rng(0).integers(0, 10**10, 1000)
     units = indices[places]
     assert units[7] == indices[int(places[7])] == indices[places[7:8]][0]
+    assert (indices[places.reshape(20, 50)] == units.reshape(20, 50)).all()
     assert (indices[10**9 :][places % 100] == indices[10**9 + places % 100]).all()
     assert (grouped(10**10, 1000, groups, epoch=1)[places] != units).any()
     inside = np.asarray(grouped(1000, 50, "together")).reshape(20, 50) % 50
@@ -321,10 +346,10 @@ def test_groups_are_computed_anywhere_and_differ_by_epoch_and_group(groups):
 @pytest.mark.parametrize("groups", ["together", "spread"])
 def test_groups_land_everywhere_alike(groups):
     """Where each of 12 units lands in 480 epochs, by chi squared of 11 degrees of freedom."""
-    kinds, counts = permutations.groups_of(12, 4), np.zeros((12, 12))
+    counts = np.zeros((12, 12))
     for epoch in range(480):
         words = np.array([1, 2, epoch], np.uint32)
-        units = getattr(permutations, f"groups_{groups}")(np.arange(12), kinds, words)
+        units = getattr(permutations, f"groups_{groups}")(np.arange(12), 12, 4, words)
         counts[np.arange(12), units] += 1
     chi = ((counts - 40) ** 2 / 40).sum(0)
     assert chi.max() < 40, chi  # one in 30,000 is above

@@ -1,5 +1,6 @@
 """Mixtures: shares of steps, passes over sources, and runs that go on."""
 
+import concurrent.futures
 import pickle
 import zlib
 from fractions import Fraction
@@ -121,14 +122,15 @@ def test_a_run_reads_each_example_once_in_every_pass():
     plan = mixture(SIZES, weights=WEIGHTS, batch_size=8, total_steps=9)
     order, places = plan.order(), {name: 0 for name in SIZES}
     state, expected = order.init(KEY, None), streams(plan, runs=2)
-    there = pickle.loads(pickle.dumps(order.indices(state)))  # of a worker process of a loader
-    np.testing.assert_array_equal(np.asarray(there), np.asarray(order.indices(state)))
+    there = pickle.loads(pickle.dumps(order.units(state)))  # of a worker process of a loader
+    np.testing.assert_array_equal(np.asarray(there), np.asarray(order.units(state)))
     for _ in range(2):
-        indices = order.indices(state)
+        indices = order.units(state)
         units = np.asarray(indices)
         assert (
             len(indices) == 72 and [indices[i] for i in (71, 3, 40)] == units[[71, 3, 40]].tolist()
         )
+        assert not np.asarray(indices[72:]).size
         np.testing.assert_array_equal(
             indices[np.array([[9, 2], [70, 9]])], units[[[9, 2], [70, 9]]]
         )
@@ -142,27 +144,117 @@ def test_a_run_reads_each_example_once_in_every_pass():
         state = order.next_epoch(state)
 
 
-def test_a_source_takes_any_order_that_looks_at_no_gradients():
-    scores = np.random.default_rng(1).normal(size=12)
-    orders = {
-        "code": ordering.scored(scores),
-        "math": ordering.random_reshuffling(7),
-    }
+SCORES = np.random.default_rng(1).normal(size=12)
+ORDERS = {
+    "code": ordering.scored(SCORES, jitter=5),
+    "math": ordering.random_reshuffling(7, units_per_step=3),
+}
+
+
+def test_a_source_takes_any_order_whose_epochs_are_known_from_their_numbers():
     plan = mixture(SIZES, weights={"web": 1, "code": 2, "math": 1}, batch_size=4, total_steps=14)
-    order = plan.order(orders=orders)
-    source, index = plan.locate(np.asarray(order.indices(order.init(KEY, None))))
-    code = index[source == 1]
-    assert len(code) == 28 and code.tolist() == np.tile(np.argsort(scores), 3)[:28].tolist()
-    state, math = orders["math"].init(jax.random.fold_in(KEY, zlib.crc32(b"math")), None), []
-    for _ in range(2):
-        math += state.current.tolist()
-        state = orders["math"].next_epoch(state)
-    assert index[source == 2].tolist() == math
-    back = np.asarray(order.indices(order.init(KEY, None))[::-1])  # passes that go backwards
+    order = plan.order(orders=ORDERS)
+    indices = order.units(order.init(KEY))
+    source, index = plan.locate(np.asarray(indices))
+    for number, name in ((1, "code"), (2, "math")):
+        of_source = ORDERS[name]
+        state, stream = of_source.init(jax.random.fold_in(KEY, zlib.crc32(name.encode()))), []
+        for _ in range(3):
+            stream += state.current.tolist()
+            state = of_source.next_epoch(state)
+        mine = index[source == number].tolist()
+        assert len(mine) > SIZES[name] and mine == stream[: len(mine)]
+    backwards = plan.order(orders=ORDERS | {"code": ordering.scored(-SCORES, jitter=5)})
+    assert backwards.digest() != order.digest(), "scores are in no state"
+    back = np.asarray(indices[::-1])  # passes that go backwards
     np.testing.assert_array_equal(plan.locate(back)[1][::-1], index)
+    there = pickle.loads(pickle.dumps(indices))  # of a worker process of a loader
+    np.testing.assert_array_equal(np.asarray(there), np.asarray(indices))
+
+
+def test_threads_that_are_passes_apart_draw_each_pass_about_once():
+    """A loader with 16 threads; a pass is drawn from its number, not from all before it."""
+    plan = mixture({"a": 10, "b": 990}, weights={"a": 1, "b": 1}, batch_size=4, total_steps=400)
+    order, calls = plan.order(orders={"a": ordering.random_reshuffling(10)}), []
+    draw, other = order.epoch_programs
+    spy = lambda key, epoch: calls.append(int(epoch)) or draw(key, epoch)  # noqa: E731
+    object.__setattr__(order, "epoch_programs", [spy, other])
+    indices, blocks = order.units(order.init(KEY)), range(0, 1600, 64)
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        parts = [*pool.map(lambda start: np.asarray(indices[start : start + 64]), blocks)]
+    expected = np.asarray(plan.order(orders=dict(a=order.orders[0])).units(order.init(KEY)))
+    np.testing.assert_array_equal(np.concatenate(parts), expected)
+    assert {*calls} == {*range(80)} and len(calls) < 3 * 80
+    calls.clear()
+    assert indices[-4:].tolist() == expected[-4:].tolist() and len(calls) <= 1
+
+
+PLAN = {"weights": {"a": 1, "b": 1}, "batch_size": 4, "total_steps": 20}
+LATER = {"total_steps": 10, "examples_read": {"a": 20, "b": 20}}
+RANDOM_B = {"orders": {"b": ordering.random_reshuffling(60)}}
+
+
+def mixed(*, orders=None, workers=1, **changes):
+    plan = mixture(**{"sizes": {"a": 40, "b": 60}} | PLAN | changes)
+    return plan.order(orders=orders, workers=workers)
+
+
+@pytest.mark.parametrize(
+    "changes,fits",
+    [
+        ({"sizes": {"a": 41, "b": 60}}, "nowhere"),
+        ({"sizes": {"b": 60, "a": 40}}, "nowhere"),
+        (LATER, "nowhere"),
+        (RANDOM_B, "nowhere"),
+        ({"batch_size": 8}, "nowhere"),
+        ({"weights": {"a": 3, "b": 1}}, "first"),  # nothing was read by then
+        ({"total_steps": 19}, "middle"),
+        ({"total_steps": 30}, "middle"),
+        ({"weights": {"a": 7, "b": 7}, "workers": 2}, "later"),
+    ],
+)
+def test_the_state_of_another_plan_is_refused_where_it_read_other_examples(changes, fits):
+    """Before any unit, after 40 units, and in the next run."""
+    order, other = mixed(), mixed(**changes)
+    fresh, runs = order.init(KEY), {"nowhere": 0, "later": 2}.get(fits, 1)
+    for run, state in enumerate([fresh, order.next_epoch(fresh)]):
+        if run < runs:
+            assert len(other.units(state)) == other.num_units
+        else:
+            with pytest.raises(ValueError, match="Mixture with other sizes"):
+                other.units(state)
+    assert (other.digest(40) == order.digest(40)) == (fits in ("middle", "later"))
+    assert other == pickle.loads(pickle.dumps(other)) != order
 
 
 DATA = {name: {"i": np.arange(n), "of": np.full(n, len(name))} for name, n in SIZES.items()}
+
+
+def numbers_of(plan):
+    """Its examples as numbers, those of the second source from 100 on."""
+    return plan.source({"a": np.arange(plan.sizes["a"]), "b": 100 + np.arange(plan.sizes["b"])})
+
+
+def test_a_reader_goes_on_with_the_plan_that_a_state_is_of():
+    """A longer one, too; other weights, and a plan of the rest, would read other passes."""
+    read = lambda order, **options: read_epochs(  # noqa: E731
+        numbers_of(order.plan), order, KEY, num_epochs=1, **options
+    )
+    whole = [np.asarray(batch).tolist() for batch in read(mixed(total_steps=30))]
+    reads = read(mixed())
+    assert [np.asarray(next(reads)).tolist() for _ in range(10)] == whole[:10]
+    state = reads.state()
+    assert [np.asarray(x).tolist() for x in read(mixed(total_steps=30), state=state)] == whole[10:]
+    for changes in (LATER, RANDOM_B, {"weights": {"a": 3, "b": 1}}, {"sizes": {"a": 41, "b": 60}}):
+        with pytest.raises(ValueError, match="another order"):
+            read(mixed(**changes), state=state)
+
+
+@pytest.mark.parametrize("order_of,read_by", [(1, 4), (4, None), (2, 4)])
+def test_a_plan_is_read_by_as_many_workers_as_its_order_is_for(order_of, read_by):
+    order = mixed(workers=order_of)
+    with pytest.raises(ValueError, match=f"pass workers={read_by or 1} to plan.order"):
+        read_epochs(numbers_of(order.plan), order, KEY, workers=read_by)
 
 
 @pytest.mark.parametrize("before,after", [(1, 4), (4, 2), (2, 2)])
@@ -209,7 +301,7 @@ def test_windows_of_token_files_are_sources(tmp_path):
 def test_every_worker_reads_the_same_mix():
     plan = mixture({"a": 90, "b": 90}, weights={"a": 3, "b": 1}, batch_size=16, total_steps=5)
     order = plan.order(workers=4)
-    units = np.asarray(order.indices(order.init(KEY, None))).reshape(5, 4, 4)
+    units = np.asarray(order.units(order.init(KEY))).reshape(5, 4, 4)
     assert (plan.locate(units)[0].sum(axis=2) == 1).all()
 
 
@@ -222,7 +314,7 @@ def test_other_weights_go_on_in_the_passes():
         total_steps=4,
         examples_read=first.counts_before(5),
     )
-    units = [plan.locate(np.asarray(o.indices(o.init(KEY, None))))
+    units = [plan.locate(np.asarray(o.units(o.init(KEY))))
              for plan in (first, then) for o in [plan.order()]]  # fmt: skip
     source, index = np.concatenate(units, axis=1)
     for number, stream in enumerate(streams(first).values()):

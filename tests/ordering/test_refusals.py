@@ -275,6 +275,11 @@ REFUSED = {  # the call, and what its message names: arguments, values, places i
     "an order of no source": (lambda: MIXED.order(orders={"c": ordering.counted(3)}), "orders"),
     "an order of other units": (
         lambda: MIXED.order(orders={"a": ordering.counted(3)}), "orders[a]", "3 units"),
+    "an order of gradients": (
+        lambda: MIXED.order(orders={"a": ordering.pair_balance(9)}), "orders[a]", "PairBalance"),
+    "a mixture of a mixture": (
+        lambda: ordering.mixture({"x": 12}, weights={"x": 1}, batch_size=2, total_steps=2).order(
+            orders={"x": MIXED.order()}), "orders[x]", "Mixture"),
     "no dict of orders": (lambda: MIXED.order(orders=ordering.counted(9)), "name", "Ordering"),
     "a unit of no source": (lambda: MIXED.locate([12]), "units", "[0, 11]"),
     # Plans to echo.
