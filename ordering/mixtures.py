@@ -414,14 +414,14 @@ class Mixture(Computed):
 
     def epoch_units(self, key, epoch):
         words = jax.device_get(jax.random.key_data(key))
-        run = Run(self, words, str(jax.random.key_impl(key)), int(epoch))
+        run = Run(self, words, jax.random.key_impl(key), int(epoch))
         return Indices(run, self.num_units)
 
 
 class Run:
     """`places -> units` in a run of a plan, also in other threads and processes."""
 
-    def __init__(self, order: Mixture, key_data: Int[np.ndarray, "k"], impl: str, number: int):
+    def __init__(self, order: Mixture, key_data: Int[np.ndarray, "k"], impl: Any, number: int):
         self._of = order, key_data, impl, number
         self._order, self._words, self._impl, self._number = self._of
         # A thread may be a pass behind another one.

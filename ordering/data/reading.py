@@ -36,6 +36,11 @@ def sizes_of(order: Ordering, workers: Workers) -> Sizes:
             f"a step of {count} workers with {step} units each exceeds the {order.num_units} units "
             "of an epoch: lower units_per_step."
         )
+    if order.step_units not in (None, count * step):
+        raise ValueError(
+            f"the order is for {order.step_units // step} workers, and {count} read it: pass "
+            f"workers={count} to plan.order."
+        )
     return Sizes(order.num_units, count * step, count)
 
 
