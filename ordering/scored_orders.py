@@ -134,7 +134,7 @@ class Scored(Ordering):
         of_all = mesh.varying(jnp.asarray(np.frombuffer(self.places, np.int32)), key)
         left, epoch = jnp.full((), self.num_units, jnp.int32), jnp.zeros((), jnp.int32)
         state = ScoredState(of_all, of_all, left, epoch, jax.random.clone(key), of_all)
-        current, following = self._draw(state, epoch), self._draw(state, epoch + 1)
+        current, following = (self._draw(key, of_all, e) for e in (epoch, epoch + 1))
         return state._replace(current=current, next=following)
 
     def observe(self, state, gradients):
@@ -144,7 +144,11 @@ class Scored(Ordering):
     def next_epoch(self, state):
         state = base.check_state(self, state, ScoredState)
         epoch = state.epoch + 1
-        return state._replace(current=state.next, next=self._draw(state, epoch + 1), epoch=epoch)
+        following = self._draw(state.key, state.places, epoch + 1)
+        return state._replace(current=state.next, next=following, epoch=epoch)
+
+    def epoch_units(self, key, epoch):
+        return self._draw(key, jnp.asarray(np.frombuffer(self.places, np.int32)), epoch)
 
     def resize(self, state, fresh, current, visited):
         # The key and the ranking are equal on all workers, and stay; the rest is as in a shuffle.
@@ -158,9 +162,9 @@ class Scored(Ordering):
         )
         return Workers(len(current), self.axis_name).map(self.next_epoch)(drawn)
 
-    def _draw(self, state, epoch):
-        key = jax.random.fold_in(state.key, jnp.zeros_like(epoch) if self.fixed else epoch)
-        common = self._move(key, state.places)
+    def _draw(self, key, places, epoch):
+        key = jax.random.fold_in(key, jnp.zeros_like(epoch) if self.fixed else epoch)
+        common = self._move(key, places)
         if spare := self.total - self.workers * self.num_units:
             common = common[_visited(jax.random.fold_in(key, 1), self.total, spare)]
         worker = jax.lax.axis_index(self.axis_name) if self.workers > 1 else 0
