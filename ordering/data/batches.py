@@ -65,12 +65,6 @@ class EpochBatches:
         batch = 0 if ended else step % self._sizes.batches
         return Position(self.start.epoch, unit, batch, self.loads + later)
 
-    def place_after(self) -> Position:
-        """Where the batch after the next one is."""
-        step, ended = self.step + 1, self.step + 1 == self.steps
-        batch = 0 if ended else step % self._sizes.batches
-        return Position(self.epoch, self._unit_of(step), batch, self.loads + 1)
-
     @property
     def ended(self) -> bool:
         return self.step == self.steps

@@ -10,9 +10,9 @@ from jaxtyping import Key, PyTree
 
 from ordering.base import State
 from ordering.data.batches import Position
-from ordering.data.epochs import Epochs, check_rows, copied
+from ordering.data.epochs import Epochs, check_rows
 from ordering.data.loader import LoadError, check_batches, describe_error, on_device
-from ordering.data.place import Count, part_of, restored
+from ordering.data.place import Count, copied, part_of, restore
 from ordering.echo.minibatches import Cut, check_parts, cut_of
 from ordering.echo.plans import Policy, digest_decisions
 from syncopate import plans
@@ -184,7 +184,7 @@ class Repeated(Iterator):
             rows = self._checked(rows)
             if self._saved_rows is not None:
                 several = lambda x: jnp.concatenate([x] * self._seen, reads.unit_axis)  # noqa: E731
-                saved = restored(jax.tree.map(several, rows), self._saved_rows)
+                saved = restore(jax.tree.map(several, rows), self._saved_rows)
                 self._rows, self._saved_rows = [saved], None
             self._rows, self._seen = [*self._rows, rows], self._seen + 1
             if self._seen < self._cut.parts:

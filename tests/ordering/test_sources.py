@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ordering
 from ordering import Indices
+from ordering.blocks.sources import Part
 from ordering.data import as_source, step_indices
 from tests import tables
 from tests.bad_values import Foreign
