@@ -73,6 +73,11 @@ def resize(
     base.check_order(order)
     if order.computed:
         return state, None  # it is of any number of workers
+    if order.is_global != (units is None):
+        raise ValueError(
+            f"units is {'None' if units is None else 'given'}: pass None for an order of all "
+            f"workers' units, and each worker's units for others; this is {type(order).__name__}."
+        )
     if np.ndim(getattr(fresh, "current", 0)) != 2:
         raise ValueError(
             f"fresh is a {type(fresh).__name__}: pass a state of the order, of all workers."

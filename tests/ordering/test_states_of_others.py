@@ -194,4 +194,4 @@ def test_random_pairs_of_orders_read_each_unit_once_or_refuse():
 @pytest.mark.slow
 def test_three_hundred_random_pairs_of_orders_read_each_unit_once_or_refuse():
     outcomes = check_pairs(range(30, 30 + times(300)))
-    assert min(outcomes["goes on"], outcomes["refused"], outcomes["the same"]) > 20, outcomes
+    assert min(outcomes["goes on"], outcomes["refused"], outcomes["the same"]) > 9, outcomes
