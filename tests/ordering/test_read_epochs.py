@@ -391,17 +391,6 @@ def test_a_pipeline_of_smaller_batches_is_refused():
         assert len(list(read_epochs(pipeline, order, KEY, num_epochs=1))) == 2
 
 
-class Callable(Examples):
-    def __call__(self, *_):
-        raise AssertionError("it is a source")
-
-
-def test_a_data_set_that_can_be_called_is_no_pipeline():
-    order = ordering.random_reshuffling(4, units_per_step=4)
-    (batch,) = read_epochs(Callable(np.arange(4)), order, KEY, num_epochs=1)
-    assert sorted(batch.tolist()) == [0, 1, 2, 3]
-
-
 def test_no_thread_starts_after_the_end():
     begun, reads = threading.active_count(), Run("once").reads()
     reads.close()
