@@ -235,17 +235,21 @@ def plan_of(closed: core.ClosedJaxpr, params: PyTree, rest: int, size: int) -> P
     uses, other, shared = [[] for _ in each], [[] for _ in each], {}
 
     def values(leaves):
-        found = {}  # no tracer leaves the function
+        numbers = {}  # here, as no tracer may leave the function
+
+        def number(value):
+            numbers.setdefault(value.name, value)
+
         handler = Handler(
             RULES,
             use=lambda use, param, data: uses[param.leaf].append((use, param.stack)),
             other=lambda leaf, name: other[leaf].append(name),
-            number=lambda value: [found.setdefault(value.name, value), None][1],
+            number=number,
             evaluates=False,
         )
         interpret(closed, leaves, [None] * rest, handler)
-        shared.update({name: tuple(value.leaves) for name, value in found.items()})
-        return [value.value for value in found.values()]
+        shared.update({name: tuple(value.leaves) for name, value in numbers.items()})
+        return [value.value for value in numbers.values()]
 
     program = jax.make_jaxpr(values)(jax.tree.leaves(params))
     jaxpr = program.jaxpr.replace(eqns=_needed(program.jaxpr))

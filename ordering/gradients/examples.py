@@ -174,8 +174,8 @@ def of_this_device(params: PyTree, axes: frozenset[str]) -> tuple[PyTree, Callab
     varying over the axes of the loss.
     """
     vary = lambda params: jax.tree.map(lambda x: varying_over(x, axes), params)  # noqa: E731
-    own, pull = jax.vjp(vary, jax.tree.map(jnp.asarray, params))
-    return own, lambda mean: pull(mean)[0]
+    typed, pull = jax.vjp(vary, jax.tree.map(jnp.asarray, params))
+    return typed, lambda mean: pull(mean)[0]
 
 
 def _traced(function, *args):

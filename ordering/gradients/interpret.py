@@ -139,7 +139,7 @@ def _evaluate(equation, values, handler, path):
         results = handler.rules[name](equation, values, handler)
     if results is not None:
         return results
-    if not any(of_example(v) or getattr(v, "own", False) for v in values):
+    if not any(of_example(v) or getattr(v, "varies", False) for v in values):
         return _shared(equation, values, handler, path)
     return bind_of_example(equation, [_seen(v, name, handler) for v in values], handler)
 

@@ -37,7 +37,7 @@ class Param(NamedTuple):
     copy: Any = None  # the example's copy of the value, if the parameter is copied
     factor: Any = None  # a constant number by which the leaf is multiplied
     parts: tuple[tuple[int, Part], ...] = ()  # of dimensions of which only a part is here
-    own: bool = False  # whether the example chose the slice, so that it is not shared
+    varies: bool = False  # whether the example chose the slice, so that it is not shared
 
     @property
     def is_whole(self) -> bool:
@@ -129,7 +129,7 @@ def _at_index(equation, values):
         return None
     indices = [jnp.int32(0) if i is None else i for i in indices]  # nothing is evaluated
     place = jnp.clip(indices[0], 0, shape[0] - 1).astype(jnp.uint32)
-    part = sliced(param, shape[0], place)._replace(own=True)
+    part = sliced(param, shape[0], place)._replace(varies=True)
     ((value, copy),) = bind_of(equation, param, *indices)
     return [part._replace(value=value, copy=copy, dims=((), *part.dims))]
 

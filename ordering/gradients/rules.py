@@ -23,6 +23,7 @@ from ordering.gradients.interpret import (
     is_constant,
     is_plain,
     of_example,
+    raw,
 )
 from ordering.gradients.moves import Param, filled
 from ordering.trees import as_float32
@@ -149,7 +150,7 @@ def _gather(equation, values, handler):
     table, indices = values
     if not isinstance(table, Param):
         return _look_up(equation, values, handler)
-    if table.parts:
+    if table.parts or not is_plain(indices):
         return None
     if (canonical := _of_rows(equation)) is not None:
         return _rows_of_vmap(equation, canonical, values, handler)
@@ -241,11 +242,10 @@ def _rows_of_vmap(equation, canonical, values, handler):
         indices = jax.lax.slice_in_dim(indices, at, at + 1, axis=-1)
         return bind(equation, [table, indices], **canonical)[0]
 
-    found = jax.make_jaxpr(rows)(table_aval, shape).jaxpr
-    (of_rows,) = [e for e in found.eqns if e.primitive is equation.primitive]
-    if is_constant(indices) or indices is not None:
-        value = indices.value if is_constant(indices) else indices
-        value = jax.lax.slice_in_dim(value, at, at + 1, axis=-1)
+    equations = jax.make_jaxpr(rows)(table_aval, shape).jaxpr.eqns
+    (of_rows,) = [e for e in equations if e.primitive is equation.primitive]
+    if indices is not None:  # an array is evaluated
+        value = jax.lax.slice_in_dim(raw(indices), at, at + 1, axis=-1)
         indices = indices._replace(value=value) if is_constant(indices) else value
     results = _gather(of_rows, [table, indices], handler)
     if results is None or results[0] is None:
