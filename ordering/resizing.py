@@ -147,7 +147,11 @@ def _on_host(x: Any) -> Any:
 
 
 def _check(state, fresh, units, units_per_step, visited):
-    (workers, size), (after, new_size) = (np.shape(x.current)[-2:] for x in (state, fresh))
+    if np.ndim(state.current) != 2:
+        raise ValueError(
+            f"state.current has the shape {np.shape(state.current)}: pass the state of all workers."
+        )
+    (workers, size), (after, new_size) = (np.shape(x.current) for x in (state, fresh))
     units_per_step = plans.check_whole("units_per_step", units_per_step, 1, size)
     plans.check_whole("visited", visited, 0, new_size)
     if workers * size != after * new_size:
@@ -158,8 +162,8 @@ def _check(state, fresh, units, units_per_step, visited):
     for step in (units_per_step, size % units_per_step):
         if workers * step % after:
             raise ValueError(
-                f"a step of {workers * step} units cannot be shared by {after} workers: resize to "
-                "a number that divides it."
+                f"fresh has {after} workers, which cannot share a step of {workers * step} units: "
+                "resize to a number that divides it."
             )
     if units is not None and np.shape(units) != (workers, size):
         raise ValueError(

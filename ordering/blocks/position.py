@@ -4,14 +4,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Int, PyTree
+from jaxtyping import Int, PyTree, UInt32
 
+from ordering import base
 from ordering.base import Ordering, State
 from ordering.blocks.units import Blocks
-from ordering.data.place import Count, digest_of, part_of
-from ordering.global_orders import GlobalShuffleState, GlobalState
+from ordering.data import place
+from ordering.data.batches import Sizes
+from ordering.data.place import Count
 from ordering.resizing import resize as resize_order
-from syncopate import plans
 
 
 class BlockState(NamedTuple):
@@ -21,6 +22,7 @@ class BlockState(NamedTuple):
     epoch: Count
     units: Count  # units of this epoch in the windows that all workers together have read
     loads: Count  # batches read since the run began
+    digest: UInt32[np.ndarray, ""]  # of the order
     batch: Count  # batches of the next window that were read
     summed: Count  # how many of these are in `sums`
     sums: PyTree  # sums of gradients for the window's blocks
@@ -29,65 +31,57 @@ class BlockState(NamedTuple):
     seed: Count
     unit_size: Count  # S
     filter: Count  # digest of the records that `keep` keeps, 0 without it
-    digest: Count  # of the order
     files: Int[ArrayLike, "F 3"]  # number of records and digest of each file
 
 
-def check(saved: Any, fresh: BlockState, blocks: Blocks) -> dict[str, Any]:
-    """The parts of a saved state; raises ValueError if it has other blocks or sizes."""
-    try:
-        parts = {name: part_of(saved, name) for name in BlockState._fields}
-    except (KeyError, IndexError, AttributeError, TypeError):
-        raise ValueError(
-            f"state is a {type(saved).__name__}: pass what BlockEpochs.state gave."
-        ) from None
-    for name in BlockState._fields[1:]:
-        if name != "sums":
-            array, kind = plans.as_array(parts[name])
-            fits = array.shape[1:] == (3,) if name == "files" else array.ndim == 0
-            if not fits or array.dtype.kind not in "iu" or (array < 0).any():
-                raise ValueError(f"state has {kind} as {name!r}: pass it as it was saved.")
-            parts[name] = array
-    _check_files(parts["files"], fresh.files, blocks)
-    if parts["filter"] != fresh.filter:
-        was, now = ("with a filter" if x else "without" for x in (parts["filter"], fresh.filter))
-        now = "with another" if parts["filter"] and fresh.filter else now
-        raise ValueError(
-            f"the state was saved {was} keep= of split, and these blocks are {now}: pass the same "
-            "keep."
-        )
-    names = {"unit_size": "records in a block", "seed": "the seed"}
-    inside = parts["batch"] or parts["summed"]
-    if inside:  # in the middle of a window
-        names |= {"window": "blocks in a window", "batch_size": "records in a batch"}
-    for name, what in names.items():
-        if parts[name] != getattr(fresh, name):
-            where = ", inside a window" if name in ("window", "batch_size") else ""
+COUNTS = ("epoch", "units", "loads", "batch", "summed")
+SIZES = {"unit_size": "records in a block", "filter": "the digest of keep=", "seed": "the seed"}
+OF_WINDOW = {"window": "blocks in a window", "batch_size": "records in a batch"}
+
+
+def restore(
+    saved: Any, fresh: BlockState, blocks: Blocks, order: Ordering, sizes: Sizes
+) -> BlockState:
+    """A saved state with the types of a fresh one; raises ValueError if it is of something else."""
+    parts = _parts_of(saved)
+    counts = place.counts_of(parts, (*COUNTS, *SIZES, *OF_WINDOW))
+    _check_files(np.asarray(parts["files"]), fresh.files, blocks)
+    inside = counts["batch"] or counts["summed"]  # of a window
+    for name, what in (SIZES | OF_WINDOW if inside else SIZES).items():
+        if counts[name] != getattr(fresh, name):
+            where = ", inside a window" if name in OF_WINDOW else ""
             raise ValueError(
-                f"{what}: the state was saved with {parts[name]}{where}, now it is "
-                f"{getattr(fresh, name)}. Pass the same number."
+                f"{what}: the state was saved with {counts[name]}{where}, now it is "
+                f"{getattr(fresh, name)}. Pass the same."
             )
-    if not inside:
-        parts["sums"] = fresh.sums  # zeros
-    return parts
+    place.check_place(counts["units"], order, sizes, aligned=True)
+    place.check_digest(parts, order, 1, counts["units"])
+    same = (*OF_WINDOW, "files") if inside else (*OF_WINDOW, "files", "sums")
+    return place.restore(fresh, parts | {name: getattr(fresh, name) for name in same})
+
+
+def _parts_of(state: Any) -> dict[str, Any]:
+    try:
+        return {name: place.part_of(state, name) for name in BlockState._fields}
+    except place.LOST:
+        raise ValueError(f"state is a {type(state).__name__}: {place.SAVED}") from None
 
 
 def _check_files(files, expected, blocks):
-    if len(files) != len(expected):
+    if files.shape != expected.shape:
         raise ValueError(
-            f"the state was saved with {len(files)} files, now there are {len(expected)}: pass the "
-            "same files in the same order."
+            f"state.files is {files.dtype}{list(files.shape)}, and the blocks are of "
+            f"{len(expected)} files: pass the same files in the same order."
         )
     for part, saved, given in zip(blocks.parts, files, expected, strict=True):
         if (saved != given).any():
             raise ValueError(
-                f"{part.name} is not the file with which the state was saved: it has {given[0]} "
-                f"records, and had {saved[0]}, or its bytes differ. Restore the file, or start "
-                "again without a state."
+                f"{part.name} has {given[0]} records, and had {saved[0]} or other bytes when the "
+                "state was saved: restore the file, or pass no state."
             )
 
 
-def resize(state: BlockState, fresh: State, order: Ordering) -> BlockState:
+def resize(state: BlockState | PyTree, fresh: State, order: Ordering) -> BlockState:
     """The state for another number of workers: each record is still visited once per epoch.
 
     The W' new workers share the remaining blocks of the epoch. Observations of this epoch are
@@ -95,8 +89,8 @@ def resize(state: BlockState, fresh: State, order: Ordering) -> BlockState:
     then on the order observes as before.
 
     Args:
-      state: the state of all W workers, saved when `window_ended`, with an order over all units
-        (`global_order`, `global_reshuffling`).
+      state: the state of all W workers, or what a checkpoint makes of it, saved when
+        `window_ended`, with an order over all units (`global_order`, `global_reshuffling`).
       fresh: a first state of `order` for W' workers with M' = W M / W' units each.
       order: the order for W' workers, with windows of K' = W K / W' blocks.
 
@@ -125,33 +119,24 @@ def resize(state: BlockState, fresh: State, order: Ordering) -> BlockState:
       >>> sorted(before + after) == list(range(16))
       True
     """
-    if not isinstance(state, BlockState):
-        raise ValueError(f"state is a {type(state).__name__}: pass what BlockEpochs.state gave.")
-    if isinstance(order, Ordering) and order.computed:
+    base.check_order(order)
+    if order.computed:
         return state  # it is of any number of workers
-    orders = state.order
-    if not isinstance(orders, GlobalState | GlobalShuffleState) or np.ndim(orders.current) != 2:
+    parts = _parts_of(state)
+    counts = place.counts_of(parts, ("batch", "summed", "window", "units"))
+    if counts["batch"] or counts["summed"]:
         raise ValueError(
-            f"the state's order is a {type(orders).__name__}: pass the states of all workers, of "
-            "an order over all units, such as global_order or global_reshuffling."
+            f"the state is at batch {counts['batch']} of a window: continue until window_ended "
+            "with the workers it has, and resize it there."
         )
-    if type(fresh) is not type(orders) or np.ndim(fresh.current) != 2:
+    if not order.is_global or np.ndim(getattr(fresh, "current", 0)) != 2:
         raise ValueError(
-            f"fresh is a {type(fresh).__name__} and the state's order a {type(orders).__name__}: "
-            "pass a first state of the same order, of all new workers."
+            f"order is a {type(order).__name__} and fresh a {type(fresh).__name__}: pass an order "
+            "over the units of all workers, as of global_order, and its first state of all."
         )
-    old, new = len(orders.current), len(fresh.current)
-    window, units = int(state.window), int(state.units)
-    if old * window % new or units % new:
-        raise ValueError(
-            f"fresh has {new} workers, which cannot share {old} windows of {window} blocks: "
-            f"pass a number that divides {old * window}."
-        )
-    if state.batch or state.summed:
-        raise ValueError(
-            f"the state is at batch {state.batch} of a window: continue with {old} workers until "
-            "window_ended, and resize the state there."
-        )
-    resized, _ = resize_order(orders, fresh, order, units_per_step=window, visited=units // new)
-    digest = digest_of(order, int(state.unit_size), int(state.units))
-    return state._replace(order=resized, sums=(), digest=digest)
+    visited = counts["units"] // len(fresh.current)
+    resized, _ = resize_order(
+        parts["order"], fresh, order, units_per_step=counts["window"], visited=visited
+    )
+    digest = place.digest_of(order, 1, counts["units"])
+    return BlockState(**parts | {"order": resized, "sums": (), "digest": digest})

@@ -1,6 +1,7 @@
 """An iterator over all epochs of blocks, which keeps the state of the order."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,15 +20,7 @@ from ordering.blocks.units import Blocks
 from ordering.blocks.windows import Windows, batches_of, num_batches, reading_by
 from ordering.data.batches import Sizes
 from ordering.data.epochs import Epochs, first_state, on_devices
-from ordering.data.place import (
-    ReadState,
-    check_digest,
-    check_place,
-    copied,
-    digest_of,
-    restore,
-    unwrap,
-)
+from ordering.data.place import ReadState, copied, digest_of, unwrap
 from ordering.data.reading import sizes_of, total_of, units_of
 from syncopate import plans
 from syncopate.workers import AXIS, Workers
@@ -50,13 +43,10 @@ class BlockEpochs(Epochs):
         start: BlockState,
         num_epochs: int | None,
     ):
-        place = ReadState(*start[:4])
-        super().__init__(
-            load, sizes, order, workers, place, num_epochs, sizes.batches, int(start.batch)
-        )
+        place, batch = ReadState(*start[:4]), int(start.batch)
+        super().__init__(load, sizes, order, workers, place, num_epochs, sizes.batches, batch)
         self._start, self._sums, self._summed = start, start.sums, int(start.summed)
         self._sums_rows = self._summed > 0  # whether `observe` is called
-        self._add = jax.jit(workers.map(add_gradients), donate_argnums=0)
         self._places = None  # of the records of the last batch
 
     @property
@@ -88,11 +78,11 @@ class BlockEpochs(Epochs):
                 f"{self._last.batch + 1} of its batches were read: call it once after each step."
             )
         self._sums_rows = True
-        self._sums, ended = self._add(self._sums, rows, self._places), self.window_ended
+        self._sums, ended = _add(self._workers, self._sums, rows, self._places), self.window_ended
         self._summed, self.observed = self._summed + 1, True
         if ended:
-            axis, count = self.order_state.current.ndim - 1, self.window_units
-            of_window = lambda x: jax.lax.slice_in_dim(x, 0, count, axis=axis)  # noqa: E731
+            units = self.window_units
+            of_window = lambda x: jax.lax.slice_in_dim(x, 0, units, axis=self.unit_axis)  # noqa: E731
             sums = jax.tree.map(of_window, self._sums)
             self.advance(self._programs.observe(self.order_state, sums))
 
@@ -123,11 +113,12 @@ class BlockEpochs(Epochs):
           the sizes, and digests of files and filters.
         """
         at = self._last if self._is_left() else self._batches.position()
-        order, sums = self._copy_of_order(), copied(self._sums)
-        counts = at.epoch, at.unit, at.loads, at.batch, self._summed
+        counts = at.epoch, at.unit, at.loads, digest_of(self._order, 1, at.unit), at.batch
         counts = dict(zip(BlockState._fields[1:6], map(np.asarray, counts), strict=True))
-        counts["digest"] = digest_of(self._order, int(self._start.unit_size), at.unit)
-        return self._start._replace(order=order, sums=sums, **counts)
+        order, sums = self._copy_of_order(), copied(self._sums)
+        return self._start._replace(
+            order=order, sums=sums, summed=np.asarray(self._summed), **counts
+        )
 
     def units_of_batches(self) -> set[int]:
         raise ValueError(
@@ -148,6 +139,12 @@ class BlockEpochs(Epochs):
         batch = super().__next__()
         self._places = batch[1]
         return batch
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _add(workers: Workers, sums: PyTree, rows: PyTree, places: jax.Array) -> PyTree:
+    """`add_gradients` of all workers."""
+    return workers.map(add_gradients)(sums, rows, places)
 
 
 def read_blocks(
@@ -226,30 +223,26 @@ def read_blocks(
         plans.check_whole("num_epochs", num_epochs, 0)
     batch_size = plans.check_whole("batch_size", batch_size, 1)
     seed = plans.check_whole("seed", seed, 0, 2**31 - 1)  # fits an int32 of JAX
-    of_all = base.workers_of(workers, axis_name)
-    order = _of_windows(order, window)
-    first, sizes = first_state(order, key, like, of_all), _sizes(blocks, order, of_all, batch_size)
-    window = order.units_per_step
+    base.check_order(order)
+    order = _with_window(order, window)
+    of_all, window = base.workers_of(workers, axis_name), order.units_per_step
+    sizes = _sizes(blocks, order, of_all, batch_size)
+    first = first_state(order, key, like, of_all)
     shape = (window,) if of_all.count is None else (of_all.count, window)
     sums = jax.tree.map(lambda x: jnp.zeros((*shape, *jnp.shape(x)), jnp.float32), like)
-    n = np.asarray(0)  # nothing has been read
     about = window, batch_size, seed, blocks.unit_size, blocks.filter_digest
-    about, digest = [np.asarray(x) for x in about], digest_of(order, blocks.unit_size, 0)
-    start = BlockState(first, n, n, n, n, n, sums, *about, digest, blocks.digests)
+    n, about = np.asarray(0), [np.asarray(x) for x in about]  # nothing has been read
+    start = BlockState(first, n, n, n, digest_of(order, 1, 0), n, n, sums, *about, blocks.digests)
     state, around = unwrap(state)
     if state is not None:
-        parts = position.check(state, start, blocks)
-        check_place(int(parts["units"]), order, sizes, aligned=True)
-        check_digest(parts, order, blocks.unit_size, int(parts["units"]))
-        saved = restore(start, parts)
-        start = start._replace(**dict(zip(BlockState._fields[:7], saved, strict=False)))
-    read, sharding = reading_by(readers), of_all.sharding if sharding is None else sharding
+        start = position.restore(state, start, blocks, order, sizes)
+    read, here = reading_by(readers), of_all.of_process
+    sharding = of_all.sharding if sharding is None else sharding
 
     def load(units, first_step, epoch, number):
-        here = of_all.of_process
-        rows = _rows(units_of(units, here, sizes, order), len(here), sizes)
-        axes = (batch_size,) if of_all.count is None else (len(rows), batch_size)
-        windows = Windows(blocks, rows, (window, batch_size), (seed, epoch), axes)
+        mine = units_of(units, here, sizes, order)
+        axis = None if of_all.count is None else len(here)
+        windows = Windows(blocks, mine, axis, (window, batch_size), (seed, epoch))
         given = batches_of(read(windows), first_step % sizes.batches)
         return on_devices(given, sharding, depth=depth, timeout=timeout, first_load=number)
 
@@ -258,42 +251,33 @@ def read_blocks(
     return reads
 
 
-def _of_windows(order: Any, window: int | None) -> Ordering:
-    """The order with steps of whole windows."""
-    base.check_order(order)
+def _with_window(order: Ordering, window: int | None) -> Ordering:
+    """The order with steps of a window, whose state is the same."""
     if window is None:
         return order
     window = plans.check_whole("window", window, 1, order.num_units)
-    if window != order.units_per_step and order.observes:
+    is_fixed = order.observes or order.step_units is not None  # as of a mixture
+    if window != order.units_per_step and is_fixed:
         raise ValueError(
-            f"window is {window}, and the order observes {order.units_per_step} units at once: "
-            f"make it with units_per_step={window}."
+            f"window is {window}, and the order has steps of {order.units_per_step} units: make it "
+            f"with units_per_step={window}, or a mixture with such a batch_size."
         )
     return dataclasses.replace(order, units_per_step=window)
 
 
 def _sizes(blocks: Blocks, order: Ordering, workers: Workers, batch_size: int) -> Sizes:
-    """An epoch of all workers in windows; raises ValueError for an order of other blocks."""
+    """An epoch of all workers; raises ValueError unless they share all blocks."""
     sizes = sizes_of(order, workers)
     if sizes.num_units % sizes.least:
         raise ValueError(
             f"the order names {sizes.num_units} units, and {sizes.least} workers cannot share them:"
             f" make blocks by split(multiple_of={sizes.least}), and an order of as many units."
         )
-    total = total_of(order, sizes)
-    if total != len(blocks):
+    if (total := total_of(order, sizes)) != len(blocks):
         raise ValueError(
             f"the order names {total} units, and there are {len(blocks)} blocks: make an order of "
-            "as many units; for W workers, len(blocks) / W units each (split(multiple_of=W))."
+            "as many units, for W workers of len(blocks) / W each."
         )
-    of_windows = order.units_per_step, sizes.num_units % sizes.window // sizes.least
-    batches, last = (num_batches(blocks, n, batch_size) for n in of_windows)
+    counts = sizes.window, sizes.num_units % sizes.window
+    batches, last = (num_batches(blocks, n // sizes.least, batch_size) for n in counts)
     return sizes._replace(batches=batches, last=last)
-
-
-def _rows(units: Any, workers: int, sizes: Sizes) -> np.ndarray:
-    """int64[w, n], the units of each of these workers, window after window."""
-    units, window = np.asarray(units), sizes.window // sizes.least
-    whole, last = np.split(units, [len(units) - len(units) % (workers * window)])
-    windows = whole.reshape(-1, workers, window).swapaxes(0, 1)
-    return np.concatenate([x.reshape(workers, -1) for x in (windows, last)], axis=1)

@@ -14,6 +14,7 @@ from jaxtyping import Int, PyTree
 
 from ordering.blocks.units import Blocks
 from ordering.data.loader import check_batches, in_this_context
+from ordering.indices import Indices
 from syncopate import plans
 
 TOGETHER = 256  # records; a thread reads small blocks together up to this number,
@@ -30,12 +31,15 @@ class Windows(Sequence):
     records, the records that fill up a batch have place -1.
     """
 
-    def __init__(self, blocks: Blocks, units: np.ndarray, sizes: tuple, seeds: tuple, axes: tuple):
-        self._blocks, self._units, self._seeds, self._axes = blocks, units, seeds, axes
+    def __init__(self, blocks: Blocks, units: Indices, workers: Any, sizes: tuple, seeds: tuple):
+        """`units` are those of these workers, K of each in a window; None for one without axis."""
+        self._blocks, self._units, self._seeds = blocks, units, seeds
         self.window, self.batch_size = sizes
+        self._axes = (self.batch_size,) if workers is None else (workers, self.batch_size)
+        self._step = self.window * (workers or 1)  # units of a window
 
     def __len__(self) -> int:
-        return -(-self._units.shape[1] // self.window)
+        return -(-len(self._units) // self._step)
 
     def __getitem__(self, number: int) -> tuple[PyTree[np.ndarray], Int[np.ndarray, "T ..."]]:
         tasks, finish = self.begin(int(number))
@@ -48,7 +52,8 @@ class Windows(Sequence):
         window."""
         if not 0 <= number < len(self):
             raise IndexError(f"there is no window {number} in an epoch of {len(self)}.")
-        units = self._units[:, number * self.window : (number + 1) * self.window]
+        units = np.asarray(self._units[number * self._step : (number + 1) * self._step])
+        units = units.reshape(self._step // self.window, -1)
         batches = num_batches(self._blocks, units.shape[1], self.batch_size)
         # Row l has the places of worker l's records in all batches, one batch after the other.
         ranks = np.arange(batches * len(units) * self.batch_size)
@@ -168,14 +173,15 @@ class Threads:
 
 
 def _work(calls):
-    while _call_one(*(calls.get() or ())):
+    while _call_one(calls.get()):
         pass
 
 
-def _call_one(function=None, future=None) -> bool:
+def _call_one(call) -> bool:
     """Whether there may be another call. A function, so that no name keeps a call."""
-    if future is None:
+    if call is None:
         return False
+    function, future = call
     try:
         future.set_result(function())
     except BaseException as error:  # raised again by the future

@@ -14,6 +14,7 @@ import ordering
 from ordering.blocks import read_blocks, resize, split
 from ordering.blocks.windows import Windows, permutation
 from ordering.data import LoadError
+from ordering.steps import in_steps
 from tests import block_cases, reference_blocks
 from tests.block_cases import ENTRIES, FIXED, KEY, Case, as_lists, records_of
 from tests.cases import times
@@ -82,11 +83,15 @@ def test_a_run_goes_on_at_every_element_and_says_where_windows_end():
 
 def test_a_host_reads_the_rows_of_its_own_workers():
     """Any number of hosts gives the batches of one that reads for all workers."""
-    orders, axes = FIXED.orders[0], lambda n: (n, 2)
-    of_all = Windows(FIXED.blocks(), orders, (3, 2), (1, 0), axes(4))
+    orders = FIXED.orders[0]
+
+    def windows_of(first, count):
+        units = in_steps(orders[first : first + count], 3, num_units=4, total=16)
+        return Windows(FIXED.blocks(), units, count, (3, 2), (1, 0))
+
+    of_all = windows_of(0, 4)
     for first, count in ((0, 1), (3, 1), (0, 2), (2, 2)):
-        rows = orders[first : first + count]
-        windows = Windows(FIXED.blocks(), rows, (3, 2), (1, 0), axes(count))
+        windows = windows_of(first, count)
         for (records, places), (some, their) in zip(of_all, windows, strict=True):
             np.testing.assert_array_equal(some, records[:, first : first + count])
             np.testing.assert_array_equal(their, places[:, first : first + count])
@@ -146,6 +151,27 @@ def test_a_run_goes_on_from_the_load_that_failed():
     with read_blocks(blocks, order, KEY, state=state, **options) as reads:
         batches += [as_lists(batch) for batch in reads]
     assert records_of(batches) == list(range(20)) and len(batches) == 10
+
+
+def test_a_mixture_reads_blocks_as_often_as_its_plan_says():
+    """Blocks of one source come two or more times, and the run goes on at every batch."""
+    sizes = {"a": 20, "b": 10}
+    weights = {"a": 1, "b": 3}
+    plan = ordering.mixture(sizes, weights=weights, batch_size=2, total_steps=15)
+    blocks = split(np.arange(120), unit_size=4)
+    options = {"batch_size": 4, "num_epochs": 1}
+    with read_blocks(blocks, plan.order(), KEY, **options) as reads:
+        batches, states = [], []
+        for records, _ in reads:
+            batches.append(np.asarray(records).tolist())
+            states.append(reads.state())
+    assert len(batches) == 30
+    for window in range(15):
+        read = {record // 4 for batch in batches[2 * window : 2 * window + 2] for record in batch}
+        wanted = np.asarray(plan.order().units(states[0].order))[2 * window : 2 * window + 2]
+        assert read == {*wanted.tolist()}
+    with read_blocks(blocks, plan.order(), KEY, state=states[6], **options) as reads:
+        assert [np.asarray(records).tolist() for records, _ in reads] == batches[7:]
 
 
 # States: 8 units of two workers, in windows of 3.
@@ -265,9 +291,16 @@ CHANGES = {  # workers and steps of each stage: in an epoch, between two, and tw
 }
 
 
+def as_dicts(tree):
+    """NamedTuples as Orbax restores them."""
+    if hasattr(tree, "_asdict"):
+        return {name: as_dicts(x) for name, x in tree._asdict().items()}
+    return tree
+
+
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_run_goes_on_with_any_number_of_workers(name):
-    """Every epoch that is read has every record once."""
+    """Every epoch that is read has every record once; states are as checkpoints give them."""
     axis = {"axis_name": AXES[name]}
     for stages in CHANGES[name]:
         batches, state = [], None
@@ -275,7 +308,8 @@ def test_a_run_goes_on_with_any_number_of_workers(name):
             if state is not None:
                 order = order_of(name, workers)
                 fresh = ordering.init_workers(order, KEY, jnp.zeros(ENTRIES), workers, **axis)
-                state = resize(state, fresh, order)
+                as_dict = state._replace(order=as_dicts(state.order))._asdict()
+                state = resize(as_dict, fresh, order)
             more, state = read(name, workers, state, most=most)
             assert all(len(batch) == workers for batch in more)
             batches += more

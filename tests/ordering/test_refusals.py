@@ -367,11 +367,11 @@ REFUSED = {  # the call, and what its message names: arguments, values, places i
     "another batch size": (lambda: position(batch_size=3), "batch", "4", "3"),
     "another seed": (lambda: position(seed=0), "seed", "9", "0"),
     "other records": (lambda: position((20, 12)), "file 1", "12", "11"),
-    "other files": (lambda: position((20, 5, 6)), "2 files", "3"),
-    "inside a window": (lambda: resized_blocks(4, steps=4), "batch 1", "2 workers"),
-    "a part of a window": (lambda: resized_blocks(8, window=np.array(5)), "windows of 5"),
+    "other files": (lambda: position((20, 5, 6)), "[2, 3]", "3 files"),
+    "inside a window": (lambda: resized_blocks(4, steps=4), "batch 1", "window_ended"),
+    "a part of a window": (lambda: resized_blocks(8, window=np.array(5)), "10 units", "8 workers"),
     "one worker's order": (
-        lambda: resized_blocks(order=jax.tree.map(lambda x: x[0], ONE)), "GlobalShuffleState"),
+        lambda: resized_blocks(order=jax.tree.map(lambda x: x[0], ONE)), "current", "(4,)"),
     "a fixed shard": (lambda: resized_blocks(order=ONCE), "order", "ShuffleState"),
 }  # fmt: skip
 test_what_does_not_fit_is_refused_by_its_name = names(REFUSED)
