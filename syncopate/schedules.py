@@ -16,7 +16,6 @@ from syncopate import mesh, plans
 SLOW = 10.0  # seconds; a slower schedule gives a warning
 
 
-@jax.transfer_guard("allow")
 def evaluate_schedule(schedule: Callable | ArrayLike, total_steps: int, name: str) -> np.ndarray:
     """float64[T], the values of a schedule, a number or an array at the steps 0 .. T - 1.
 
@@ -24,8 +23,14 @@ def evaluate_schedule(schedule: Callable | ArrayLike, total_steps: int, name: st
     by step. Raises ValueError, with the `name` of the values, if one is negative, not finite or
     complex, or if an array has another length than T.
     """
-    plans.check_total_steps(total_steps)
-    steps = np.arange(total_steps)
+    total_steps = plans.check_total_steps(total_steps)
+    if type(schedule) in (int, float) and 0 <= schedule <= 1e300:  # plans may have thousands
+        return np.broadcast_to(np.float64(schedule), total_steps)
+    with jax.transfer_guard("allow"):
+        return _evaluate(schedule, np.arange(total_steps), name)
+
+
+def _evaluate(schedule, steps, name):
     if callable(schedule):
         plans.check_function(name, schedule, "step")
         values = _real(_evaluated(schedule, steps, name), name)
@@ -71,7 +76,7 @@ def bernoulli_draws(p: Callable | ArrayLike, total_steps: int, key: Key[Array, "
 
 def describe_schedule(p: Any) -> str:
     """A number as it appears in a rule's name, or "p(t)" for a schedule."""
-    return f"{float(p):g}" if plans.is_number(p) else "p(t)"
+    return f"{float(p):g}" if type(p) in (int, float) or plans.is_number(p) else "p(t)"
 
 
 def _evaluated(schedule, steps, name):
