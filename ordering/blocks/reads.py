@@ -229,7 +229,8 @@ def read_blocks(
     sizes = _sizes(blocks, order, of_all, batch_size)
     first = first_state(order, key, like, of_all)
     shape = (window,) if of_all.count is None else (of_all.count, window)
-    sums = jax.tree.map(lambda x: jnp.zeros((*shape, *jnp.shape(x)), jnp.float32), like)
+    zeros = lambda x: jnp.zeros((*shape, *x.shape), jnp.float32, device=of_all.sharding)  # noqa: E731
+    sums = jax.tree.map(zeros, like)
     about = window, batch_size, seed, blocks.unit_size, blocks.filter_digest
     n, about = np.asarray(0), [np.asarray(x) for x in about]  # nothing has been read
     start = BlockState(first, n, n, n, digest_of(order, 1, 0), n, n, sums, *about, blocks.digests)

@@ -92,6 +92,27 @@ def test_the_orders_of_workers_are_those_of_the_gradients_of_blocks(by_hand):
     assert reads.epoch_ended and len(epochs) == 3
 
 
+def test_a_mesh_with_explicit_axes_gives_what_is_simulated():
+    """Also where it goes on inside a window, whose sums lie on the workers' devices."""
+    order = block_cases.global_order_of("global", COUNT // 2, WINDOW)
+    options = {"batch_size": 5, "num_epochs": 2, "like": jnp.zeros(ENTRIES)}
+    results = []
+    for workers in (2, jax.make_mesh((2,), ("worker",))):
+        state, batches = None, []
+        for stop in (2, None):  # of three batches of a window
+            with read_blocks(BLOCKS, order, KEY, workers=workers, state=state, **options) as reads:
+                for records, places in reads:
+                    batches.append(np.asarray(records).tolist())
+                    reads.observe(jnp.stack([records % 7 - 3, records % 5 - 2, places], -1) * 1.0)
+                    if len(batches) == stop:
+                        break
+                state = reads.state()
+                assert int(state.summed) == (stop or 0)
+        assert len(batches) == 8
+        results.append((batches, np.asarray(reads.order_state.current).tolist()))
+    assert results[0] == results[1]
+
+
 @pytest.mark.parametrize("wrong,dtype,at", [(np.nan, np.float32, 2), (np.inf, jnp.bfloat16, 1)])
 def test_a_gradient_that_is_not_finite_is_in_the_sum_of_its_block_alone(wrong, dtype, at):
     """Also of a record that fills the batch, whose gradient is in no sum."""
