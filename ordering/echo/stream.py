@@ -12,7 +12,7 @@ from ordering.base import State
 from ordering.data.batches import Position
 from ordering.data.epochs import Epochs, check_rows
 from ordering.data.loader import LoadError, check_batches, describe_error, on_device
-from ordering.data.place import Count, copied, part_of, restore
+from ordering.data.place import LOST, SAVED, Count, copied, counts_of, part_of, restore
 from ordering.echo.minibatches import Cut, check_parts, cut_of
 from ordering.echo.plans import Policy, digest_decisions
 from syncopate import plans
@@ -358,30 +358,27 @@ def _of_reads(reads: Epochs, plan: Policy, cut: Cut, first_step: int, may_end: b
     for units in reads.units_of_batches() if cut.parts > 1 else ():
         check_parts(units, cut.parts, "units")
     cut = cut._replace(axis=reads.unit_axis, size=reads.unit_size, keeps_first=True)
-    counts, rows = _parts_of_state(reads)
+    counts = _counts_of(reads)
     _, uses, done, unit, batch, *_ = counts
-    again = None
+    again, rows = None, ()
     # If the order has still to observe the batch in use, it is the next one of the reader.
     is_next = done > 0 and not uses and reads.observes
     if _check_plan(plan, cut, *counts):
         again = reads if is_next else reads.load_again(unit, batch)
+    if is_next:
+        try:
+            rows = part_of(reads.around, "rows")
+        except LOST:
+            raise ValueError(f"state has no rows: {SAVED}") from None
     reads.around, load = None, reads.loads - (not is_next)
     return Repeated(reads, plan, cut, reads, may_end, counts, rows, load, again)
 
 
-def _parts_of_state(reads: Epochs) -> tuple[list[int], PyTree]:
-    """The counts and rows of a saved state; with a reader alone, every batch was used once."""
+def _counts_of(reads: Epochs) -> list[int]:
+    """The counts of a saved state; with a reader alone, every batch was used once."""
     if reads.around is None:
-        return [reads.loads, 0, 0, 0, 0, digest_decisions([True] * reads.loads), 0], ()
-    try:
-        counts = [int(part_of(reads.around, name)) for name in EchoState._fields[1:-1]]
-        rows = part_of(reads.around, "rows") if counts[2] and reads.observes else ()
-    except (KeyError, IndexError, AttributeError, TypeError, ValueError):
-        raise ValueError(
-            "state has not all fields of EchoState: pass what ordering.echo.repeat(...).state() "
-            "gave."
-        ) from None
-    return counts, rows
+        return [reads.loads, 0, 0, 0, 0, digest_decisions([True] * reads.loads), 0]
+    return [*counts_of(reads.around, EchoState._fields[1:-1]).values()]
 
 
 def _check_plan(plan, cut, steps, uses, done, unit, batch, decisions, digest) -> bool:

@@ -82,8 +82,9 @@ def run(batches, most, *, observe_last=True):
 
 def saved(state):
     """A state as dicts, as a checkpoint gives it."""
-    if hasattr(state, "_asdict"):
-        return {name: saved(part) for name, part in state._asdict().items()}
+    if hasattr(state, "_asdict"):  # without empty trees
+        parts = state._asdict().items()
+        return {name: saved(part) for name, part in parts if jax.tree.leaves(part)}
     return jax.tree.map(np.asarray, state)
 
 
@@ -198,6 +199,10 @@ OTHERS = {  # what goes on with a state, and what the refusal names
         "state has no",
         "pass what",
     ),
+    "gradients that were not saved": (
+        lambda: echo.repeat(read("observes", inside_a_first_use(rows=())), echo.fixed(2), **TWICE),
+        "state has no rows",
+    ),
     "a batch that is gone": (
         lambda: echo.repeat(
             shuffled(state=late_at_an_epochs_end()), echo.EchoPlan([True] * 3 + [False])
@@ -206,6 +211,12 @@ OTHERS = {  # what goes on with a state, and what the refusal names
         "uses a batch again",
     ),
 }
+
+
+def inside_a_first_use(**changes):
+    batches = echo.repeat(read("observes"), echo.fixed(2), **TWICE)
+    run(batches, 1)
+    return saved(batches.state()._replace(**changes))
 
 
 def read_some(count):
