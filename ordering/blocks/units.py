@@ -194,9 +194,9 @@ def split(
     if decode is not None:
         plans.check_function("decode", decode, "record")
     given = _sources(parts)
-    known = [part for part in given if part.types is not None]
-    for part in known:
-        _check_same(part.name, part.types, known[0].name, known[0].types)
+    typed = [part for part in given if part.types is not None]
+    for part in typed:
+        _check_same(part.name, part.types, typed[0].name, typed[0].types)
     for part in given if decode is not None else ():
         _check_decoder(part, part.is_bytes is not False)
     ranges = []
