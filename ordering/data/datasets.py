@@ -40,7 +40,7 @@ def tf_dataset(
     Args:
       source: as in `as_source`; all examples have the same shapes.
       indices: int[n] in [0, N): the order of one worker, `state.current`, or the orders of several
-        from `step_indices`, whose second result is the size for `batch`; or `order.indices(state)`,
+        from `step_indices`, whose second result is the size for `batch`; or `order.units(state)`,
         which are computed as they are read. To resume a run at step t, pass `indices[t * size :]`.
 
     Returns:
