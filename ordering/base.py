@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Key, PyTree
 
 from ordering import steps, trees
@@ -266,8 +266,10 @@ def init_workers(
         )
     canonical = jax.dtypes.canonicalize_dtype
     shapes = tuple((tuple(leaf.shape), canonical(leaf.dtype)) for leaf in leaves)
-    made = order.programs(workers_of(workers, axis_name))
-    return made.init(plans.check_key(key), structure, shapes)
+    of_all, key = workers_of(workers, axis_name), plans.check_key(key)
+    if isinstance(of_all.mesh, Mesh) and of_all.sharding.is_fully_addressable:
+        key = jax.device_put(key, NamedSharding(of_all.mesh, PartitionSpec()))  # by name
+    return order.programs(of_all).init(key, structure, shapes)
 
 
 def workers_of(workers: int | Mesh | None, axis_name: str) -> Workers:

@@ -141,7 +141,9 @@ def _place(x: Any, like: Any) -> Any:
     x = np.array(jax.device_get(x), like.dtype)  # a copy, whose memory a CPU may take
     if not like.committed:
         return jax.device_put(x)
-    return jax.make_array_from_callback(x.shape, like.sharding, lambda index: x[index])
+    places = like.sharding.addressable_devices_indices_map(x.shape).items()
+    parts = [jax.device_put(x[index], device) for device, index in places]
+    return jax.make_array_from_single_device_arrays(x.shape, like.sharding, parts)
 
 
 def unwrap(saved: Any) -> tuple[Any, Any]:
