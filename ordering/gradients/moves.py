@@ -14,6 +14,7 @@ from jax.extend import core
 from jaxtyping import Array
 
 from ordering.gradients.convolution import bind
+from syncopate.mesh import varying
 
 
 class Part(NamedTuple):
@@ -127,7 +128,8 @@ def _at_index(equation, values):
     indices = [getattr(i, "value", i) for i in (index, *others)]
     if any(isinstance(i, Param) for i in (index, *others)):
         return None
-    indices = [jnp.int32(0) if i is None else i for i in indices]  # nothing is evaluated
+    zero = varying(jnp.int32(0), param.value)
+    indices = [zero if i is None else i for i in indices]  # nothing is evaluated
     place = jnp.clip(indices[0], 0, shape[0] - 1).astype(jnp.uint32)
     part = sliced(param, shape[0], place)._replace(varies=True)
     ((value, copy),) = bind_of(equation, param, *indices)
