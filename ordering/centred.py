@@ -1,6 +1,7 @@
 """GraB: signs of gradients, centred by the mean gradient of the epoch before (mean balance)."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -138,6 +139,7 @@ def _centred(gradient, mean):
     return jax.tree.map(lambda g, m: trees.as_float32(g) - m, gradient, mean)
 
 
+@functools.partial(jax.jit, static_argnums=1, inline=True)  # as signs may be typed for a mesh
 def _place(state, size, plus):
     """(next, left) with the units just observed placed at both ends of the next order."""
     num_units = state.current.shape[0]

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType
 
 import ordering
+from ordering import base, signs
 from ordering.shuffles import permutation
 from tests import tables
 from tests.cases import mostly_slow, times
@@ -303,3 +304,136 @@ def test_an_order_is_the_same_in_64_bits():
         following = jax.jit(jax.vmap(make(40).next_epoch))(state)
     assert state.current.dtype == following.current.dtype == jnp.int32
     np.testing.assert_array_equal(state.current, expected.current)
+
+
+SPREAD = [*range(28)]
+EVERY = {  # of 7 units for each of 4 workers
+    **{name: functools.partial(row.make, 7) for name, row in tables.ORDERS.items()},
+    "teams": lambda b: ordering.cd_grab(7, units_per_step=b, gathers="sync", team_size=2),
+    "global_order": lambda b: ordering.global_order(
+        ordering.cd_grab(7, units_per_step=b), 7, total=30
+    ),
+    "global_reshuffling": lambda b: ordering.global_reshuffling(7, units_per_step=b, total=30),
+    "scored": lambda b: ordering.scored(
+        SPREAD, workers=4, pattern="saw", jitter=3, units_per_step=b
+    ),
+    "segments": lambda b: ordering.scored(SPREAD, workers=4, pattern="segments", units_per_step=b),
+}
+
+
+def kinds(tree):
+    return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+
+
+@pytest.mark.parametrize("units_per_step", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_every_order_keeps_its_types_under_settings_of_jax(units_per_step):
+    """64 bits, strict promotion, no transfers that are not asked for: two epochs of 4 workers."""
+    rows, like, key = jnp.asarray(tables.whole_numbers((4, 7, 5))), jnp.zeros(5), jax.random.key(0)
+    parts = [rows[:, a:b] for a, b in tables.steps(7, units_per_step)]
+    no_transfers = jax.transfer_guard("disallow")
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"), no_transfers:
+        for name, make in EVERY.items():
+            order = make(units_per_step)
+            state = ordering.init_workers(order, key, like, 4)
+            types, programs = kinds(state), order.programs(base.workers_of(4, "worker"))
+            assert not any("64" in str(x.dtype) for x in jax.tree.leaves(state)), name
+            for _ in range(2):
+                for part in parts:
+                    state = programs.observe(state, part)
+                state = programs.sync(state)
+                following, final = order.next_units(state)
+                state = programs.next_epoch(state)
+                units = np.asarray(order.units(state))
+                assert kinds(state) == types, name
+                assert len(np.unique(units)) == 28, name
+                if int(final) == 7:
+                    assert units.tolist() == np.asarray(following).tolist(), name
+
+
+@pytest.mark.parametrize("name", ["grab", "pair_balance", "greedy_herding"])
+def test_two_epochs_in_a_scan_are_the_same_in_64_bits(name):
+    order = tables.ORDERS[name].make(4, 2)
+    rows = jnp.asarray(tables.whole_numbers((4, 3)))
+
+    def epochs():
+        def epoch(state, _):
+            return tables.run_epoch(order, state, rows, 2), state.current
+
+        return jax.lax.scan(epoch, order.init(jax.random.key(0), jnp.zeros(3)), length=3)[1]
+
+    expected = jax.jit(epochs)()
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(jax.jit(epochs)(), expected)
+
+
+def test_orders_and_their_digests_differ_by_what_a_state_is_of():
+    orders = [make(2) for make in EVERY.values()] + [
+        ordering.pair_balance(7, rule=ordering.baselines.self_balancing_walk(bound=2.0)),
+        ordering.pair_balance(7, rule=ordering.baselines.self_balancing_walk(bound=3.0)),
+        ordering.pair_balance(8),
+        ordering.global_reshuffling(7),
+        ordering.baselines.block_reshuffling(7, block_size=2),
+    ]
+    assert len({int(order.digest()) for order in orders}) == len({*orders}) == len(orders)
+    for name, make in EVERY.items():
+        one, other = make(2), make(1)
+        assert one == make(2) and one != other and pickle.loads(pickle.dumps(one)) == one, name
+        assert one.digest() == other.digest() == pickle.loads(pickle.dumps(one)).digest(), name
+
+
+@pytest.mark.parametrize("name", ["grab", "pair_balance", "kh"])
+@pytest.mark.parametrize("block_size", [1, 64])
+@pytest.mark.parametrize("units_per_step", [1, 2, 3])
+def test_gradients_split_over_explicit_axes_are_observed(
+    name, units_per_step, block_size, monkeypatch
+):
+    """JAX's default mesh, whose axes are in the types of arrays; also as an accelerator signs."""
+    monkeypatch.setattr(signs, "block_size_of", lambda axes=(): block_size)
+    mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), devices=jax.devices()[:4])
+    specs = {"w": jax.P("tensor", None, "fsdp"), "b": jax.P("fsdp")}
+    params = {"w": jnp.zeros((2, 3, 4)), "b": jnp.zeros(4)}
+    rows = jax.tree.map(lambda x: tables.whole_numbers((7, *x.shape)), params)
+    order = tables.ORDERS[name].make(7, units_per_step)
+
+    def epochs(params, rows):
+        state = order.init(jax.random.key(0), params)
+        for _ in range(2):
+            state = tables.run_epoch(order, state, rows, units_per_step)
+        return state.current
+
+    expected = jax.jit(epochs)(params, rows)
+    with jax.set_mesh(mesh):
+        params = jax.tree.map(jax.device_put, params, specs)
+        rows = jax.tree.map(lambda x, s: jax.device_put(x, jax.P(None, *s)), rows, specs)
+        np.testing.assert_array_equal(jax.jit(epochs)(params, rows), expected)
+
+
+def test_a_mesh_without_the_axis_of_workers_has_one_worker():
+    order, key = ordering.random_reshuffling(8), jax.random.key(0)
+    for names in ("model",), ("data", "model"):
+        with jax.set_mesh(
+            jax.make_mesh((2,) * len(names), names, devices=jax.devices()[: 2 ** len(names)])
+        ):
+            assert ordering.init_workers(order, key).current.shape == (8,)
+            reads = ordering.data.read_epochs(np.arange(8), order, key)
+            assert next(reads).shape == (1,)
+            reads.close()
+
+
+def test_the_state_of_another_order_is_refused_by_name():
+    """What differs is named: the class, the number of units, a pair that waits, the sign rule."""
+    key, like, rows = jax.random.key(0), jnp.zeros(3), jnp.ones((2, 3))
+    make = functools.partial(ordering.pair_balance, units_per_step=2)
+    walk = ordering.baselines.self_balancing_walk()
+    state = make(6).init(key, like)
+    for order, names in (
+        (ordering.grab(6, units_per_step=2), "Grab got a PairBalanceState"),
+        (make(8), "shape .6,., and PairBalance has 8 units"),
+        (ordering.pair_balance(6, units_per_step=3), "pending is empty"),
+        (make(6, rule=walk), "state.rule is"),
+    ):
+        for call in (lambda o: o.observe(state, rows), lambda o: o.next_epoch(state)):
+            with pytest.raises(ValueError, match=names):
+                call(order)
+    with pytest.raises(ValueError, match="PairBalance"):
+        make(8).units(state)
