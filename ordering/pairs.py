@@ -238,7 +238,7 @@ def pair_balance(
 def fill_middle(next_order: Array, current: Array, left: Array, placed: Array) -> Array:
     """`next_order` with `current[placed:]` in its free slots, `[left, left + M - placed)`."""
     num_units = current.shape[0]
-    slot = jnp.arange(num_units)
+    slot = jnp.arange(num_units, dtype=jnp.int32)
     free = (slot >= left) & (slot < left + num_units - placed)
     return jnp.where(free, current[jnp.clip(slot - left + placed, 0, num_units - 1)], next_order)
 

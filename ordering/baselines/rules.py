@@ -28,7 +28,9 @@ class Walk(SignRule):
         return WalkState(key, jnp.zeros((), jnp.int32))
 
     def coins(self, state, n):
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(state.key, state.signed + jnp.arange(n))
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(
+            state.key, state.signed + jnp.arange(n, dtype=jnp.int32)
+        )
         return jax.vmap(_uniform)(keys)
 
     def sign(self, state, dot, norm2, coin):
@@ -82,7 +84,9 @@ class Halving(SignRule):
 
     def coins(self, state, n):
         key = jax.random.fold_in(state.key, state.epoch)
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, state.pair + jnp.arange(n))
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(
+            key, state.pair + jnp.arange(n, dtype=jnp.int32)
+        )
         return jax.vmap(functools.partial(_uniform, minval=-1.0))(keys)
 
     def sign(self, state, dot, norm2, coin):
