@@ -169,9 +169,9 @@ def _check_finite(tf: Any, dataset: Any) -> int:
             )
     size = int(dataset.cardinality())
     if size < 1:
-        known = {0: "empty", tf.data.INFINITE_CARDINALITY: "endless: leave out repeat()"}
+        kinds = {0: "empty", tf.data.INFINITE_CARDINALITY: "endless: leave out repeat()"}
         unknown = "of unknown length: apply tf.data.experimental.assert_cardinality(n) to it"
-        raise ValueError(f"dataset is {known.get(size, unknown)}.")
+        raise ValueError(f"dataset is {kinds.get(size, unknown)}.")
     return size
 
 
