@@ -24,8 +24,8 @@ def evaluate_schedule(schedule: Callable | ArrayLike, total_steps: int, name: st
     complex, or if an array has another length than T.
     """
     total_steps = plans.check_total_steps(total_steps)
-    if type(schedule) in (int, float) and 0 <= schedule <= 1e300:  # plans may have thousands
-        return np.broadcast_to(np.float64(schedule), total_steps)
+    if isinstance(schedule, int | float) and type(schedule) is not bool and 0 <= schedule <= 1e300:
+        return np.broadcast_to(np.float64(schedule), total_steps)  # plans may have thousands
     with jax.transfer_guard("allow"):
         return _evaluate(schedule, np.arange(total_steps), name)
 
