@@ -267,8 +267,9 @@ def init_workers(
     canonical = jax.dtypes.canonicalize_dtype
     shapes = tuple((tuple(leaf.shape), canonical(leaf.dtype)) for leaf in leaves)
     of_all, key = workers_of(workers, axis_name), plans.check_key(key)
-    if isinstance(of_all.mesh, Mesh) and of_all.sharding.is_fully_addressable:
-        key = jax.device_put(key, NamedSharding(of_all.mesh, PartitionSpec()))  # by name
+    if isinstance(of_all.mesh, Mesh):
+        whole = NamedSharding(of_all.mesh, PartitionSpec())
+        key = jax.device_put(key, whole) if whole.is_fully_addressable else key  # by name
     return order.programs(of_all).init(key, structure, shapes)
 
 

@@ -182,7 +182,7 @@ def _sum_leaves(function, *trees):
 
 def _split_products(g, other, lead):
     """Inner products over axes that are split, which a reshape to a matrix would gather."""
-    axes = [range(1, g.ndim), range(lead, other.ndim)]
+    axes = tuple(range(1, g.ndim)), tuple(range(lead, other.ndim))
     types = [jax.typeof(x).sharding for x in (g, other)]
     split = next(kind for kind in types if any(kind.spec))
     return jax.lax.dot_general(
