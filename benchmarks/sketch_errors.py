@@ -1,4 +1,4 @@
-"""Measures how well sketches keep inner products of gradients: made in the backward pass or after.
+"""Measures how well sketches keep inner products of gradients: of models, and of structured ones.
 
     python -m benchmarks.sketch_errors --size=1024 --keys=24
 
@@ -6,7 +6,8 @@ Every row has the gradients of 16 random examples under one model, at its initia
 last row words are as frequent as in a text, and the model has begun to learn how frequent. The
 error of a squared norm is relative to the squared norm, that of an inner product to the product of
 the norms. Both are root mean squares over all examples or pairs, and over keys. A Gaussian
-projection has sqrt(2 / size) for squared norms, and sqrt(1 / size) for orthogonal vectors.
+projection has sqrt(2 / size) for squared norms, and sqrt(1 / size) for orthogonal vectors. Sketches
+from the backward pass are those of the same gradients after it; tests compare them.
 """
 
 import jax
@@ -18,6 +19,7 @@ from absl import app, flags
 
 import models
 import ordering
+from ordering.gradients import linear
 
 EXAMPLES = 16
 
@@ -73,10 +75,69 @@ def after(model, params, batch, steps):
 
 
 def errors(rows, exact):
-    """The relative errors of squared norms and of inner products of different examples."""
+    """The relative errors of squared norms and of inner products of different gradients."""
     lengths = np.sqrt(np.diag(exact))
     relative = (rows @ rows.T - exact) / np.outer(lengths, lengths)
-    return np.diag(relative), relative[~np.eye(EXAMPLES, dtype=bool)]
+    return np.diag(relative), relative[~np.eye(len(exact), dtype=bool)]
+
+
+def part(*where):
+    """Normal numbers in a part of a gradient, zeros elsewhere."""
+
+    def make(rng, shape):
+        is_in = np.zeros(shape)
+        is_in[where] = 1
+        return is_in * rng.normal(size=shape)
+
+    return make
+
+
+def low_rank(rank):
+    return lambda rng, shape: rng.normal(size=(shape[0], rank)) @ rng.normal(size=(rank, shape[1]))
+
+
+KINDS = {  # (random numbers, [K, N]) -> a gradient of this shape
+    "one column": part(slice(None), 3),
+    "one row": part(3),
+    "rank one": low_rank(1),
+    "rank two": low_rank(2),
+    "sorted": lambda rng, shape: np.sort(rng.normal(size=shape).ravel()).reshape(shape),
+    "diagonal": lambda rng, shape: np.eye(*shape) * rng.normal(size=shape),
+    "one block": part(slice(8, 40), slice(16, 48)),
+    "alternating signs": lambda rng, shape: (-1.0) ** np.add.outer(*map(np.arange, shape)),
+    "one number": part(5, 7),
+    "rows of a power law": lambda rng, shape: (
+        rng.normal(size=shape) / np.arange(1, shape[0] + 1)[:, None]
+    ),
+    "every 32nd column": part(slice(None), slice(3, None, 32)),
+    "every 32nd row": part(slice(5, None, 32)),
+}
+
+
+def errors_of(kind, shape, size, keys):
+    """Relative errors of squared norms and of the inner product of two gradients; their cosine."""
+    rng, matrix = np.random.default_rng(0), linear.matrix_of(shape)
+    pair = [np.float32(KINDS[kind](rng, matrix)).ravel()[: np.prod(shape)] for _ in range(2)]
+    pair = jnp.stack(pair).reshape(2, *shape)
+    flat = np.asarray(pair, np.float64).reshape(2, -1)
+    exact = flat @ flat.T
+    of_key = lambda key: jax.vmap(ordering.make_sketch(key, size=size))(pair)  # noqa: E731
+    rows = jax.jit(lambda keys: jax.lax.map(of_key, keys))(
+        jax.random.split(jax.random.key(5), keys)
+    )
+    norms, products = zip(
+        *(errors(row, exact) for row in np.asarray(rows, np.float64)), strict=True
+    )
+    cosine = exact[0, 1] / np.sqrt(exact[0, 0] * exact[1, 1])
+    return np.ravel(norms), np.ravel(products), cosine
+
+
+SHAPES = ((768, 1000), (512, 256), (512, 1024), (64, 4096), (1024, 512), (192, 192), (20_000,))
+
+
+def line(name, norms, products):
+    norm, product = (float(np.sqrt(np.mean(np.square(x)))) for x in (norms, products))
+    print(f"{name:40} squared norms {norm:.3f}  inner products {product:.3f}", flush=True)
 
 
 def main(argv):
@@ -89,22 +150,18 @@ def main(argv):
             gradients = ordering.sketched_grads(model.loss, key, size=values.size)
             sketched = gradients(params, batch, key=key)[2]
             rows = ordering.per_example_grads(model.loss)(params, batch, key=key)[2]
-            formed = jax.vmap(ordering.make_sketch(key, size=values.size))(rows)
             flat = jax.vmap(lambda tree: jax.flatten_util.ravel_pytree(tree)[0])(rows)
             with jax.default_matmul_precision("highest"):
-                return {"sketched": sketched, "of gradients": formed}, flat @ flat.T
+                return sketched, flat @ flat.T
 
-        run, measured = jax.jit(both), {}
-        for seed in range(values.keys):
-            sketches, exact = run(jax.random.key(100 + seed))
-            for how, rows in sketches.items():
-                measured.setdefault(how, []).append(errors(np.asarray(rows), np.asarray(exact)))
-        for how, pairs in measured.items():
-            norm, inner = (float(jnp.sqrt(np.mean(np.square(x)))) for x in zip(*pairs, strict=True))
-            print(
-                f"{name:24} {how:12} squared norms {norm:.3f}  inner products {inner:.3f}",
-                flush=True,
-            )
+        run = jax.jit(both)
+        keys = (jax.random.key(100 + seed) for seed in range(values.keys))
+        pairs = [errors(*map(np.asarray, run(key))) for key in keys]
+        line(name, *zip(*pairs, strict=True))
+    for shape in SHAPES:
+        for kind in KINDS:
+            norms, products, _ = errors_of(kind, shape, values.size, values.keys)
+            line(f"{kind}, {' x '.join(map(str, shape))}", norms, products)
 
 
 if __name__ == "__main__":

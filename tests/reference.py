@@ -255,59 +255,34 @@ def load_if_ready(ready, max_factor):
     return fresh, asked
 
 
-def hash_signs(seed, places):
-    """The signs of `ordering.gradients.linear.hash_signs`, in integers of 64 bits."""
-    x = np.uint64(places) * np.uint64(0x9E3779B1) & np.uint64(0xFFFFFFFF) ^ np.uint64(seed)
+def hash_bits(seed, place):
+    """32 bits of `ordering.gradients.linear.hash_bits`, in Python's integers."""
+    x = place * 0x9E3779B1 % 2**32 ^ seed % 2**32
     for shift, factor in ((16, 0x21F0AAAD), (15, 0xD35A2D97)):
-        x = (x ^ x >> np.uint64(shift)) * np.uint64(factor) & np.uint64(0xFFFFFFFF)
-    return 1.0 - 2.0 * (x >> np.uint64(31))
+        x = (x ^ x >> shift) * factor % 2**32
+    return x ^ x >> 15
 
 
-def fold(leaf, seed, size, block):
-    """A sketch in two loops: signed blocks of whole slices are added up, then every k-th entry."""
-    width = 128 if leaf.size % 128 == 0 else 1
-    if leaf.ndim > 1:  # the largest slices that fit a block, whole numbers of the last axis
-        widths = [int(np.prod(leaf.shape[i:])) for i in range(1, leaf.ndim)]
-        width = max([w for w in widths if w <= block], default=widths[-1])
-    matrix = leaf.reshape(-1, width).astype(np.float64)
-    length, width = matrix.shape
-    least = -(-block // width)
-    least += -least % 8
-    rows = min([n for n in range(least, 2 * least, 8) if length % n == 0], default=least)
-    rows = min(length, rows)
-    count = -(-length // rows)
-    if length // rows > 1:
-        total = np.zeros((rows, width))
-        signs = hash_signs(seed, np.arange(rows * width + count))
-        of_blocks = hash_signs(~seed & 0xFFFFFFFF, np.arange(count))
-        for b in range(count):
-            part = matrix[b * rows : (b + 1) * rows]
-            block_signs = signs[b : b + rows * width].reshape(rows, width)[: len(part)]
-            total[: len(part)] += of_blocks[b] * block_signs * part
-        matrix = total
-    flat = matrix.ravel() * hash_signs(seed ^ 0x5BD1E995, np.arange(matrix.size))
-    result = np.zeros(size)
-    start = seed % size if flat.size < size else 0
-    for n, value in enumerate(flat):
-        result[(n + start) % size] += value
+def sketch_side(seed, side, length, sizes):
+    """u or v of a matrix: [n, m, sums], entry by entry."""
+    sums, residues = sizes.sums[side], sizes.residues[side]
+    each = sizes.groups // sizes.read
+    order = sorted(range(sums * each), key=lambda i: hash_bits(seed + 2 + side, i))
+    result, transform = np.zeros((length, sizes.groups, sums)), hadamard(sizes.groups)
+    near = range(sizes.read)
+    for a in range(length):
+        turn, residue = divmod(a, residues)
+        bits = [hash_bits(seed + 4 + side, turn // sizes.read * sizes.read + i) for i in near]
+        rank = sorted(bits).index(bits[turn % sizes.read])
+        first = rank ^ hash_bits(seed + 8 + side, residue) % sizes.read
+        p, second = divmod(order[residue], each)
+        sign = 1 - 2 * (hash_bits(seed + 6 + side, a) >> 31)
+        result[a, :, p] = sign * transform[:, first * each + second]
     return result
 
 
-def group_signs(length, sums, groups):
-    """[K, p, m] without random signs: the sum of entry n, and its sign in every group."""
-    result, n = np.zeros((length, sums, groups)), np.arange(length)
-    result[n, n % sums] = hadamard(groups)[n // sums % groups]
-    return result
-
-
-def product_sketch(gradient, left, right, sizes):
-    """[p, q, m]: entries meet at the exclusive or of their places; then Hadamard's transform."""
-    groups, p, q = sizes
-    products = np.zeros((p, q, groups))
-    for a, b in np.ndindex(gradient.shape):
-        i, j = a // p % groups, b // q % groups
-        products[a % p, b % q, i ^ j] += left[a] * right[b] * gradient[a, b]
-    return products @ group_signs(groups, 1, groups)[:, 0] / np.sqrt(groups)
+def sketch_sides(seed, shape, sizes):
+    return [sketch_side(int(seed), side, n, sizes) for side, n in enumerate(shape)]
 
 
 def scale(moments, floor, power=0.5):

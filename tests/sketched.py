@@ -13,8 +13,7 @@ import numpy as np
 import optax
 
 import ordering
-from ordering.gradients.backward import fold_small
-from ordering.gradients.linear import fold, maps_of, of_slice
+from ordering.gradients import linear
 from ordering.gradients.scale import scaled
 from ordering.trees import as_float32
 from tests import reference
@@ -23,46 +22,38 @@ KEY, SKETCH_KEY = jax.random.key(3), jax.random.key(7)
 RNG = np.random.default_rng(2)
 
 
-def sketch_of(loss, params, batch, key, *, size):
-    """`tree -> float32[k]`, the map of `ordering.sketched_grads(loss, key)`."""
-    of_batch = jax.eval_shape(lambda: jax.random.key(0))
-    plan = ordering.sketch_plan(loss, params, batch, key=of_batch, size=size)
-    maps = maps_of(plan, key)
+def sketch_of(params, key, *, size):
+    """`tree -> float32[k]`, the sketch of gradients of these parameters, from its equation."""
+    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(params)]
+    seeds = jax.random.bits(jax.random.clone(key), (len(shapes) + 1,), np.uint32)
+    is_small = [math.prod(shape) <= 4 * size for shape in shapes]
+    small = sum(math.prod(shape) for shape, one in zip(shapes, is_small, strict=True) if one)
+
+    def of(seed, shape):
+        matrix = linear.matrix_of(shape)
+        sizes = linear.sizes_of(*matrix, size)
+        u, v = reference.sketch_sides(seed, matrix, sizes)
+
+        def apply(leaf):
+            flat = leaf.reshape(-1)
+            whole = jnp.pad(flat, (0, math.prod(matrix) - flat.size)).reshape(matrix)
+            sums = jnp.einsum("ab,afp,bfq->fpq", whole, u, v, precision="highest").reshape(-1)
+            return jnp.pad(sums / math.sqrt(sizes.groups), (0, size - sums.size))
+
+        return apply
+
+    each = [None if one else of(s, n) for s, n, one in zip(seeds, shapes, is_small, strict=False)]
+    of_small = of(seeds[-1], (small,)) if small else None
 
     def apply(tree):
-        each = list(zip(plan, maps, map(as_float32, jax.tree.leaves(tree)), strict=True))
-        small = [(of, g.reshape(-1)) for leaf, of, g in each if leaf.small]
-        results = [_of_leaf(leaf, of, g, size) for leaf, of, g in each if not leaf.small]
-        if small:
-            results.append(
-                fold_small(jnp.concatenate([g for _, g in small]), small[0][0].seed, size)
-            )
-        return sum(results)
+        leaves = [*map(as_float32, jax.tree.leaves(tree))]
+        sums = [one(leaf) for one, leaf in zip(each, leaves, strict=True) if one]
+        if of_small:
+            small = [g.reshape(-1) for g, one in zip(leaves, is_small, strict=True) if one]
+            sums.append(of_small(jnp.concatenate(small)))
+        return sum(sums)
 
     return apply
-
-
-def _of_leaf(leaf, of, gradient, size):
-    """The sum over all slices of a parameter that a scan loops over."""
-    if not leaf.stack:
-        return _of_matrix(leaf, of, gradient, size)
-    slices = gradient.reshape(-1, *leaf.shape[leaf.stack :])
-    return sum(_of_matrix(leaf, of_slice(of, i), g, size) for i, g in enumerate(slices))
-
-
-def _of_matrix(leaf, of, gradient, size):
-    if leaf.how != "sketched":
-        return fold(gradient, of.seed, size)
-    axes = [i - leaf.stack for i in (*leaf.rows, *leaf.cols)]
-    axes += [i for i in range(gradient.ndim) if i not in axes]  # of size 1
-    matrix = gradient.transpose(axes).reshape(of.left.size, of.right.size)
-    groups, *sums = leaf.sizes
-    left, right = (
-        side.reshape(-1, 1, 1) * reference.group_signs(side.size, each, groups)
-        for side, each in zip((of.left, of.right), sums, strict=True)
-    )
-    result = jnp.einsum("apm,ab,bqm->pqm", left, matrix, right).reshape(-1) / math.sqrt(groups)
-    return jnp.pad(result, (0, size - result.size))
 
 
 def scale_like(params, plan):
@@ -91,7 +82,7 @@ def assert_sketched(loss, params, batch, size=64, scale=None):
     gradients = ordering.sketched_grads(loss, SKETCH_KEY, size=size)
     makers = (functools.partial(gradients, scale=scale), ordering.per_example_grads(loss))
     result, formed = (jax.jit(parts_of(maker))(params, batch) for maker in makers)
-    to_sketch = sketch_of(loss, params, batch, SKETCH_KEY, size=size)
+    to_sketch = sketch_of(params, SKETCH_KEY, size=size)
 
     @jax.jit
     def expected(rows):

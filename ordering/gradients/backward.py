@@ -2,16 +2,16 @@
 
 The loss is interpreted (interpret.py). Every unit gets a vector of zeros s[k], on which its loss
 does not depend. Where a parameter w meets data, y = x w (rules.py), the backward pass assigns to s
-the cotangents P_f^T (x^T dy) Q_f = (x P_f)^T (dy Q_f). P_f and Q_f are fixed sums with random
-signs. So the gradient with respect to s is the sketch of this unit's gradient, summed over all
-parameters. The gradients themselves are never formed.
+the sketch of x^T dy (linear.py), computed from sums of x and of dy. So the gradient with respect to
+s is the sketch of this unit's gradient, summed over all parameters. The gradients themselves are
+never formed.
 """
 
 import functools
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float32, Key, PyTree
 
 from ordering.gradients import linear
-from ordering.gradients.convolution import split_safe
+from ordering.gradients.convolution import CONVOLUTION, split_safe
 from ordering.gradients.examples import (
     axes_of_loss,
     check_params,
@@ -34,18 +34,16 @@ from ordering.gradients.examples import (
     units_of,
 )
 from ordering.gradients.interpret import Handler, as_copy, interpret
-from ordering.gradients.linear import MOST, SIZE, Map, SketchLeaf, times
+from ordering.gradients.linear import MOST, SIZE, Map, SketchLeaf
 from ordering.gradients.moves import filled
-from ordering.gradients.rules import LINEAR, LOOK_UP, RULES, Use
+from ordering.gradients.rules import LOOK_UP, RULES, Use
 from ordering.gradients.scale import scaled_maps, whole_scale
 from ordering.trees import as_float32, tree_size
 from syncopate.mesh import automatic, varying_over
 from syncopate.plans import check_key, check_whole
 
-LEAST = 4  # p q for a gradient of rank one: with fewer, transforms take longer
-TABLE = 16  # the least number of groups for tables
+LARGE = 4096  # numbers of a parameter, of whose copies a warning tells
 IN_TURN = "use per_example_grads(loss, to_sketch=make_sketch(key), in_turn=True)"
-EXACT = 4  # gradients of up to EXACT k numbers are formed, which costs less than projecting
 
 
 def sketched_grads(
@@ -53,13 +51,13 @@ def sketched_grads(
 ) -> Callable:
     """A sketch of every unit's gradient, from one ordinary backward pass.
 
-    s_i = sum over parameters of [P_f^T G_i Q_f / m^(1/2)] for f = 1 .. m
+    s_i = S G_i, S being the map of `make_sketch(key, size=size)`
 
-    G_i is the gradient of unit i, P_f and Q_f are sums of its rows and columns with random signs.
-    A step takes little more time and memory than a plain one. E[s_i . s_j] = G_i . G_j: at k =
-    1,024, squared norms on MLPs, LeNet and a small GPT-2 are off by 4.3 to 4.9 % (root mean square)
-    and inner products by 0.031 to 0.038 |G_i| |G_j| (`python -m benchmarks.sketch_errors`), as by
-    `make_sketch`. Gradients of low rank of very large matrices have up to six times the variance.
+    G_i is the gradient of unit i. For a product y = x w it is sum_t x_t dy_t^T over positions t,
+    and its sketch follows from sums of x_t and of dy_t with random signs. So a step takes little
+    more time and memory than a plain one. A sketch depends on the gradient, the key, the shapes of
+    the parameters and k alone: not on the number of positions, of units or on groups. Its errors
+    are those of `make_sketch`.
 
     The loss may use any library: products, convolutions and look-ups are found in its jaxpr. If a
     parameter is used in another way, its gradients are formed for every unit. `sketch_plan` lists
@@ -112,7 +110,9 @@ def sketched_grads(
         whole = None if scale is None else whole_scale(scale, params)
         if tree_size(params) <= size:
             kept = linear.make_sketch(sketch_key, size=size)
-            to_sketch = lambda g: kept(g if scale is None else jax.tree.map(times, g, whole))  # noqa: E731
+            to_sketch = lambda g: kept(  # noqa: E731
+                g if scale is None else jax.tree.map(jnp.multiply, g, whole)
+            )
             of_each = per_example_grads(loss, has_aux=has_aux, to_sketch=to_sketch)
             return of_each(params, *batch, key=key)
         units, keys = units_of(params, batch, key)
@@ -122,7 +122,7 @@ def sketched_grads(
         typed = functools.partial(jax.tree.map, lambda x: varying_over(x, axes))
         plan, program = _analyse(of_one, params, first, size)
         _warn_of_copies(plan.leaves, units)
-        maps = linear.maps_of(plan.leaves, sketch_key)
+        *maps, of_small = linear.maps_of([leaf.shape for leaf in plan.leaves], sketch_key, size)
         if scale is not None:
             maps = scaled_maps(plan.leaves, maps, params, typed(scale))
 
@@ -139,7 +139,7 @@ def sketched_grads(
         )
         of_numbers = gradients_of_numbers(plan, params, units)
         sums = with_numbers(plan, maps, sums, of_numbers)
-        losses, rows = losses.astype(jnp.float32), units * added_up(maps, sums)
+        losses, rows = losses.astype(jnp.float32), units * added_up(maps, of_small, sums)
         return (losses, aux) if has_aux else losses, over_devices(mean), rows
 
     return gradients
@@ -206,7 +206,8 @@ def _analyse(of_one, params, rest, size):
 
 
 def _warn_of_copies(leaves, units):
-    large = [leaf for leaf in leaves if leaf.how == "copied" and not leaf.small]
+    copied = [leaf for leaf in leaves if leaf.how == "copied"]
+    large = [leaf for leaf in copied if math.prod(leaf.shape) > LARGE]
     if large:
         copies = units * sum(math.prod(leaf.shape) for leaf in large)
         ratio = copies / sum(math.prod(leaf.shape) for leaf in leaves)
@@ -288,37 +289,41 @@ def leaf_of(
         why = ", ".join(dict.fromkeys(other)) or "used at several depths"
         return SketchLeaf(name, shape, "copied", why)
     (stack,) = stacks
-    count = math.prod(shape[stack:])
-    sides = {frozenset(numbers_of(side) for side in (use.rows, use.cols)) for use, _ in uses}
-    if count <= EXACT * size or LINEAR in kinds or len(sides) > 1:
+    rows, cols = sides = _sides(shape, stack)
+    if linear.is_small(shape, size) or not all(
+        _by_factors(use, sides, shape, size) for use, _ in uses
+    ):
+        is_vector = sum(n > 1 for n in shape) < 2
+        if stack and is_vector and not linear.is_small(shape, size):
+            return SketchLeaf(name, shape, "copied", kinds)
         return SketchLeaf(name, shape, "formed", kinds, stack)
-    first = next((use for use, _ in uses if use.kind == LOOK_UP), uses[0][0])  # it has few rows
-    rows, cols = (numbers_of(side) for side in (first.rows, first.cols))
-    lengths = (math.prod(shape[i] for i in side) for side in (rows, cols))
-    table, rank = first.kind == LOOK_UP, max(1, sum(use.rank for use, _ in uses))
-    sizes = _sizes(lengths, rank, size, TABLE if table else 1)
-    return SketchLeaf(name, shape, "sketched", kinds, stack, rows, cols, sizes, table)
+    table = any(use.kind == LOOK_UP for use, _ in uses)
+    return SketchLeaf(name, shape, "sketched", kinds, stack, rows, cols, table)
+
+
+def _sides(shape, stack):
+    """The axes of a leaf's rows and columns inside of scans, without those of size 1."""
+    split = linear.split_of(shape) if len(shape) > 1 else 0
+    sides = range(stack, split), range(max(stack, split), len(shape))
+    rows, cols = (tuple(i for i in side if shape[i] > 1) for side in sides)
+    return rows, cols
+
+
+def _by_factors(use, sides, shape, size):
+    """Whether the factors of a use are rows and columns of its leaf, and worth adding up.
+
+    The sums of a convolution's rows are convolutions, and take longer than few columns.
+    """
+    of_use = tuple(numbers_of(side) for side in (use.rows, use.cols))
+    if of_use not in (sides, sides[::-1]) or not all(sides):
+        return False
+    side, sizes = of_use.index(sides[0]), linear.sizes_of(*linear.matrix_of(shape), size)
+    cols = math.prod(shape[i] for i in of_use[1])
+    return use.kind != CONVOLUTION or sizes.read * sizes.residues[side] <= cols
 
 
 def numbers_of(side: Sequence[tuple[int, int]]) -> tuple[int, ...]:
     return tuple(sorted(number for number, _ in side))
-
-
-def _sizes(lengths: Iterable[int], rank: int, size: int, least: int) -> tuple[int, int, int]:
-    """(m, p, q), m p q <= k: groups in which no two entries share a sum, fewer for high ranks.
-
-    For a high rank one group is enough, since the errors of its many terms average out. A table of
-    tokens always gets some groups: at first its gradient has rank one, since all positions learn
-    the frequencies of the tokens.
-    """
-    rows, cols = lengths
-    most = max(min(least, size), size // (LEAST * rank))
-    wanted = math.ceil(rows * cols / size)
-    groups = 1 << min(most.bit_length() - 1, (wanted - 1).bit_length())
-    size, rows, cols = size // groups, math.ceil(rows / groups), math.ceil(cols / groups)
-    p = min(max(1, math.isqrt(size)), rows)
-    q = min(size // p, cols)
-    return groups, min(size // q, rows), q
 
 
 def gradients_of_numbers(plan: Plan, params: PyTree, units: int) -> list[dict[int, Array]]:
@@ -340,7 +345,7 @@ class Zeros(NamedTuple):
     """Zeros that the losses do not depend on; gradients with respect to them are the sketches."""
 
     sketch: Array  # float32[k] for one unit
-    small: list[Array | None]  # float32[n] for gradients that are `SketchLeaf.small`, or None
+    small: list[Array | None]  # float32[n] for gradients of small leaves, or None
     numbers: Array  # float32[m], for the numbers that all units share
 
     def of(self, leaf: int) -> Array:
@@ -349,8 +354,10 @@ class Zeros(NamedTuple):
 
 
 def zeros_of(plan: Plan, units: int, size: int) -> Zeros:
+    shapes = [leaf.shape for leaf in plan.leaves]
     small = [
-        jnp.zeros((units, math.prod(leaf.shape))) if leaf.small else None for leaf in plan.leaves
+        jnp.zeros((units, math.prod(shape))) if linear.is_small(shape, size) else None
+        for shape in shapes
     ]
     return Zeros(jnp.zeros((units, size)), small, jnp.zeros((units, len(plan.parts))))
 
@@ -364,71 +371,52 @@ def with_numbers(
         for i, gradient in of_number.items():
             row = row_of(plan.leaves[i], maps[i], as_float32(gradient), sketch.shape[1])
             part = of_unit[:, None] * row[None]
-            if plan.leaves[i].small:
-                small[i] += part
-            else:
+            if small[i] is None:
                 sketch += part
+            else:
+                small[i] += part
     return sums._replace(sketch=sketch, small=small)
 
 
 def row_of(leaf: SketchLeaf, of: Map, gradient: Array, size: int) -> Float32[Array, "k"]:
     """The sketch of a gradient that was formed: the sum over all slices that a scan loops over."""
-    if not leaf.stack:
-        return _row_of_slice(leaf, size, gradient, of)
+    if not leaf.stack or linear.is_small(leaf.shape, size):
+        return _row_of_slice(leaf._replace(stack=0), size, gradient, of)
     slices = gradient.reshape(-1, *leaf.shape[leaf.stack :])
-
-    def of_one(place, gradient_slice):
-        return _row_of_slice(leaf, size, gradient_slice, linear.of_slice(of, place))
-
-    return jnp.sum(jax.vmap(of_one)(jnp.arange(len(slices)), slices), axis=0)
+    rows = jax.vmap(functools.partial(_row_of_slice, leaf, size), (0, None, 0))
+    return jnp.sum(rows(slices, of, jnp.arange(len(slices))), axis=0)
 
 
-def _row_of_slice(leaf, size, gradient, of):
-    if leaf.small:
-        return as_float32(gradient).reshape(-1)
-    if leaf.how != "sketched":
-        shape = gradient.shape if leaf.how != "formed" else [n for n in gradient.shape if n > 1]
-        return linear.fold(times(as_float32(gradient), of.scale).reshape(shape), of.seed, size)
-    axes = [i - leaf.stack for i in (*leaf.rows, *leaf.cols)]
-    axes += [i for i in range(gradient.ndim) if i not in axes]  # of size 1
-    matrix = gradient.transpose(axes).reshape(of.left.size, of.right.size)
-    signed = matrix * of.left.reshape(-1, 1) * of.right.reshape(1, -1)
-    sums = linear.sums_of_matrix(signed, *leaf.sizes)
-    return jnp.pad(sums.reshape(-1), (0, size - sums.size))
+def _row_of_slice(leaf, size, gradient, of, place=0):
+    """The sketch of a slice, or if the leaf is small, its gradient that is zero elsewhere."""
+    if not linear.is_small(leaf.shape, size):
+        return linear.sketch_of(gradient, of, leaf.shape, size, leaf.stack, place)
+    flat = as_float32(gradient).reshape(-1)
+    if not leaf.stack:
+        return flat
+    whole = varying(jnp.zeros(math.prod(leaf.shape)), flat)
+    at = jnp.asarray(place, jnp.int32) * flat.size
+    return jax.lax.dynamic_update_slice(whole, flat, (at,))
 
 
-def added_up(maps: list[Map], sums: Zeros) -> Float32[Array, "B k"]:
+def added_up(maps: list[Map], of_small: Map, sums: Zeros) -> Float32[Array, "B k"]:
     """The sketches of all units."""
     kept = [(of, g) for of, g in zip(maps, sums.small, strict=True) if g is not None and g.size]
     if not kept:
         return sums.sketch
-    small = [jax.vmap(times, (0, None))(g, of.scale) for of, g in kept]
-    size = sums.sketch.shape[1]
-    fold_all = functools.partial(fold_small, seed=kept[0][0].seed, size=size)
+    small = [g if of.scale is None else g * of.scale.reshape(1, -1) for of, g in kept]
+    size, ends = sums.sketch.shape[1], [*itertools.accumulate(g.shape[1] for g in small)]
     if not automatic():
-        return sums.sketch + jax.vmap(fold_all)(jnp.concatenate(small, 1))
+        of_all = functools.partial(linear.sketch_of_small, of=of_small, size=size)
+        return sums.sketch + jax.vmap(of_all)(jnp.concatenate(small, 1))
     # The compiler may split these gradients over devices, and would move parts to concatenate them.
-    # A product with the matrix of `fold_all` only needs sums.
-    ends = list(itertools.accumulate(g.shape[1] for g in small))
-    fold_back = jax.linear_transpose(fold_all, jnp.zeros(ends[-1]))
-    markers = jnp.ones(size), jnp.arange(size, dtype=jnp.float32)
-    on_all = functools.partial(jax.lax.with_sharding_constraint, shardings=P())
-    signs, places = (on_all(fold_back(x)[0]) for x in markers)
+    # A product with the matrix of the map only needs sums.
     rows = sums.sketch
     for g, end in zip(small, ends, strict=True):
-        sign, place = (on_all(x[end - g.shape[1] : end]) for x in (signs, places))
-        table = jnp.where(place[:, None] == sign[:, None] * markers[1][None], sign[:, None], 0.0)
+        table = linear.table_of_small(of_small, ends[-1], end - g.shape[1], end, size)
+        table = jax.lax.with_sharding_constraint(table, P())
         rows = rows + jnp.matmul(g, table, precision="highest")
     return rows
-
-
-def fold_small(flat: Array, seed: Array, size: int) -> Float32[Array, "k"]:
-    """Folds a flat gradient, starting at a random sum: a table's largest entries come first.
-
-    The number of sums is odd; otherwise equal channels of several parameters would share sums.
-    """
-    odd = size - (size + 1) % 2
-    return jnp.roll(jnp.pad(linear.fold(flat, seed, odd), (0, size - odd)), seed % size)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -454,38 +442,37 @@ def use_of(leaves: list[SketchLeaf], maps: list[Map], zeros: Zeros, use: Use, pa
     leaf, of = leaves[param.leaf], maps[param.leaf]
     if leaf.how == "copied":
         return split_safe(use.plain)(as_copy(param.value, param.copy), *data)
-    if param.stack:
-        of = linear.of_slice(of, param.place)
     if leaf.how == "formed":
         rule = functools.partial(_row_of_use, leaf, zeros.sketch.size, param.dims, param.parts)
-        return _formed(use, rule, param.value, zeros.of(param.leaf), (param.factor, of), data)
+        extra = param.factor, of, param.place
+        return _formed(use, rule, param.value, zeros.of(param.leaf), extra, data)
     rule = functools.partial(_of_factors, use, leaf, zeros.sketch.size)
     y = use.apply(param.value, *data)
-    return _tap(rule, y, zeros.sketch, (param.factor, of.left, of.right, *data))
+    return _tap(rule, y, zeros.sketch, (param.factor, of, param.place, *data))
 
 
-def _of_factors(use: Use, leaf: SketchLeaf, size, dy, factor, left, right, *data):
+def _of_factors(use: Use, leaf: SketchLeaf, size, dy, factor, of, place, *data):
     """The sketch of x^T dy, float32[k], without forming this product."""
     dy = dy if factor is None else (dy * factor).astype(dy.dtype)
-    groups, p, q = leaf.sizes
+    sides = left, right = linear.sides_of(of, leaf.shape, size, leaf.stack, place)
     swapped = numbers_of(use.rows) != leaf.rows
-    if swapped:
-        left, right, p, q = right, left, q, p
-    of_x = use.sums(left, p, groups, *data)
-    of_dy = linear.grouped_sums(use.columns(dy, *data), right, q, groups, use.precision)
-    both = "tpm,tqm->qpm" if swapped else "tpm,tqm->pqm"
-    sums = jnp.einsum(both, of_x, of_dy, precision=use.precision)
-    return jnp.pad(sums.reshape(-1) / math.sqrt(groups), (0, size - sums.size))
+    of_x, of_dy = sides[::-1] if swapped else sides
+    read = linear.sizes_of(*linear.matrix_of(leaf.shape), size).read
+    x = use.sums(of_x.in_groups(read), len(of_x.sums), *data)
+    dy = use.columns(dy, *data)
+    dy = linear.residue_sums(dy, of_dy.in_groups(read), len(of_dy.sums))
+    x, dy = (dy, x) if swapped else (x, dy)
+    return linear.row_of_sums(linear.sums_of_factors(x, dy, left, right, use.precision), size)
 
 
-def _row_of_use(leaf: SketchLeaf, size, dims, parts, gradient, factor, of):
+def _row_of_use(leaf: SketchLeaf, size, dims, parts, gradient, factor, of, place):
     """The row of a gradient that has the shape in which the parameter is used."""
     gradient = gradient if factor is None else (gradient * factor).astype(gradient.dtype)
     each = [dim for group in dims for dim in group]
     order = sorted(range(len(each)), key=lambda i: each[i])
     natural = gradient.reshape([n for _, n in each]).transpose(order)
     natural = filled(natural, {each[i][0]: axis for axis, i in enumerate(order)}, parts)
-    return _row_of_slice(leaf, size, natural, of)
+    return _row_of_slice(leaf, size, natural, of, place)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -46,7 +46,7 @@ class Use(NamedTuple):
     rank: int
     apply: Callable[..., Array]
     plain: Callable[..., Array]  # the same, as JAX differentiates it outside of vmap
-    # (signs of the rows, sums p, groups m, *data) -> float32[T, p, m], grouped sums of x
+    # (signs [g, K] of the rows, residues r, *data) -> float32[g, T, r], `residue_sums` of x
     sums: Any = None
     columns: Any = None  # (dy, *data) -> [T, N]
     precision: Any = None  # precision of the products that make sketches
@@ -80,9 +80,8 @@ def _dot_general(equation, values, handler):
 
         return run
 
-    def sums(signs, count, groups, x):
-        x = _natural(matrix(x), rows, parts)
-        return linear.grouped_sums(x, signs, count, groups, precision)
+    def sums(signs, residues, x):
+        return linear.residue_sums(_natural(matrix(x), rows, parts), signs, residues)
 
     def columns(dy, x):
         dy = dy if side else jnp.moveaxis(dy, range(-len(kept), 0), range(len(kept)))
@@ -176,7 +175,7 @@ def _gather(equation, values, handler):
     modes = jax.lax.GatherScatterMode
     clips = equation.params["mode"] == modes.CLIP
 
-    def looked_up(table, indices):
+    def looked_up(table, indices, fill_value=0):
         """Rows of another table where the gradient has a row to go to; zeros elsewhere.
 
         A look-up that promises indices in bounds clamps them, but its gradient drops them.
@@ -186,14 +185,17 @@ def _gather(equation, values, handler):
             [table, indices],
             dimension_numbers=how._replace(offset_dims=(batch,)),
             slice_sizes=(1, table.shape[1]),
-            fill_value=0,
+            fill_value=fill_value,
             mode=modes.CLIP if clips else modes.FILL_OR_DROP,
         )
         return rows_of.reshape(-1, table.shape[1])
 
-    def sums(signs, count, groups, indices):
-        signed = _as_used(linear.table_of_sums(signs, count, groups), rows)
-        return looked_up(signed, indices).reshape(-1, count, groups)
+    def sums(signs, residues, indices):
+        """Of rows that are ones at their indices."""
+        order = _as_used(jnp.arange(table_shape[0])[:, None], rows)
+        at = looked_up(order, indices, -1)[:, 0]
+        ones = (at % residues)[:, None] == jnp.arange(residues)[None]
+        return jnp.where((ones & (at >= 0)[:, None])[None], signs[:, at, None], 0.0)
 
     rank = math.prod(shape[:-1])
 
@@ -272,11 +274,12 @@ def _convolution(equation, values, handler):
     def matrix(y):
         return jnp.moveaxis(y, features, -1).reshape(-1, y.shape[features])
 
-    def sums(signs, count, groups, x):
-        signed = _as_used(linear.table_of_sums(signs, count, groups), rows)
+    def sums(signs, residues, x):
+        ones = jnp.arange(signs.shape[1])[:, None] % residues == jnp.arange(residues)[None]
+        signed = _as_used(signs.T[..., None] * ones[:, None], rows)
         signed = signed.reshape(*(kernel[i] for i in axes), -1)
         y = apply(jnp.moveaxis(signed, -1, out).astype(equation.invars[1].aval.dtype), x)
-        return as_float32(matrix(y)).reshape(-1, count, groups)
+        return as_float32(matrix(y)).reshape(-1, len(signs), residues).swapaxes(0, 1)
 
     def columns(dy, x):
         return _natural(matrix(dy), cols)

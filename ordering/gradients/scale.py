@@ -135,7 +135,7 @@ def whole_scale(scale: PyTree, like: PyTree) -> PyTree:
 def scaled_maps(
     plan: list[SketchLeaf], maps: list[Map], params: PyTree, scale: PyTree
 ) -> list[Map]:
-    """The maps for scaled gradients: the signs of rows and columns are multiplied by the scale."""
+    """The maps for scaled gradients, with the scale of each slice that a scan loops over."""
     wholes = jax.tree.leaves(whole_scale(scale, params))
     scales = jax.tree.structure(params).flatten_up_to(scale)
     return [_scaled_map(*each) for each in zip(plan, maps, scales, wholes, strict=True)]
@@ -144,8 +144,7 @@ def scaled_maps(
 def _scaled_map(leaf: SketchLeaf, of: Map, scale, whole) -> Map:
     slices = math.prod(leaf.shape[: leaf.stack])
     if leaf.how != "sketched":
-        shape = (slices, *leaf.shape[leaf.stack :]) if leaf.stack else leaf.shape
-        return of._replace(scale=whole.reshape(shape))
+        return of._replace(scale=whole.reshape(slices, *leaf.shape[leaf.stack :]))
     if not isinstance(scale, Factors):
         raise ValueError(
             f"the scale of params{leaf.name} is one array, and its sketches need factors: pass "
@@ -153,9 +152,7 @@ def _scaled_map(leaf: SketchLeaf, of: Map, scale, whole) -> Map:
         )
     sides = (scale.rows, leaf.rows), (scale.cols, leaf.cols)
     rows, cols = (s.reshape(slices, *(leaf.shape[i] for i in side)) for s, side in sides)
-    if leaf.stack:
-        return of._replace(scale=(rows, cols))
-    return of._replace(left=of.left * rows[0], right=of.right * cols[0])
+    return of._replace(scale=(rows, cols))
 
 
 def _moments(opt_state, params) -> list[Array]:

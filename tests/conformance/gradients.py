@@ -224,7 +224,7 @@ def _verdict(row, names) -> Verdict:
             try:
                 results[name] = gradients(params, batch, key=jax.random.clone(KEY))
                 if name in ("formed", "sketched") and sizes[name] < sizes["kept"]:
-                    to_sketch = sketch_of(row.loss, params, batch, SKETCH_KEY, size=sizes[name])
+                    to_sketch = sketch_of(params, SKETCH_KEY, size=sizes[name])
                     results[name + " of rows"] = jax.vmap(to_sketch)(results["expected"][2])
             except Exception as error:
                 errors[name] = error
