@@ -39,6 +39,7 @@ from ordering.gradients.moves import filled
 from ordering.gradients.rules import LOOK_UP, RULES, Use
 from ordering.gradients.scale import scaled_maps, whole_scale
 from ordering.trees import as_float32, tree_size
+from syncopate import mesh
 from syncopate.mesh import automatic, varying_over
 from syncopate.plans import check_key, check_whole
 
@@ -394,7 +395,7 @@ def _row_of_slice(leaf, size, gradient, of, place=0):
     flat = as_float32(gradient).reshape(-1)
     if not leaf.stack:
         return flat
-    whole = varying(jnp.zeros(math.prod(leaf.shape)), flat)
+    whole = mesh.varying(jnp.zeros(math.prod(leaf.shape)), flat)
     at = jnp.asarray(place, jnp.int32) * flat.size
     return jax.lax.dynamic_update_slice(whole, flat, (at,))
 
