@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float32, Key, PyTree
 
 from ordering.gradients import linear
@@ -388,7 +389,7 @@ def row_of(leaf: SketchLeaf, of: Map, gradient: Array, size: int) -> Float32[Arr
     return jnp.sum(rows(slices, of, jnp.arange(len(slices))), axis=0)
 
 
-def _row_of_slice(leaf, size, gradient, of, place=0):
+def _row_of_slice(leaf, size, gradient, of, place: ArrayLike = 0):
     """The sketch of a slice, or if the leaf is small, its gradient that is zero elsewhere."""
     if not linear.is_small(leaf.shape, size):
         return linear.sketch_of(gradient, of, leaf.shape, size, leaf.stack, place)
@@ -459,9 +460,9 @@ def _of_factors(use: Use, leaf: SketchLeaf, size, dy, factor, of, place, *data):
     swapped = numbers_of(use.rows) != leaf.rows
     of_x, of_dy = sides[::-1] if swapped else sides
     read = linear.sizes_of(*linear.matrix_of(leaf.shape), size).read
-    x = use.sums(of_x.in_groups(read), len(of_x.sums), *data)
+    x = use.sums(of_x, read, *data)
     dy = use.columns(dy, *data)
-    dy = linear.residue_sums(dy, of_dy.in_groups(read), len(of_dy.sums))
+    dy = linear.residue_sums(dy, of_dy, read)
     x, dy = (dy, x) if swapped else (x, dy)
     return linear.row_of_sums(linear.sums_of_factors(x, dy, left, right, use.precision), size)
 

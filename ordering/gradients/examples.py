@@ -454,7 +454,8 @@ def check_separable(
     why, tolerance = _why_they_differ(program), _tolerance(program)
     compare = jax.jit(functools.partial(_compared, losses_of, size, shape))
     with jax.default_matmul_precision("highest"):
-        result, beside = (jax.device_get(compare(params, batch, noise)) for noise in (0.0, 0.1))
+        runs: list[Any] = [jax.device_get(compare(params, batch, noise)) for noise in (0.0, 0.1)]
+    result, beside = runs
     _check_losses(*result[:2], {"rtol": 1e-3, "atol": 1e-3}, why)
     if np.isfinite(beside[0]).all():
         result, largest = beside, np.max(np.abs(beside[0]))

@@ -36,6 +36,7 @@ from syncopate import mesh, plans
 SIZE = 1024
 MOST = 2**31 - 1  # numbers of a sketch
 SELDOM = 2  # of k, how probably two entries of one row or of one column are added up
+UNROLLED = 512  # terms of sums that are written one by one into a program
 EXACT = 4  # leaves of up to EXACT k numbers are sketched together, and never by factors
 
 
@@ -226,6 +227,7 @@ class Side(NamedTuple):
     turns: Int[Array, "n"]  # the place of each one's turn among the groups that are read
     shifts: Int[Array, "r"]  # and of its residue: its place is the exclusive or of both
     sums: Float32[Array, "r e p"]  # with signs, for places e
+    begun: Any  # how many of the first turn are of the slice before
 
     def in_groups(self, read: int) -> Float32[Array, "g n"]:
         """The signs in each group that is read."""
@@ -281,16 +283,11 @@ def side_of(
 ) -> Side:
     """Of `length` rows (side 0) or columns (side 1) of a leaf, from the given first one on."""
     assert of.places is not None
-    residues, first = sizes.residues[side], jnp.asarray(first).astype(jnp.uint32)
+    residues, whole = sizes.residues[side], isinstance(first, int) and first == 0
+    first = jnp.asarray(first).astype(jnp.uint32)
     at = jnp.arange(length, dtype=jnp.uint32) + first
     seeds = [of.seed + jnp.uint32(n + side) for n in (4, 6, 8)]
-    # Turns that follow each other have different places: their ranks.
-    turn = at // residues
-    others = (turn // sizes.read * sizes.read)[None] + jnp.arange(sizes.read, dtype=jnp.uint32)[
-        :, None
-    ]
-    bits = (hash_bits(seeds[0], turns) for turns in (others, turn[None]))
-    turns = jnp.sum(operator.lt(*bits), axis=0)
+    turns = _ranks(seeds[0], at // residues, sizes.read)
     signs = hash_signs(seeds[1], at)
     signs = signs if scale is None else signs * scale.reshape(-1)
     order = (jnp.arange(residues, dtype=jnp.uint32) + first) % residues
@@ -298,7 +295,14 @@ def side_of(
     sum_of, place = jnp.divmod(of.places[side][order], sizes.places)
     is_in = _equal(sum_of, jnp.arange(sizes.sums[side]))[:, None]
     transform = _hadamard(sizes.places)[place][..., None]
-    return Side(signs, turns, shifts.astype(jnp.int32), jnp.where(is_in, transform, 0.0))
+    sums, begun = jnp.where(is_in, transform, 0.0), 0 if whole else first % residues
+    return Side(signs, turns, shifts.astype(jnp.int32), sums, begun)
+
+
+def _ranks(seed, turn, read):
+    """The places of turns; those that follow each other have different ones."""
+    others = (turn // read * read)[None] + jnp.arange(read, dtype=jnp.uint32)[:, None]
+    return jnp.sum(hash_bits(seed, others) < hash_bits(seed, turn)[None], axis=0)
 
 
 def _equal(x, y):
@@ -306,31 +310,46 @@ def _equal(x, y):
     return x[:, None] == y[None]
 
 
-def _hadamard(size: int) -> Float32[np.ndarray, "n n"]:
+def _hadamard(size: int) -> Float32[Array, "n n"]:
     """[n, n], n a power of two: -1 where i and j have an odd number of binary ones in common."""
     i = np.arange(size)
     return jnp.asarray(1 - 2 * (np.bitwise_count(i[:, None] & i) % 2).astype(np.float32))
 
 
-def residue_sums(
-    x: Float[Array, "T n"], signs: Float32[Array, "g n"], residues: int
-) -> Float32[Array, "g T r"]:
-    """x, with signs, added up modulo the number of residues."""
-    turns, rest = divmod(x.shape[1], residues)
+def residue_sums(x: Float[Array, "T n"], side: Side, read: int) -> Float32[Array, "g T r"]:
+    """x, with signs, added up modulo the number of residues, in each group that is read."""
+    residues = len(side.sums)
 
-    def of_group(x, signs):
-        x = trees.as_float32(x) * signs[None]
-        total = [x[:, i * residues : (i + 1) * residues] for i in range(turns)]
-        if rest:
-            total.append(jnp.pad(x[:, -rest:], ((0, 0), (0, residues - rest))))
-        return sum(total[1:], total[0])
+    def in_turns(x, begun):
+        """[T, turns, r], of n numbers of which the first turn lacks those that had begun."""
+        whole = isinstance(begun, int)
+        size = -(-(x.shape[1] + (0 if whole else residues - 1)) // residues) * residues
+        x = jnp.pad(x, ((0, 0), (0, size - x.shape[1])))
+        x = x if whole else jnp.roll(x, begun, axis=1)
+        return x.reshape(len(x), -1, residues)
 
-    def one_by_one(x, signs):
-        """For CPUs: a compiler would compute x again in each group, but not in a loop."""
-        return jax.lax.map(functools.partial(of_group, x), signs)
+    def at_once(x, signs):
+        """For accelerators: reads x in each group."""
+        signs = in_turns(signs, side.begun)
+        return jnp.sum(in_turns(trees.as_float32(x), side.begun)[None] * signs[:, None], 2)
 
-    at_once = jax.vmap(of_group, (None, 0))
-    return jax.lax.platform_dependent(x, signs, cpu=one_by_one, default=at_once)
+    def added(x, signs):
+        """For CPUs: signs of turns and of residues apart, and the sums of a group in one loop."""
+        del signs
+        turns = in_turns(side.turns[None], side.begun)[0]
+        # What the slice before began is filled by the last numbers of the first turn.
+        table = _hadamard(read)[:, jnp.max(turns, axis=1)]
+        shifts = _hadamard(read)[:, side.shifts]
+        shifts = shifts if isinstance(side.begun, int) else jnp.roll(shifts, side.begun, axis=1)
+        x = in_turns(trees.as_float32(x) * side.signs[None], side.begun)
+        if table.size > UNROLLED:
+            return jnp.einsum("gu,tur->gtr", table, x, precision="highest") * shifts[:, None]
+        each = [x[:, u] for u in range(x.shape[1])]
+        groups = zip(table, shifts, strict=True)
+        return jnp.stack([sum(map(operator.mul, each, of)) * shift[None] for of, shift in groups])
+
+    sums = jax.lax.platform_dependent(x, side.in_groups(read), cpu=added, default=at_once)
+    return sums if isinstance(side.begun, int) else jnp.roll(sums, -side.begun, axis=2)
 
 
 def sums_of_factors(
@@ -405,7 +424,12 @@ def _starts(shape, stack, place):
     """(length, the first one) of the rows and of the columns of a slice."""
     split = split_of(shape)
     rows, cols = math.prod(shape[stack:split]), math.prod(shape[max(stack, split) :])
-    of_row, of_col = jnp.divmod(jnp.asarray(place, jnp.int32), math.prod(shape[split:stack]))
+    if not stack:
+        return (rows, 0), (cols, 0)
+    place = jnp.asarray(place, jnp.int32)
+    if stack <= split:
+        return (rows, place * rows), (cols, 0)
+    of_row, of_col = jnp.divmod(place, math.prod(shape[split:stack]))
     return (rows, of_row * rows), (cols, of_col * cols)
 
 

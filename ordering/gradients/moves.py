@@ -53,7 +53,8 @@ class Param(NamedTuple):
 def moved(equation: core.JaxprEqn, values: list, number: Callable) -> list | None:
     """The results of a move, which are parameters, or None. `number(v)` is that of a constant."""
     name = equation.primitive.name
-    if not jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.floating):
+    result: Any = equation.outvars[0].aval
+    if not jnp.issubdtype(result.dtype, jnp.floating):
         return None
     if name in ("mul", "div", "neg"):
         return _scaled(equation, values, number)
@@ -77,20 +78,21 @@ def moved(equation: core.JaxprEqn, values: list, number: Callable) -> list | Non
         parts = [_part(param, axes)]
     else:
         parts = [_with_dims(param, _moved_dims(equation, param))]
-    if any(part is None for part in parts):
+    if not all(parts):
         return None
     return [
         part._replace(value=value, copy=copy)
         for part, (value, copy) in zip(parts, results, strict=True)
+        if part is not None
     ]
 
 
 def bind_of(equation: core.JaxprEqn, param: Param, *others: Any) -> list[tuple[Any, Any]]:
     """[(value, copy)] of all results for a parameter and its copy."""
-    values, copies = (
-        None if x is None else bind(equation, [x, *others]) for x in (param.value, param.copy)
-    )
-    return [*zip(values, copies or [None] * len(values), strict=True)]
+    values = bind(equation, [param.value, *others])
+    copied = param.copy is not None
+    copies = bind(equation, [param.copy, *others]) if copied else [None] * len(values)
+    return [*zip(values, copies, strict=True)]
 
 
 def _scaled(equation, values, number):

@@ -46,7 +46,7 @@ class Use(NamedTuple):
     rank: int
     apply: Callable[..., Array]
     plain: Callable[..., Array]  # the same, as JAX differentiates it outside of vmap
-    # (signs [g, K] of the rows, residues r, *data) -> float32[g, T, r], `residue_sums` of x
+    # (the rows' `linear.Side`, g groups, *data) -> float32[g, T, r], `residue_sums` of x
     sums: Any = None
     columns: Any = None  # (dy, *data) -> [T, N]
     precision: Any = None  # precision of the products that make sketches
@@ -80,8 +80,8 @@ def _dot_general(equation, values, handler):
 
         return run
 
-    def sums(signs, residues, x):
-        return linear.residue_sums(_natural(matrix(x), rows, parts), signs, residues)
+    def sums(of, read, x):
+        return linear.residue_sums(_natural(matrix(x), rows, parts), of, read)
 
     def columns(dy, x):
         dy = dy if side else jnp.moveaxis(dy, range(-len(kept), 0), range(len(kept)))
@@ -190,8 +190,9 @@ def _gather(equation, values, handler):
         )
         return rows_of.reshape(-1, table.shape[1])
 
-    def sums(signs, residues, indices):
+    def sums(of, read, indices):
         """Of rows that are ones at their indices."""
+        signs, residues = of.in_groups(read), len(of.sums)
         order = _as_used(jnp.arange(table_shape[0])[:, None], rows)
         at = looked_up(order, indices, -1)[:, 0]
         ones = (at % residues)[:, None] == jnp.arange(residues)[None]
@@ -274,7 +275,8 @@ def _convolution(equation, values, handler):
     def matrix(y):
         return jnp.moveaxis(y, features, -1).reshape(-1, y.shape[features])
 
-    def sums(signs, residues, x):
+    def sums(of, read, x):
+        signs, residues = of.in_groups(read), len(of.sums)
         ones = jnp.arange(signs.shape[1])[:, None] % residues == jnp.arange(residues)[None]
         signed = _as_used(signs.T[..., None] * ones[:, None], rows)
         signed = signed.reshape(*(kernel[i] for i in axes), -1)
