@@ -454,14 +454,15 @@ def check_separable(
     why, tolerance = _why_they_differ(program), _tolerance(program)
     compare = jax.jit(functools.partial(_compared, losses_of, size, shape))
     with jax.default_matmul_precision("highest"):
-        runs: list[Any] = [jax.device_get(compare(params, batch, noise)) for noise in (0.0, 0.1)]
-    result, beside = runs
-    _check_losses(*result[:2], {"rtol": 1e-3, "atol": 1e-3}, why)
+        at_params, beside = (jax.device_get(compare(params, batch, noise)) for noise in (0.0, 0.1))
+    losses, alone, off, sizes = at_params
+    _check_losses(losses, alone, {"rtol": 1e-3, "atol": 1e-3}, why)
     if np.isfinite(beside[0]).all():
-        result, largest = beside, np.max(np.abs(beside[0]))
-        _check_losses(*result[:2], {"rtol": tolerance, "atol": tolerance * largest}, why)
+        losses, alone, off, sizes = beside
+        largest = np.max(np.abs(losses))
+        _check_losses(losses, alone, {"rtol": tolerance, "atol": tolerance * largest}, why)
     if not (holds(program.jaxpr.eqns, RULE) and has_rule_of_parameters(program, params)):
-        _check_gradients(params, *result[2:], tolerance, why)
+        _check_gradients(params, off, sizes, tolerance, why)
 
 
 def _compared(losses_of, size, shape, params, batch, noise):
