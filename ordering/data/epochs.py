@@ -272,7 +272,8 @@ def read_epochs(
         counts = counts_of(state, ("epoch", "units", "loads"))
         check_place(counts["units"], order, sizes)
         check_digest(state, order, unit_size, counts["units"])
-        place = ReadState(restore(first, part_of(state, "order"), ".order"), *counts.values())
+        restored = restore(first, part_of(state, "order"), ".order")
+        place = ReadState(restored, counts["epoch"], counts["units"], counts["loads"])
     sharding = of_all.sharding if sharding is None else sharding
     if callable(source) and not hasattr(source, "__getitem__"):
         read = read_pipeline(source, order, of_all, unit_size)
