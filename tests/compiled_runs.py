@@ -111,12 +111,17 @@ def groups_of(line):
     return sorted(sorted(row) for row in ids.reshape(ints(shape)).tolist())
 
 
-def lines_of(compiled, mesh):
-    """(operation, bytes of its results, axes between whose devices it runs) of all collectives."""
+def lines_of(compiled, mesh, least=0):
+    """(operation, bytes of its results, axes between whose devices it runs) of all collectives.
+
+    Those of fewer than `least` bytes are left out, such as places that a compiler has shared out.
+    """
     ids = np.arange(mesh.size).reshape(mesh.devices.shape)
     workers, inside = mesh.axis_names
     results = []
     for one in collectives_of(compiled.as_text()):
+        if one.bytes < least:
+            continue
         groups = groups_of(one.line)
         (axes,) = {
             axes

@@ -25,7 +25,8 @@ RNG = np.random.default_rng(2)
 def sketch_of(params, key, *, size):
     """`tree -> float32[k]`, the sketch of gradients of these parameters, from its equation."""
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(params)]
-    seeds = jax.random.bits(jax.random.clone(key), (len(shapes) + 1,), np.uint32)
+    with jax.ensure_compile_time_eval():  # numbers, also where a caller is compiled
+        seeds = np.asarray(jax.random.bits(jax.random.clone(key), (len(shapes) + 1,), np.uint32))
     is_small = [math.prod(shape) <= 4 * size for shape in shapes]
     small = sum(math.prod(shape) for shape, one in zip(shapes, is_small, strict=True) if one)
 

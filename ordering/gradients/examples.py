@@ -156,7 +156,13 @@ def _sketches(rows, to_sketch):
 
 def first_of(units: PyTree) -> PyTree:
     """The shapes of the first unit; of values, a key would be used twice."""
-    return jax.eval_shape(lambda units: jax.tree.map(lambda x: x[0], units), units)
+    shapes = jax.eval_shape(lambda units: jax.tree.map(lambda x: x[0], units), units)
+    mesh = jax.sharding.get_abstract_mesh()
+
+    def on_mesh(x):  # JAX leaves it out over automatic axes, and then refuses axes that it has
+        return x.update(sharding=jax.NamedSharding(mesh, jax.P())) if x.sharding is None else x
+
+    return jax.tree.map(on_mesh, shapes) if mesh.manual_axes else shapes
 
 
 def axes_of_loss(of_one: Callable, params: PyTree, first: PyTree) -> frozenset[str]:

@@ -232,7 +232,7 @@ class Side(NamedTuple):
     def in_groups(self, read: int) -> Float32[Array, "g n"]:
         """The signs in each group that is read."""
         # A product, as a compiler would compute hashes again for every row that it reads.
-        places = self.turns ^ jnp.resize(self.shifts, self.turns.shape)
+        places = self.turns ^ self.shifts[np.arange(len(self.turns)) % len(self.shifts)]
         signs = jnp.where(_equal(jnp.arange(read), places), self.signs[None], 0.0)
         return jnp.matmul(_hadamard(read), signs, precision="highest")
 
@@ -319,6 +319,10 @@ def _hadamard(size: int) -> Float32[Array, "n n"]:
 def residue_sums(x: Float[Array, "T n"], side: Side, read: int) -> Float32[Array, "g T r"]:
     """x, with signs, added up modulo the number of residues, in each group that is read."""
     residues = len(side.sums)
+    if mesh.automatic():  # a product adds up what devices have; slices would gather x
+        ones = _equal(jnp.arange(x.shape[1]) % residues, jnp.arange(residues))
+        table = side.in_groups(read)[..., None] * ones[None]
+        return jnp.einsum("tn,gnr->gtr", trees.as_float32(x), table, precision="highest")
 
     def in_turns(x, begun):
         """[T, turns, r], of n numbers of which the first turn lacks those that had begun."""
@@ -402,7 +406,7 @@ def sketch_of(
         each = [*zip(firsts, sizes.residues, strict=True)]
         lengths = [-(-(n + r - 1) // r) * r for n, r in zip(lengths, sizes.residues, strict=True)]
         begun = [first % r for first, r in each]
-        zeros = mesh.varying(jnp.zeros(lengths), matrix)
+        zeros = mesh.varying(jnp.zeros(lengths, jnp.float32), matrix)
         matrix = jax.lax.dynamic_update_slice(zeros, matrix, begun)
         firsts = [first - n for first, n in zip(firsts, begun, strict=True)]
     left, right = (side_of(of, i, sizes, lengths[i], firsts[i]) for i in range(2))
@@ -492,7 +496,7 @@ def _residues_of(matrix, left, right, read):
 
     def one_by_one(matrix):
         """For CPUs: adds block after block to sums that stay in a cache."""
-        total = mesh.varying(jnp.zeros((read, *residues)), matrix)
+        total = mesh.varying(jnp.zeros((read, *residues), jnp.float32), matrix)
         pieces = [
             [(0, turns[i], residues[i]), (turns[i] * residues[i], 1, rest[i])] for i in range(2)
         ]
@@ -523,6 +527,8 @@ def _residues_of(matrix, left, right, read):
         x = x.reshape(rows.shape[1], residues[0], cols.shape[1], residues[1])[None]
         return jnp.sum(x * rows[:, :, :, None, None] * cols[:, None, None], (1, 3))
 
+    if mesh.automatic():  # a loop over blocks would gather the matrix
+        return at_once(matrix)
     return jax.lax.platform_dependent(matrix, cpu=one_by_one, default=at_once)
 
 
