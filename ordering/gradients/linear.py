@@ -50,7 +50,7 @@ def make_sketch(
     Entries get random signs and places, and are added up into k sums; a gradient of at most k
     entries is kept unchanged. No array of the gradient's size is written. At k = 1,024, squared
     norms of gradients of many ranks are off by 4 to 5 % (root mean square over keys), and inner
-    products by 0.03 |g| |h|. For gradients of rank one, errors are up to twice as large, and for
+    products by 0.03 |g| |h|. For gradients of rank one, errors are up to 9 % and 0.09, and for
     those of one row or column up to 7 % (`python -m benchmarks.sketch_errors`).
 
     Args:
