@@ -272,8 +272,7 @@ def _scan(equation, values, handler, path):
     if not any(map(of_example, values)):
         return None
     params, inside = equation.params, handler._replace(number=None)
-    first, second = params["num_consts"], params["num_consts"] + params["num_carry"]
-    consts, carry, stacked = values[:first], values[first:second], values[second:]
+    consts, carry, stacked = _parts_of_scan(equation, values)
     consts = [_seen(v, "scan", handler) if _is_number(v) else v for v in consts]
     carry = [_seen(v, "scan", handler) for v in carry]
     stacked = [v if is_stacked(v) else _seen(v, "scan", handler) for v in stacked]
@@ -294,6 +293,25 @@ def _scan(equation, values, handler, path):
     how = {k: params[k] for k in ("length", "reverse", "unroll", "_split_transpose") if k in params}
     carry, results = jax.lax.scan(body, carry, (places, _arrays(stacked)), **how)
     return [*carry, *results]
+
+
+def _parts_of_scan(equation, values):
+    """The constants of a scan, its carry, and its stacked arrays.
+
+    JAX 0.10 counts them in the parameters `num_consts` and `num_carry`, and later versions do not.
+    In the body stacked arrays have one axis less in all versions.
+    """
+    inner = equation.params["jaxpr"].jaxpr
+    pairs = (
+        zip(equation.invars, inner.invars, strict=True),
+        zip(equation.outvars, inner.outvars, strict=True),
+    )
+    of_args, of_results = (
+        [len(outer.aval.shape) > len(each.aval.shape) for outer, each in pair] for pair in pairs
+    )
+    second = of_args.count(False)
+    first = second - of_results.count(False)
+    return values[:first], values[first:second], values[second:]
 
 
 def _is_number(value):
